@@ -1,0 +1,60 @@
+"""Fixtures that every test may use. Nothing here, and no test, touches the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Before torch and transformers are first imported, and inherited by the processes that tests start.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="Agg",
+    WANDB_MODE="disabled",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: one thread is fastest
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tiny import BackboneFolder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone(tmp_path_factory: pytest.TempPathFactory) -> BackboneFolder:
+    """`tiny_backbone(family)` gives a folder with a tiny model of that family and its tokenizer, to be read only."""
+    from tiny import save_tiny_backbone
+
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = save_tiny_backbone(tmp_path_factory.mktemp(f"tiny-{family}"), family)
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real text and models that GRAFTLM_DATA names; a test that asks for it skips where there is none."""
+    folder = os.environ.get("GRAFTLM_DATA")
+    if not folder:
+        pytest.skip("GRAFTLM_DATA is not set: it names the folder with real text and models")
+    if not Path(folder).is_dir():
+        pytest.skip(f"GRAFTLM_DATA names {folder}, which is not a folder")
+    return Path(folder).resolve()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same global seed, so that its result does not depend on the tests before it."""
+    torch.manual_seed(0)
