@@ -1,0 +1,277 @@
+"""The one form of every measured result: `results.json`.
+
+A metric is an `Interval` or a plain number. Row ids and metric names are stable, so results of different runs compare.
+`details` is free-form JSON for what does not fit a table: statistics of grafts, loss curves, learning-rate paths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import Field, JsonValue, model_validator
+
+from graftlm.config import Config
+from graftlm.errors import GraftError, did_you_mean
+
+FILE_NAME = "results.json"
+
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom.
+_T95 = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+_Z95 = 1.959964
+
+
+class EvaluationError(GraftError):
+    """A measurement, or a file of measurements, can't be used."""
+
+
+class Interval(Config):
+    """A measured value and the ends of its interval, in the metric's own unit."""
+
+    mean: float
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("the low end of an interval lies above its high end")
+        return self
+
+
+Metric = Interval | int | float
+
+
+def value_of(metric: Metric) -> float:
+    """The plain number of a metric: an interval's mean."""
+    return metric.mean if isinstance(metric, Interval) else float(metric)
+
+
+class Row(Config):
+    """What one method measured."""
+
+    id: str
+    label: str
+    metrics: dict[str, Metric]
+
+
+class Aim(Config):
+    """What the measurement should show, and whether it did; `measured` and `met` are null when it was not measured."""
+
+    text: str
+    metric: str
+    aim: float
+    measured: float | None = None
+    met: bool | None = None
+
+
+class PaperRow(Config):
+    """A row's published figures, and where they stand in the paper."""
+
+    id: str
+    metrics: dict[str, float]
+    where: str
+
+
+class Machine(Config):
+    """Where the measurement ran."""
+
+    cpu: str
+    cores: int
+    gpu: str | None
+    torch: str
+
+    @classmethod
+    def here(cls) -> Self:
+        """This machine; `cores` are those the process may use."""
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        return cls(cpu=_cpu_name(), cores=_usable_cores(), gpu=gpu, torch=torch.__version__)
+
+
+class Results(Config):
+    """One `results.json`."""
+
+    name: str
+    command: str
+    commit: str | None
+    machine: Machine
+    seeds: list[int]
+    rows: list[Row]
+    aims: list[Aim] = Field(default_factory=list)
+    paper: list[PaperRow] = Field(default_factory=list)
+    details: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _unique_rows(self) -> Self:
+        ids = [row.id for row in self.rows]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"row ids repeat: {', '.join(ids)}")
+        return self
+
+    @classmethod
+    def here(cls, name: str, rows: Sequence[Row], *, seeds: Sequence[int] = (0,), **more: Any) -> Self:
+        """Results of this process: `machine`, `commit` and `command` are filled in unless given in `more`."""
+        known = {"command": command_line(), "commit": source_commit(), "machine": Machine.here()}
+        return cls(name=name, rows=list(rows), seeds=list(seeds), **(known | more))
+
+    def row(self, row_id: str) -> Row:
+        """The row of that id.
+
+        Raises:
+            EvaluationError: there is none.
+        """
+        for row in self.rows:
+            if row.id == row_id:
+                return row
+        known = did_you_mean(row_id, [row.id for row in self.rows])
+        raise EvaluationError(f"The results {self.name} have no row {row_id}{known}: name one of theirs.")
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `folder/results.json`: all of it or nothing, even when the machine stops. Returns its path.
+
+        Raises:
+            EvaluationError: the folder can't be written to, or `details` holds a number that is not finite.
+        """
+        values = self.model_dump(mode="json")
+        if not self.details:
+            del values["details"]
+        try:
+            text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise EvaluationError(
+                "The details of the results hold NaN or infinity, which JSON can't hold: leave those values out."
+            ) from None
+        return write_atomically(Path(folder) / FILE_NAME, text.encode() + b"\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a `results.json`, or the one in a folder.
+
+        Raises:
+            GraftError: there is no such file, it is not JSON, or its form is another one.
+        """
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise EvaluationError(f"There is no file {path}: name a report's folder or its {FILE_NAME}.") from None
+        except OSError as error:
+            raise EvaluationError(f"{path} can't be read ({error.strerror}): name a readable {FILE_NAME}.") from None
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise EvaluationError(
+                f"{path} is not valid JSON, but a {FILE_NAME} is expected: run the report again."
+            ) from None
+        return cls.parse(values, where=str(path))
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Write a file through a temporary one beside it, flushed to the disk before it takes the name.
+
+    Raises:
+        EvaluationError: the place can't be written to.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise EvaluationError(
+            f"{path} can't be written ({error.strerror}): free some space or name another folder."
+        ) from None
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
+    return path
+
+
+def combine_seeds(values: Sequence[Metric]) -> Interval:
+    """The mean of one metric over seeds, with Student's 95% interval for that mean.
+
+    mean ± t(0.975, n - 1) · s / √n, with s the sample's standard deviation: it says how the mean would vary over other
+    seeds, not over other text. Of intervals only the means count. One value alone stays as it is.
+
+    Raises:
+        EvaluationError: there are no values.
+    """
+    if not values:
+        raise EvaluationError("There are no values to combine over seeds: run at least one seed.")
+    if len(values) == 1:
+        only = values[0]
+        return only if isinstance(only, Interval) else Interval(mean=only, low=only, high=only)
+    numbers = [value_of(value) for value in values]
+    count = len(numbers)
+    mean = math.fsum(numbers) / count
+    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (count - 1))
+    half = _t95(count - 1) * deviation / math.sqrt(count)
+    return Interval(mean=mean, low=mean - half, high=mean + half)
+
+
+def command_line() -> str:
+    """The command of this process as one would type it, without the folder of its program."""
+    program = Path(sys.argv[0]).name
+    # `python -m package` leaves the path of the package's __main__.py.
+    program = "graft" if program in {"", "-c", "-m", "__main__.py"} else program
+    return shlex.join([program, *sys.argv[1:]])
+
+
+def source_commit() -> str | None:
+    """The git commit of GraftLM's own source, or None when it does not run from its repository."""
+    package = Path(__file__).resolve().parents[1]
+    root = _git(package, "rev-parse", "--show-toplevel")
+    # An installed copy may lie inside somebody else's repository, whose commit says nothing about this code.
+    if root is None or Path(root).resolve() / "src" / "graftlm" != package:
+        return None
+    return _git(package, "rev-parse", "HEAD")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603 - no input of a user's is in it
+            ["git", "-C", str(folder), *arguments],  # noqa: S607 - git is where the user's PATH has it
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _t95(degrees: int) -> float:
+    if degrees <= len(_T95):
+        return _T95[degrees - 1]
+    # The first term of the Cornish-Fisher expansion; right to three digits from here on.
+    return _Z95 + (_Z95**3 + _Z95) / (4 * degrees)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
