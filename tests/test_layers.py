@@ -1,0 +1,239 @@
+"""The law of layers: imports run one way, rooms don't know each other, and shared code knows no room."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "graftlm"
+ORDER = (
+    "errors",
+    "config",
+    "backbone",
+    "grafts",
+    "models",
+    "artifact",
+    "data",
+    "evaluation",
+    "training",
+    "pipelines",
+    "reproduce",
+    "serving",
+    "cli",
+)
+TOP = ("__init__", "__main__")  # the public names: they may import anything, and nothing imports them
+HOUSES = ("grafts", "models", "pipelines")  # folders whose folders are rooms
+SHARED = ("errors", "config", "backbone", "artifact", "data", "evaluation", "training", "cli", "grafts/base.py")
+METHODS = ("lora", "dora", "ia3")  # methods of other libraries that shared code has no business with either
+
+
+class Import(NamedTuple):
+    """`importer` imports `imported` (paths relative to the source folder) at `line`."""
+
+    importer: Path
+    imported: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def imports(source: Path) -> Iterator[Import]:
+    """Every import of one of our files by another: those inside functions and for types alone too."""
+    for file in sorted(source.rglob("*.py")):
+        here = file.relative_to(source)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), filename=str(file))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in _imported_names(node, here):
+                    imported = _file_of(name, source)
+                    if imported is not None and imported != here:
+                        yield Import(here, imported, node.lineno)
+
+
+def _imported_names(node: ast.Import | ast.ImportFrom, here: Path) -> list[str]:
+    """Absolute dotted names; of `from a import b`, a.b, which may be a file or a name in a."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    package = ["graftlm", *here.parent.parts]
+    base = package[: len(package) - node.level + 1] if node.level else []
+    return [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+
+
+def _file_of(name: str, source: Path) -> Path | None:
+    """The file that the longest prefix of a dotted name leads to, or None where it is not ours."""
+    root, *parts = name.split(".")
+    if root != "graftlm":
+        return None
+    for length in range(len(parts), -1, -1):
+        stem = Path(*parts[:length])
+        for candidate in (stem / "__init__.py", stem.with_suffix(".py") if length else Path("__init__.py")):
+            if (source / candidate).is_file():
+                return candidate
+        if length and (source / stem).is_dir():
+            return stem / "__init__.py"
+    return None
+
+
+def _layer(file: Path) -> str:
+    return file.parts[0].removesuffix(".py")
+
+
+def _room(file: Path) -> tuple[str, ...] | None:
+    return file.parts[:2] if len(file.parts) > 2 and file.parts[0] in HOUSES else None
+
+
+def rooms(source: Path) -> list[Path]:
+    """The folders of all rooms."""
+    folders = (folder for house in HOUSES for folder in sorted((source / house).glob("*/")))
+    return [folder for folder in folders if any(folder.glob("*.py"))]
+
+
+def backward_imports(source: Path) -> list[str]:
+    """Imports that run from a layer to one that is not above it."""
+    return [str(found) for found in imports(source) if not _runs_upward(_layer(found.importer), _layer(found.imported))]
+
+
+def _runs_upward(importer: str, imported: str) -> bool:
+    if importer in TOP or importer == imported:
+        return True
+    return imported in ORDER and importer in ORDER and ORDER.index(imported) < ORDER.index(importer)
+
+
+def room_imports(source: Path) -> list[str]:
+    """Imports of a room's files from anywhere in its house but the room itself."""
+    return [
+        str(found)
+        for found in imports(source)
+        if _room(found.imported)
+        and _room(found.imported) != _room(found.importer)
+        and _layer(found.imported) == _layer(found.importer)
+    ]
+
+
+def shared_room_imports(source: Path) -> list[str]:
+    """Imports of a room from the shared code of layers below it."""
+    return [
+        str(found)
+        for found in imports(source)
+        if _room(found.imported) and any(found.importer.is_relative_to(name) for name in _shared_paths(source))
+    ]
+
+
+def circles(source: Path) -> list[str]:
+    """The first circle among files, if any. Imports for types alone count too: they are arrows all the same."""
+    arrows: dict[Path, set[Path]] = {}
+    for found in imports(source):
+        arrows.setdefault(found.importer, set()).add(found.imported)
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return [" <- ".join(map(str, error.args[1]))]
+    return []
+
+
+def _shared_paths(source: Path) -> list[Path]:
+    candidates = (Path(name + ending) for name in SHARED for ending in ("", ".py"))
+    return [path for path in candidates if (source / path).exists()]
+
+
+def method_mentions(source: Path) -> list[str]:
+    """Lines of shared code that name a method: code, strings, comments and docstrings alike."""
+    names = [room.name for room in rooms(source) if room.parent.name != "pipelines"]  # these are verbs of the CLI too
+    pattern = _spellings({*names, *METHODS})
+    kinds = {f'"{name}"' for name in names} | {f"'{name}'" for name in names}
+    return [
+        f"{file.relative_to(source)}:{line}: {text.strip()}"
+        for path in _shared_paths(source)
+        for file in ([source / path] if (source / path).is_file() else sorted((source / path).rglob("*.py")))
+        for line, text in _mentions(file, pattern, kinds)
+    ]
+
+
+def _spellings(names: set[str]) -> re.Pattern[str]:
+    """Names of several words in every spelling (neutral_residues, NeutralResidues, neutral-residue, neutral residues).
+
+    A room whose name is an ordinary word ("adapter") may be meant as that word: it counts as a whole string only.
+    """
+    told_apart = [name for name in names if "_" in name or name in METHODS]
+    forms = (r"[-_ ]?".join(word.removesuffix("s") for word in name.split("_")) for name in told_apart)
+    return re.compile(rf"(?<![a-z])({'|'.join(sorted(forms))})", re.IGNORECASE)
+
+
+def _mentions(file: Path, pattern: re.Pattern[str], kinds: set[str]) -> Iterator[tuple[int, str]]:
+    text = file.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if pattern.search(line):
+            yield number, line
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING and token.string in kinds and not pattern.search(token.line):
+            yield token.start[0], token.line
+
+
+@pytest.mark.parametrize(
+    ("law", "advice"),
+    [
+        (backward_imports, "a module imports only from lines above its own in ORDER"),
+        (room_imports, "rooms never import each other, and their house only names them in its registry"),
+        (shared_room_imports, "shared code reaches a room through the registry alone"),
+        (circles, "no file may import itself in a circle"),
+        (method_mentions, "shared code never names a method"),
+    ],
+)
+def test_source_keeps_the_law(law, advice: str) -> None:
+    broken = law(SOURCE)
+    assert not broken, f"{advice}:\n" + "\n".join(broken)
+
+
+def test_every_module_has_its_line_in_the_order() -> None:
+    names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert names - {*ORDER, *TOP} == set()
+
+
+HOUSE = {
+    "errors.py": "",
+    "config.py": "from graftlm.errors import X",
+    "backbone/__init__.py": "from .taps import Tap",
+    "backbone/taps.py": "from .. import errors",
+    "grafts/__init__.py": 'REGISTRY = {"soft_prompts": "graftlm.grafts.soft_prompts:SoftPrompts"}',
+    "grafts/base.py": "import graftlm.backbone.taps",
+    "grafts/soft_prompts/method.py": "from graftlm.grafts.base import Graft",
+    "grafts/other/method.py": "from graftlm.grafts.base import Graft",
+    "data/__init__.py": "",
+    "training/loop.py": "from graftlm import data",
+    "cli.py": "def run():\n    from graftlm.training.loop import train",
+    "__init__.py": "from graftlm.cli import main",
+}
+
+
+@pytest.mark.parametrize(
+    ("law", "file", "text", "expected"),
+    [
+        (backward_imports, "errors.py", "def f():\n    import graftlm.config", "errors.py:2 imports config.py"),
+        (backward_imports, "data/__init__.py", "from ..training.loop import x", "data/__init__.py:1 imports training/"),
+        (backward_imports, "backbone/taps.py", "from graftlm import __version__", "imports __init__.py"),
+        (backward_imports, "data/__init__.py", "from graftlm import cli", "data/__init__.py:1 imports cli.py"),
+        (room_imports, "grafts/other/method.py", "from ..soft_prompts import method", "imports grafts/soft_prompts/"),
+        (room_imports, "grafts/__init__.py", "from .other.method import Other", "imports grafts/other/method.py"),
+        (shared_room_imports, "training/loop.py", "from graftlm.grafts.other import method", "imports grafts/other/"),
+        (circles, "backbone/taps.py", "from graftlm.backbone import load", "taps.py <- backbone/__init__.py"),
+        (method_mentions, "training/loop.py", "# as SoftPrompts does", "training/loop.py:1: # as SoftPrompts does"),
+        (method_mentions, "cli.py", "\n'soft prompt'", "cli.py:2"),
+        (method_mentions, "grafts/base.py", "x = kind == 'other'", "grafts/base.py:1"),
+        (method_mentions, "data/__init__.py", '"""Not for LoRA."""', "data/__init__.py:1"),
+    ],
+)
+def test_a_broken_law_is_reported_with_its_line(tmp_path: Path, law, file: str, text: str, expected: str) -> None:
+    for name, content in HOUSE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert law(tmp_path) == []
+    (tmp_path / file).write_text(text)
+    assert expected in "\n".join(law(tmp_path))
