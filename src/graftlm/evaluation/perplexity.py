@@ -143,7 +143,7 @@ def score(
     _check_length(model, length)
     windows = limited(cut_windows(tokenizer, documents, length), limit_tokens)
     parts: list[list[tuple[float, Window]]] = []
-    with _evaluating(model), torch.inference_mode(), _autocast(model, precision):
+    with evaluating(model), torch.inference_mode(), _autocast(model, precision):
         while ahead := list(islice(windows, batch_size * _BATCHES_AHEAD)):
             parts.append(_score_windows(model, tokenizer, ahead, batch_size, progress))
     scored = [pair for part in parts for pair in part]
@@ -226,7 +226,8 @@ def device_of(model: Any) -> torch.device:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
+    """The model without dropout; its mode is given back."""
     training = model.training
     model.eval()
     try:

@@ -244,8 +244,8 @@ def source_commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(  # noqa: S603 - no input of a user's is in it
-            ["git", "-C", str(folder), *arguments],  # noqa: S607 - git is where the user's PATH has it
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
             timeout=10,

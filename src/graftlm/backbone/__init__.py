@@ -1,0 +1,26 @@
+"""Frozen models: loading, sites, taps, the growable cache and the fingerprint."""
+
+from graftlm.backbone.cache import StateLayer, slots
+from graftlm.backbone.fingerprint import Fingerprint, fingerprint
+from graftlm.backbone.load import Backbone, BackboneKind, load_backbone
+from graftlm.backbone.sites import FAMILIES, Family, Site, Sites, Span, register_family
+from graftlm.backbone.taps import Call, Tap, Wiring
+
+__all__ = [
+    "FAMILIES",
+    "Backbone",
+    "BackboneKind",
+    "Call",
+    "Family",
+    "Fingerprint",
+    "Site",
+    "Sites",
+    "Span",
+    "StateLayer",
+    "Tap",
+    "Wiring",
+    "fingerprint",
+    "load_backbone",
+    "register_family",
+    "slots",
+]

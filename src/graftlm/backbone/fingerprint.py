@@ -1,0 +1,93 @@
+"""The fingerprint of a backbone: a hash over its config, and sampled weights.
+
+The samples are kept as bfloat16 values, so that one checkpoint loaded in float32, bfloat16 or float16 is recognised as
+the same backbone; weights that a quantiser packed are left out of the comparison.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_TENSORS = 24
+_PER_TENSOR = 4
+_TOLERANCE = 0.02
+# What says how a model is run rather than what it is.
+_TRANSIENT = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path",
+    "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
+    "architectures", "experts_implementation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a graft remembers of its backbone: `architecture`, a SHA-256 of the config; `samples`, base64 of bfloat16 weights
+    (NaN where the weight was packed by a quantiser)."""
+
+    architecture: str
+    samples: str
+
+    @property
+    def id(self) -> str:
+        """Twelve hexadecimal digits, for people."""
+        return hashlib.sha256((self.architecture + self.samples).encode()).hexdigest()[:12]
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """What sets `other` apart, in words; None when both are the same backbone."""
+        if self.architecture != other.architecture:
+            return "its architecture differs"
+        mine, theirs = _values(self.samples), _values(other.samples)
+        if mine.shape != theirs.shape:
+            return "it has other weights"
+        known = ~(mine.isnan() | theirs.isnan())
+        gap = (mine - theirs).abs() - _TOLERANCE * torch.maximum(mine.abs(), theirs.abs())
+        return "its weights differ" if bool((gap[known] > 1e-6).any()) else None
+
+
+def fingerprint(model: PreTrainedModel) -> Fingerprint:
+    """Read a model's fingerprint; touches a few hundred weights whatever the model's size."""
+    return Fingerprint(_hash_config(model), _sample(model))
+
+
+def _hash_config(model: PreTrainedModel) -> str:
+    values = {key: value for key, value in model.config.to_dict().items() if key not in _TRANSIENT}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _sample(model: PreTrainedModel) -> str:
+    named = _own_parameters(model)
+    chosen = [named[(i * len(named)) // _TENSORS] for i in range(min(_TENSORS, len(named)))] if named else []
+    values = [_pick(tensor) for tensor in chosen]
+    flat = torch.cat(values) if values else torch.zeros(0)
+    return base64.b64encode(flat.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
+
+
+def _own_parameters(model: PreTrainedModel) -> list[Tensor]:
+    """The checkpoint's own weights, by name; what a PEFT adapter added does not count."""
+    named = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.named_parameters()
+        if not any(mark in name for mark in ("lora_", "modules_to_save", "ia3_", "vera_", "adapter"))
+    }
+    return [named[name] for name in sorted(named)]
+
+
+def _pick(tensor: Tensor) -> Tensor:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point()
+    if not plain or tensor.numel() == 0 or tensor.is_meta:
+        return torch.full((_PER_TENSOR,), float("nan"))
+    flat = tensor.detach().reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, _PER_TENSOR, device=flat.device).long()
+    return flat[index].float().cpu()
+
+
+def _values(samples: str) -> Tensor:
+    raw = bytearray(base64.b64decode(samples))
+    return torch.frombuffer(raw, dtype=torch.bfloat16).float() if raw else torch.zeros(0)

@@ -1,0 +1,177 @@
+"""Load a frozen model with its tokenizer, by name on the hub or by path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from graftlm.backbone.fingerprint import Fingerprint, fingerprint
+from graftlm.backbone.sites import Sites
+from graftlm.errors import BackboneError
+
+BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
+_LOADERS: dict[BackboneKind, Any] = {
+    "causal-lm": AutoModelForCausalLM,
+    "masked-lm": AutoModelForMaskedLM,
+    "encoder": AutoModel,
+}
+
+
+@dataclass
+class Backbone:
+    """A frozen pretrained model and its tokenizer; never modified, never saved.
+
+    Attributes:
+        model: the live transformers model.
+        tokenizer: its tokenizer, or None where none is needed.
+        name: the name or path that it was loaded by.
+        sites: where its layers and their parts live.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    sites: Sites
+
+    @classmethod
+    def wrap(cls, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "") -> Backbone:
+        """A backbone from a model already built: plain, quantised, compiled, or with PEFT adapters attached.
+
+        Raises:
+            BackboneError: `model` is not a transformers model.
+            UnknownFamilyError: no row describes its architecture.
+        """
+        live = _unwrap(model)
+        live.eval()
+        return cls(live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live))
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What a graft remembers of this backbone (read once: the weights never change)."""
+        return fingerprint(self.model)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def need_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            BackboneError: there is none.
+        """
+        if self.tokenizer is None:
+            raise BackboneError(
+                f"The backbone {self.name} has no tokenizer, and text is to be read: put tokenizer.json and "
+                "tokenizer_config.json beside its weights, or pass a tokenizer."
+            )
+        return self.tokenizer
+
+
+def load_backbone(
+    name: str | Path,
+    *,
+    kind: BackboneKind = "causal-lm",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    tokenizer_required: bool = True,
+) -> Backbone:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: a name on the Hugging Face hub, or a folder.
+        kind: which head to load.
+        dtype: `auto` keeps the checkpoint's; otherwise as transformers takes it.
+        device: where to put it; None leaves it where transformers puts it (the CPU).
+        trust_remote_code: run model code that comes with the checkpoint. Off unless you ask for it.
+        tokenizer_required: whether a missing tokenizer is an error here rather than when text is read.
+
+    Raises:
+        BackboneError: there is no such model, its files are broken or pickled, or the tokenizer is missing.
+        UnknownFamilyError: no row describes its architecture.
+    """
+    name = str(name)
+    _refuse_foreign_folder(name)
+    model = _load_model(name, kind, dtype, trust_remote_code)
+    tokenizer = _load_tokenizer(name, trust_remote_code)
+    backbone = Backbone.wrap(model.to(device) if device is not None else model, tokenizer, name)
+    if tokenizer_required:
+        backbone.need_tokenizer()
+    return backbone
+
+
+def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        return _LOADERS[kind].from_pretrained(
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers, safetensors and the hub each raise their own
+        raise BackboneError(_why_not(name, error)) from error
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackboneError(f"The tokenizer of {name} can't be loaded ({_first_line(error)}): restore its files.") from error
+
+
+def _refuse_foreign_folder(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
+        return
+    if (folder / "graft.json").exists():
+        raise BackboneError(f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on.")
+    if not (folder / "config.json").exists():
+        raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise BackboneError(
+            f"{name} has pickled weights (.bin) only, which GraftLM never reads: convert them to safetensors first."
+        )
+
+
+def _why_not(name: str, error: Exception) -> str:
+    reason = _first_line(error)
+    if not Path(name).is_dir() and isinstance(error, OSError):
+        return f"The model {name} can't be fetched from the hub ({reason}): check the name and the connection, or give a folder."
+    return f"The model {name} can't be loaded ({reason}): restore its files, or name another model."
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".:")[:200]
+
+
+def _unwrap(model: Any) -> PreTrainedModel:
+    """The live transformers model inside a compiled or PEFT wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise BackboneError(
+            f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
+        )
+    return model

@@ -1,0 +1,242 @@
+"""Where each family of models keeps its layers, attention, FFN, embedding and head: one row each.
+
+Paths are relative to `model.base_model`; those of a layer's parts, to the layer. A span has an entry and an exit module: the
+sublayer's input is the entry's first input, its output the exit's output. In most decoders both are one module; in BERT
+the FFN enters at `intermediate` and leaves at `output.dense`, before the residual sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from graftlm.errors import TapError, UnknownFamilyError
+
+SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "module"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A sublayer, from the module that takes its input to the module that gives its output."""
+
+    enter: str
+    exit: str
+
+    @classmethod
+    def one(cls, path: str) -> Span:
+        return cls(path, path)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where one architecture keeps what grafts need.
+
+    Args:
+        layers: the list of layers.
+        embedding: the token embedding.
+        norm: the norm after the last layer (None for encoders that normalise inside each layer).
+        attention, ffn: the sublayers of one layer.
+        ffn_in: the Linears that read the FFN's input, the gating one first where the FFN is a gated linear unit.
+        ffn_out: the Linear that writes the FFN's output.
+        gated: whether the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
+        activation: the config's field that names the activation.
+        text_config: the config's field that holds the text model's config, for models of several modalities.
+    """
+
+    layers: str
+    embedding: str
+    norm: str | None
+    attention: Span
+    ffn: Span
+    ffn_in: tuple[str, ...]
+    ffn_out: str
+    gated: bool
+    activation: str = "hidden_act"
+    text_config: str | None = None
+
+
+def _llama_like(**changes: object) -> Family:
+    row = {
+        "layers": "layers",
+        "embedding": "embed_tokens",
+        "norm": "norm",
+        "attention": Span.one("self_attn"),
+        "ffn": Span.one("mlp"),
+        "ffn_in": ("mlp.gate_proj", "mlp.up_proj"),
+        "ffn_out": "mlp.down_proj",
+        "gated": True,
+    }
+    return Family(**(row | changes))  # type: ignore[arg-type]  # the row's values are heterogeneous
+
+
+def _bert_like() -> Family:
+    return Family(
+        layers="encoder.layer",
+        embedding="embeddings.word_embeddings",
+        norm=None,
+        attention=Span("attention.self", "attention.output.dense"),
+        ffn=Span("intermediate", "output.dense"),
+        ffn_in=("intermediate.dense",),
+        ffn_out="output.dense",
+        gated=False,
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _llama_like(),
+    "mistral": _llama_like(),
+    "gemma": _llama_like(activation="hidden_activation"),
+    "gemma2": _llama_like(activation="hidden_activation"),
+    "gemma3_text": _llama_like(activation="hidden_activation"),
+    "gemma3": _llama_like(
+        layers="language_model.layers",
+        embedding="language_model.embed_tokens",
+        norm="language_model.norm",
+        activation="hidden_activation",
+        text_config="text_config",
+    ),
+    "qwen2": _llama_like(),
+    "qwen3": _llama_like(),
+    "olmo": _llama_like(),
+    "olmo2": _llama_like(),
+    "phi": _llama_like(norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False),
+    "gpt2": Family(
+        layers="h",
+        embedding="wte",
+        norm="ln_f",
+        attention=Span.one("attn"),
+        ffn=Span.one("mlp"),
+        ffn_in=("mlp.c_fc",),
+        ffn_out="mlp.c_proj",
+        gated=False,
+        activation="activation_function",
+    ),
+    "gpt_neox": Family(
+        layers="layers",
+        embedding="embed_in",
+        norm="final_layer_norm",
+        attention=Span.one("attention"),
+        ffn=Span.one("mlp"),
+        ffn_in=("mlp.dense_h_to_4h",),
+        ffn_out="mlp.dense_4h_to_h",
+        gated=False,
+    ),
+    "bert": _bert_like(),
+    "roberta": _bert_like(),
+}
+
+
+def register_family(model_type: str, family: Family) -> None:
+    """Describe an architecture that `FAMILIES` does not list; `model_type` is the one in its config."""
+    FAMILIES[model_type] = family
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a backbone: a kind, and the layer's index (from 0; negative counts from the end) or a module's path."""
+
+    kind: SiteKind
+    layer: int | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        detail = self.path if self.kind == "module" else self.layer
+        return self.kind if detail is None else f"{self.kind} {detail}"
+
+
+class Sites:
+    """The sites of one live model.
+
+    Raises:
+        UnknownFamilyError: no row describes the model's type, or the row does not fit the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model_type: str = model.config.model_type
+        if self.model_type not in FAMILIES:
+            raise UnknownFamilyError(_how_to_describe(self.model_type, type(model).__name__))
+        self.family = FAMILIES[self.model_type]
+        self._model = model
+        self._base = model.base_model
+        text = self.family.text_config
+        self.config = getattr(model.config, text) if text else model.config
+        layers = self._resolve(self._base, self.family.layers)
+        if not isinstance(layers, nn.ModuleList):
+            raise UnknownFamilyError(f"{self.family.layers} of {type(model).__name__} is not a list of layers.")
+        self.layers: nn.ModuleList = layers
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def width(self) -> int:
+        """The model's working width d."""
+        return int(self.config.hidden_size)
+
+    @property
+    def activation(self) -> str:
+        """The name of the FFN's activation, as transformers' ACT2FN knows it."""
+        return str(getattr(self.config, self.family.activation))
+
+    def ffn_linears(self, layer: int) -> list[nn.Module]:
+        """The Linears of a layer's FFN, those that read its input first."""
+        return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
+
+    def gating_matrix(self, layer: int) -> nn.Module:
+        """The Linear whose output goes through the FFN's activation."""
+        return self._resolve(self.layers[layer], self.family.ffn_in[0])
+
+    def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
+        """The entry and exit modules of a site.
+
+        Raises:
+            TapError: the backbone has no such place.
+        """
+        if site.kind in ("layer", "attention", "ffn"):
+            return self._in_layer(site)
+        if site.kind == "module":
+            module = self._resolve(self._model, site.path or "")
+        elif site.kind == "head":
+            module = self._model.get_output_embeddings()
+        elif site.kind == "embedding":
+            module = self._resolve(self._base, self.family.embedding)
+        else:
+            module = self._resolve(self._base, self.family.norm) if self.family.norm else None
+        if module is None:
+            raise TapError(f"A {self.model_type} model has no {site}: choose another site for this tap.")
+        return module, module
+
+    def _in_layer(self, site: Site) -> tuple[nn.Module, nn.Module]:
+        index = -1 if site.layer is None else site.layer
+        if site.layer is None or not -self.n_layers <= index < self.n_layers:
+            raise TapError(
+                f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
+            )
+        layer = self.layers[index]
+        if site.kind == "layer":
+            return layer, layer
+        span = self.family.attention if site.kind == "attention" else self.family.ffn
+        return self._resolve(layer, span.enter), self._resolve(layer, span.exit)
+
+    def _resolve(self, root: nn.Module, path: str) -> nn.Module:
+        try:
+            return root.get_submodule(path)
+        except AttributeError:
+            raise TapError(
+                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: "
+                "correct the path, or describe the family with graftlm.backbone.register_family."
+            ) from None
+
+
+def _how_to_describe(model_type: str, class_name: str) -> str:
+    return (
+        f"GraftLM has no row for the model type {model_type!r} ({class_name}; known: {', '.join(sorted(FAMILIES))}): "
+        f"describe it once with graftlm.backbone.register_family({model_type!r}, Family(layers='layers', "
+        "embedding='embed_tokens', norm='norm', attention=Span.one('self_attn'), ffn=Span.one('mlp'), "
+        "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
+        "print(model.base_model) shows."
+    )

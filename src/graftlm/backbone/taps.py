@@ -1,0 +1,236 @@
+"""Taps: the only code that touches a live model.
+
+A tap is a forward hook on one of the backbone's own modules. Nothing is renamed, replaced or copied; removing the hooks
+gives the bare backbone back. What one forward pass carries is a `Call`; it lives on a stack of the running thread, so
+that interleaved generations and threads never see each other's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from graftlm.backbone.sites import Site, Sites
+from graftlm.errors import TapConflictError
+
+
+@dataclass
+class Call:
+    """One forward pass.
+
+    Attributes:
+        input_ids: (B, T) token ids, None when the caller gave embeddings.
+        attention_mask: (B, T_past + T), 1 for real tokens; None when all are real.
+        position_ids: (B, T) or None.
+        cache: the key-value cache of this generation, or None.
+        domain: (B,) domain mark of each sequence (0 old, 1 new), or None when the batch does not say.
+        token_mask: (B, T) True for tokens that are not padding; None when all are real.
+        totals: (1 + domains,) counts over the whole optimiser step: target tokens, then input tokens of each domain.
+        extras: whatever else the batch says (task, context), by name.
+        scratch: what a graft keeps between its taps in this pass, by the graft's own keys.
+        training: whether this pass will be differentiated for training.
+    """
+
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cache: Cache | None = None
+    domain: Tensor | None = None
+    token_mask: Tensor | None = None
+    totals: Tensor | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    scratch: dict[Any, Any] = field(default_factory=dict)
+    training: bool = False
+
+
+Action = Literal["add", "replace"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A declared place where a graft reads or writes the backbone's activations.
+
+    Args:
+        site: where.
+        when: `before` acts on the site's input, `after` on its output.
+        act: `add` returns what is added to the hidden states, and any number of grafts may add at one site; `replace`
+            returns new hidden states, and only one graft may replace at a site. Either may return None: nothing changes,
+            to the bit.
+        function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); tensors are (B, T, d).
+    """
+
+    site: Site
+    when: Literal["before", "after"]
+    act: Action
+    function: Callable[..., Tensor | None]
+
+
+class Wiring:
+    """The hooks that carry taps on one live model.
+
+    Args:
+        model: the live model.
+        taps: each owner's taps, in the order in which they act.
+        prepare: called with the `Call` before each forward pass.
+
+    Raises:
+        TapError: a tap names a place that the model does not have.
+        TapConflictError: two owners replace at one site.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: Sites,
+        taps: Mapping[str, Sequence[Tap]],
+        prepare: Callable[[Call], None],
+    ) -> None:
+        _check_conflicts(taps)
+        self._prepare = prepare
+        self._local = threading.local()
+        self._handles: list[RemovableHandle] = []
+        try:
+            base = model.base_model
+            self._handles.append(base.register_forward_pre_hook(self._open_call, with_kwargs=True))
+            for owner_taps in taps.values():
+                for tap in owner_taps:
+                    self._connect(sites, tap)
+            self._handles.append(base.register_forward_hook(self._close_call, with_kwargs=True, always_call=True))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take every hook off; the model is bare again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def announce(self, **values: Any) -> Iterator[list[Call]]:
+        """Give the next forward passes of this thread what the batch says; yields the calls that were made."""
+        calls: list[Call] = []
+        outer = getattr(self._local, "announced", None)
+        self._local.announced = (values, calls)
+        try:
+            yield calls
+        finally:
+            self._local.announced = outer
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """`context_fn` for torch's activation checkpointing: recomputation sees the call of its own forward pass."""
+        return nullcontext(), self._resume(self._calls[-1])
+
+    @property
+    def _calls(self) -> list[Call]:
+        if not hasattr(self._local, "calls"):
+            self._local.calls = []
+        return self._local.calls
+
+    @contextmanager
+    def _resume(self, call: Call) -> Iterator[None]:
+        # A recomputed block must not count twice in what the forward pass gathered.
+        gathered = dict(call.scratch)
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._calls.pop()
+            call.scratch.clear()
+            call.scratch.update(gathered)
+
+    @torch.compiler.disable
+    def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values, made = getattr(self._local, "announced", None) or ({}, [])
+        mask = kwargs.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        call = Call(ids, mask, kwargs.get("position_ids"), kwargs.get("past_key_values"), **values)
+        if call.token_mask is None and mask is not None:
+            length = ids.shape[1] if ids is not None else mask.shape[1]
+            call.token_mask = mask[:, -length:].bool()
+        made.append(call)
+        self._calls.append(call)
+        self._prepare(call)
+
+    @torch.compiler.disable
+    def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._calls:
+            self._calls.pop()
+
+    def _connect(self, sites: Sites, tap: Tap) -> None:
+        enter, leave = sites.module(tap.site)
+        if tap.when == "before":
+            self._handles.append(enter.register_forward_pre_hook(self._before(tap), with_kwargs=True))
+        elif enter is leave:
+            self._handles.append(leave.register_forward_hook(self._after(tap), with_kwargs=True))
+        else:
+            key = ("input of", id(leave), id(tap))
+            self._handles.append(enter.register_forward_pre_hook(self._remember(key), with_kwargs=True))
+            self._handles.append(leave.register_forward_hook(self._after(tap, key), with_kwargs=True))
+
+    def _before(self, tap: Tap) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = _hidden(args, kwargs)
+            result = tap.function(self._current(), hidden)
+            if result is None:
+                return None
+            new = hidden + result if tap.act == "add" else result
+            if args:
+                return (new, *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": new}
+
+        return hook
+
+    def _remember(self, key: Any) -> Callable[..., None]:
+        @torch.compiler.disable
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._current().scratch[key] = _hidden(args, kwargs)
+
+        return hook
+
+    def _after(self, tap: Tap, key: Any = None) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            call = self._current()
+            inputs = call.scratch.pop(key) if key is not None else _hidden(args, kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+            result = tap.function(call, inputs, hidden)
+            if result is None:
+                return None
+            new = hidden + result if tap.act == "add" else result
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return hook
+
+    def _current(self) -> Call:
+        # A module called on its own, outside the model's forward pass, still meets its taps.
+        return self._calls[-1] if self._calls else Call()
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _check_conflicts(taps: Mapping[str, Sequence[Tap]]) -> None:
+    taken: dict[tuple[Site, str], str] = {}
+    for owner, owner_taps in taps.items():
+        for tap in owner_taps:
+            if tap.act != "replace":
+                continue
+            other = taken.setdefault((tap.site, tap.when), owner)
+            if other != owner:
+                raise TapConflictError(
+                    f"The grafts {other!r} and {owner!r} both replace what happens {tap.when} {tap.site}: "
+                    "attach one of them, or train one with other layers."
+                )

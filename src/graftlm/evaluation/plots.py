@@ -1,0 +1,222 @@
+"""The figures of a report. Each function gives a matplotlib `Figure` of its own; nothing global is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from graftlm.evaluation.results import Interval, Metric, Row, value_of
+
+# Okabe and Ito's palette, which stays apart in every common kind of colour blindness; grey is for the backbone.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+_GREY, _INK = "#8A8A8A", "#222222"
+_DPI = 150
+_OFFSETS = [(9, 7), (9, -14), (-9, 7), (-9, -14), (0, 12), (0, -19), (9, 20), (9, -27), (-9, 20), (-9, -27)]
+
+Point = tuple[Metric, Metric]  # forgotten, learned
+
+
+def learn_against_forget(
+    rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None, *, title: str = "Learned against forgotten"
+) -> Figure:
+    """One marker per row that holds both metrics, with their intervals; up and to the left is better.
+
+    `paths` maps a row's id to the (forgotten, learned) points of its other settings, such as learning rates, in order;
+    they are joined by a thin line.
+    """
+    shown = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
+    figure, axes = _figure(title, "forgotten: nats per token lost on the old domain", "learned: nats per token gained")
+    axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
+    for index, row in enumerate(shown):
+        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        _path(axes, (paths or {}).get(row.id, ()), colour, marker)
+        _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker)
+    axes.margins(0.16, 0.16)
+    axes.text(
+        0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
+    )
+    _label_points(figure, axes, shown)
+    return figure
+
+
+def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gates") -> Figure:
+    """The share of tokens with an open gate, per layer, one line per domain; `shares` maps a domain to its layers."""
+    figure, axes = _figure(title, "layer", "share of tokens with an open gate")
+    for index, (domain, values) in enumerate(shares.items()):
+        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        name = f"{domain} (mean {np.mean(values):.0%})" if len(values) else domain
+        axes.plot(range(len(values)), values, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name)
+    axes.set_ylim(-0.03, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the gating matrices") -> Figure:
+    """Singular values, normalised by the largest, against their rank as a share of all.
+
+    `spectra` maps a name (such as graft, backbone) to the values of one matrix, or to a list of those, one per layer:
+    then layers are thin lines and their mean is a thick one.
+    """
+    figure, axes = _figure(title, "rank, as a share of all singular values", "singular value / largest")
+    for index, (name, values) in enumerate(spectra.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        layers = [_normalised(layer) for layer in _as_layers(values)]
+        grid = np.linspace(0, 1, 200)
+        curves = [np.interp(grid, np.linspace(0, 1, len(layer)), layer) for layer in layers if len(layer)]
+        if not curves:
+            continue
+        if len(curves) > 1:
+            for curve in curves:
+                axes.plot(grid, curve, color=colour, linewidth=0.7, alpha=0.35)
+        axes.plot(grid, np.mean(curves, axis=0), color=colour, linewidth=2.2, label=name)
+    axes.set_ylim(0, 1.04)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend(axes)
+    return figure
+
+
+def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str = "Training loss") -> Figure:
+    """Training losses; `curves` maps a label to its (step, loss) pairs. A running mean is drawn over the raw values."""
+    figure, axes = _figure(title, "step", "loss, nats per token")
+    for index, (name, pairs) in enumerate(curves.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        if not len(pairs):
+            continue
+        steps, losses = np.asarray(pairs, dtype=np.float64)[:, :2].T
+        smooth = _running_mean(losses, max(1, len(losses) // 40))
+        if len(losses) >= 40:
+            axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
+        axes.plot(steps, smooth, color=colour, linewidth=1.9, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a PNG at 150 dots per inch; gives its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI, facecolor="white")
+    return path
+
+
+def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
+    axes.set_xlabel(x_label, fontsize=10.5, color=_INK, labelpad=6)
+    axes.set_ylabel(y_label, fontsize=10.5, color=_INK, labelpad=6)
+    axes.grid(visible=True, color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors="#555555", labelsize=9.5, length=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#BBBBBB")
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9.5, frameon=True, framealpha=0.9, edgecolor="none", loc="best", labelcolor=_INK)
+
+
+def _path(axes: Axes, points: Sequence[Point], colour: str, marker: str) -> None:
+    xs, ys = [value_of(point[0]) for point in points], [value_of(point[1]) for point in points]
+    axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
+
+
+def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str) -> None:
+    errors = {"xerr": _errors(x), "yerr": _errors(y)}
+    axes.errorbar(
+        value_of(x), value_of(y), **errors, color=colour, marker=marker, markersize=8.5, markeredgecolor="white",
+        markeredgewidth=0.9, elinewidth=1.3, capsize=2.5, linestyle="none", zorder=4,
+    )  # fmt: skip
+
+
+def _errors(metric: Metric) -> list[list[float]] | None:
+    if not isinstance(metric, Interval):
+        return None
+    return [[max(0.0, metric.mean - metric.low)], [max(0.0, metric.high - metric.mean)]]
+
+
+def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row]) -> None:
+    """Put each label where it covers least: of other labels, markers and intervals, and of the space outside."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    frame = axes.get_window_extent(renderer)
+    taken = [box for row in rows for box in _boxes(axes, row)]
+    for index, row in enumerate(rows):
+        point = (value_of(row.metrics["forgotten"]), value_of(row.metrics["learned"]))
+        best = (math.inf, None, None)
+        for rank, offset in enumerate(_OFFSETS):
+            text = _annotate(axes, row.label, point, offset, PALETTE[index % len(PALETTE)])
+            box = text.get_window_extent(renderer).padded(2)
+            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
+            cost = sum(_overlap(box, other) for other in taken) + 1e6 * outside + rank
+            text.remove()
+            if cost < best[0]:
+                best = (cost, offset, box)
+        _annotate(axes, row.label, point, best[1] or _OFFSETS[0], PALETTE[index % len(PALETTE)])
+        taken.append(best[2])
+
+
+def _annotate(axes: Axes, label: str, point: tuple[float, float], offset: tuple[int, int], colour: str) -> Any:
+    side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
+    return axes.annotate(
+        label, point, xytext=offset, textcoords="offset points", ha=side, fontsize=9.5, color=colour, zorder=5,
+        fontweight="medium", annotation_clip=False,
+    )  # fmt: skip
+
+
+def _boxes(axes: Axes, row: Row) -> list[Any]:
+    """What a row's marker and interval cover, in pixels."""
+    x, y = row.metrics["forgotten"], row.metrics["learned"]
+    to_pixels, x_mid, y_mid = axes.transData.transform, value_of(x), value_of(y)
+    centre = to_pixels((x_mid, y_mid))
+    boxes = [_box(centre - 6, centre + 6)]
+    if isinstance(x, Interval):
+        boxes.append(_box(to_pixels((x.low, y_mid)) - 2, to_pixels((x.high, y_mid)) + 2))
+    if isinstance(y, Interval):
+        boxes.append(_box(to_pixels((x_mid, y.low)) - 2, to_pixels((x_mid, y.high)) + 2))
+    return boxes
+
+
+def _box(low: np.ndarray, high: np.ndarray) -> Any:
+    from matplotlib.transforms import Bbox
+
+    return Bbox([low, high])
+
+
+def _overlap(a: Any, b: Any) -> float:
+    width = min(a.x1, b.x1) - max(a.x0, b.x0)
+    height = min(a.y1, b.y1) - max(a.y0, b.y0)
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _as_layers(values: Any) -> list[np.ndarray]:
+    nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
+    return [np.asarray(layer, dtype=np.float64) for layer in (values if nested else [values])]
+
+
+def _normalised(values: np.ndarray) -> np.ndarray:
+    ordered = np.sort(values)[::-1]
+    return ordered / ordered[0] if len(ordered) and ordered[0] > 0 else ordered
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    stops = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, stops - window)
+    return (sums[stops] - sums[starts]) / (stops - starts)

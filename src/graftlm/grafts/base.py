@@ -1,0 +1,299 @@
+"""The contract of every graft, and the one object that training, evaluation, generation and serving see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from graftlm.backbone import Backbone, Call, Tap, Wiring
+from graftlm.config import Config
+from graftlm.errors import ArtifactError, GraftError
+
+
+class GraftConfig(Config):
+    """The base of a graft's config; `kind` names its room in the registry."""
+
+    kind: str
+
+
+class Graft(nn.Module):
+    """Trainable capacity attached to a frozen backbone; owns only its own parameters.
+
+    A room overrides `taps`, and what else it needs of: `prepare`, `auxiliary_loss`, `observe`, `describe`. Constructing a graft
+    touches nothing of the backbone.
+    """
+
+    Config: ClassVar[type[GraftConfig]]
+    config: GraftConfig
+
+    def taps(self) -> list[Tap]:
+        """Where the graft reads and writes."""
+        return []
+
+    def prepare(self, call: Call) -> None:
+        """Runs before each forward pass: run an augmenting model, compute routes."""
+
+    def auxiliary_loss(self, call: Call) -> Tensor | None:
+        """What the graft adds to the language-modelling loss of this pass, already weighted; None for nothing.
+
+        Means are taken over `call.totals`, so that losses of micro-batches and ranks add up.
+        """
+        return None
+
+    def observe(self, call: Call) -> dict[str, Tensor]:
+        """What this pass showed, as means over its tokens, one value a layer."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What the parameters show, without any text; plain numbers and lists."""
+        return {}
+
+    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model to run with this graft: the backbone itself, but for baselines that need their own."""
+        return model
+
+    def detach(self, model: PreTrainedModel) -> None:
+        """Undo `attach`."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that this graft trains, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The graft's own tensors, as an artefact keeps them."""
+        return dict(self.state_dict())
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave.
+
+        Raises:
+            ArtifactError: names or shapes differ.
+        """
+        own = self.tensors()
+        check_tensors(own, tensors)
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(tensors[name])
+
+
+def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise `ArtifactError` unless both have the same names and shapes."""
+    missing, foreign = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or foreign:
+        what = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not know"
+        raise ArtifactError(
+            f"The graft's tensor file {what} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or belongs to "
+            "another config; train or copy the graft again."
+        )
+    for name, tensor in expected.items():
+        if tensor.shape != found[name].shape:
+            raise ArtifactError(
+                f"The tensor {name} has the shape {tuple(found[name].shape)}, but {tuple(tensor.shape)} is expected: the graft's "
+                "files do not belong together; train or copy the graft again."
+            )
+
+
+@dataclass
+class GraftedOutput(ModelOutput):
+    """What a `GraftedModel` returns: as transformers, with the parts of the loss.
+
+    `loss` = `lm_loss` + `auxiliary_loss`; both parts are detached.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    lm_loss: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+class GraftedModel(nn.Module):
+    """A backbone with grafts attached.
+
+    Its trainable parameters are the grafts' alone. `model` is the live transformers model with the grafts' taps in place: give
+    it to any tool that takes a transformers model.
+
+    Args:
+        backbone: the frozen backbone; its weights, flags and mode are given back by `detach`.
+        grafts: grafts by name, built for this backbone.
+
+    Raises:
+        TapConflictError: two grafts claim one place.
+    """
+
+    def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
+        backbone.model.requires_grad_(False)
+        backbone.model.eval()
+        self.grafts = nn.ModuleDict(dict(grafts or {}))
+        self._attached: list[Graft] = []
+        try:
+            model = backbone.model
+            for graft in self._each():
+                model = graft.attach(model)
+                self._attached.append(graft)
+            self.model: PreTrainedModel = model
+            taps = {name: graft.taps() for name, graft in self.grafts.items()}
+            self._wiring = Wiring(model, backbone.sites, taps, self._prepare)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _each(self) -> Iterator[Graft]:
+        for graft in self.grafts.values():
+            assert isinstance(graft, Graft), f"{type(graft).__name__} is not a Graft"
+            yield graft
+
+    def _prepare(self, call: Call) -> None:
+        call.training = self.training and torch.is_grad_enabled()
+        for graft in self._each():
+            graft.prepare(call)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        domain: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        totals: Tensor | None = None,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> GraftedOutput:
+        """One pass.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, T), 1 for real tokens.
+            position_ids: (B, T); where they restart inside a row and there is no mask, attention stays inside each document.
+            labels: (B, T) aligned with `input_ids`, -100 where nothing is predicted; the shift happens here.
+            domain: (B,) domain marks, 0 old and 1 new.
+            token_mask: (B, T) True for tokens that are not padding, where `attention_mask` does not say it.
+            totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
+            extras: whatever else the batch says, by name.
+            kwargs: handed on to the model.
+        """
+        said = {"domain": domain, "token_mask": token_mask, "totals": totals, "extras": dict(extras or {})}
+        with self._wiring.announce(**said) as calls:
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+            )
+        lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
+        auxiliary = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
+        loss = lm_loss if lm_loss is None or auxiliary is None else lm_loss + auxiliary
+        return GraftedOutput(
+            loss=loss,
+            logits=output.get("logits"),
+            lm_loss=None if lm_loss is None else lm_loss.detach(),
+            auxiliary_loss=None if auxiliary is None else auxiliary.detach(),
+            past_key_values=output.get("past_key_values"),
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+        )
+
+    def _auxiliary_loss(self, call: Call) -> Tensor | None:
+        losses = [loss for graft in self._each() if (loss := graft.auxiliary_loss(call)) is not None]
+        return sum(losses[1:], losses[0]) if losses else None
+
+    @torch.no_grad()
+    def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
+        """Run one pass and return what each graft saw in it, by the graft's name."""
+        said = {key: inputs.pop(key, None) for key in ("domain", "token_mask")}
+        with self._wiring.announce(**said) as calls:
+            self.model(**inputs)
+        return {name: graft.observe(calls[0]) for name, graft in zip(self.grafts, self._each(), strict=True)}
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own `generate` on the grafted model."""
+        return self.model.generate(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
+        super().train(mode)
+        self.backbone.model.eval()
+        return self
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """The grafts' parameters by their name in this module."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute each layer in the backward pass instead of keeping its activations."""
+        self.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._wiring.checkpoint_contexts}
+        )
+        for module in self.model.modules():
+            # transformers checkpoints layers in training mode only; the flag alone does not wake their dropout.
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def detach(self) -> Backbone:
+        """Take every tap off and give the backbone back as it was."""
+        self._wiring.remove()
+        self._give_back()
+        return self.backbone
+
+    def _give_back(self) -> None:
+        for graft in reversed(self._attached):
+            graft.detach(self.backbone.model)
+        self._attached.clear()
+        for name, parameter in self.backbone.model.named_parameters():
+            parameter.requires_grad_(self._flags.get(name, parameter.requires_grad))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:
+    """Log-perplexity in nats: the sum of -log p(label at t | text before t), over the number of targets.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T), aligned with the inputs; -100 is not predicted.
+        totals: its first entry is the number of targets to divide by; None counts those of `labels`.
+    """
+    targets = labels[:, 1:].reshape(-1)
+    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
+    nats = functional.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
+    count = (targets != -100).sum() if totals is None else totals[0]
+    return nats / count.clamp(min=1)
+
+
+@contextmanager
+def grafted(backbone: Backbone, **grafts: Graft) -> Iterator[GraftedModel]:
+    """Attach grafts for the length of a block."""
+    if not grafts:
+        raise GraftError("No graft was given: name at least one, as in grafted(backbone, danish=graft).")
+    model = GraftedModel(backbone, grafts)
+    try:
+        yield model
+    finally:
+        model.detach()

@@ -1,0 +1,153 @@
+"""What users would do without grafts, through the same loop, data and report: LoRA (PEFT's own) and full fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from graftlm.backbone import Backbone
+from graftlm.errors import TapConflictError
+from graftlm.grafts.base import Graft, GraftConfig, check_tensors
+
+_ADAPTER = "graft"
+
+
+class LowRankConfig(GraftConfig):
+    """Config of LoRA on the FFN's Linears.
+
+    Args:
+        capacity: extra weights as a share of the backbone's.
+        rank: given, it is used instead of `capacity`.
+        scale: what the product of the factors is multiplied by (alpha / rank).
+        dropout: on the factors' input.
+    """
+
+    kind: Literal["lora"] = "lora"
+    capacity: float = Field(0.2, gt=0, le=4)
+    rank: int | None = Field(None, ge=1)
+    scale: float = Field(1.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class LowRank(Graft):
+    """LoRA on every Linear of the FFNs. PEFT attaches its modules to the live model, and unloads them again."""
+
+    Config: ClassVar[type[GraftConfig]] = LowRankConfig
+
+    def __init__(self, config: LowRankConfig, backbone: Backbone) -> None:
+        super().__init__()
+        self.config = config
+        self._names = _ffn_linear_names(backbone)
+        self._rank = config.rank or rank_for(config.capacity, backbone)
+        self._conv = any(isinstance(module, Conv1D) for module in backbone.sites.ffn_linears(0))
+        self._live: list[LoraModel] = []
+        self._pending: dict[str, Tensor] | None = None
+
+    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        config: LowRankConfig = self.config  # type: ignore[assignment]
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise TapConflictError(
+                "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together with it: "
+                "merge or unload that adapter first."
+            )
+        peft = LoraConfig(
+            r=self._rank,
+            lora_alpha=config.scale * self._rank,  # type: ignore[arg-type]  # PEFT takes fractions as well
+            lora_dropout=config.dropout,
+            target_modules=self._names,
+            fan_in_fan_out=self._conv,
+        )
+        self._live = [LoraModel(model, peft, _ADAPTER)]
+        if self._pending is not None:
+            check_tensors(self.tensors(), self._pending)
+            set_peft_model_state_dict(self._live[0], self._pending, adapter_name=_ADAPTER)
+            self._pending = None
+        return model
+
+    def detach(self, model: PreTrainedModel) -> None:
+        if self._live:
+            self._pending = {name: tensor.clone() for name, tensor in self.tensors().items()}
+            self._live.pop().unload()
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not self._live:
+            return dict(self._pending or {})
+        return get_peft_model_state_dict(self._live[0], adapter_name=_ADAPTER)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self._live:
+            self._pending = dict(tensors)
+            return
+        check_tensors(self.tensors(), tensors)
+        set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
+
+    def describe(self) -> dict[str, Any]:
+        return {"rank": self._rank}
+
+
+def rank_for(capacity: float, backbone: Backbone) -> int:
+    """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
+    weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
+    linears = [m for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)]
+    per_rank = sum(sum(module.weight.shape) for module in linears)  # type: ignore[misc, arg-type]
+    return max(1, round(weights / per_rank))
+
+
+def _ffn_linear_names(backbone: Backbone) -> list[str]:
+    wanted = {id(m) for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)}
+    return [name for name, module in backbone.model.named_modules() if id(module) in wanted]
+
+
+class FineTuningConfig(GraftConfig):
+    """Config of full fine-tuning: nothing to choose."""
+
+    kind: Literal["finetune"] = "finetune"
+
+
+class FineTuning(Graft):
+    """All weights of a copy of the backbone; the backbone itself stays as it is. Its tensors are the whole model's."""
+
+    Config: ClassVar[type[GraftConfig]] = FineTuningConfig
+
+    def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
+        super().__init__()
+        self.config = config
+        self._copy: list[PreTrainedModel] = []
+        self._pending: dict[str, Tensor] | None = None
+
+    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        self._copy = [copy.deepcopy(model)]
+        self._copy[0].requires_grad_(True)
+        if self._pending is not None:
+            self.load_tensors(self._pending)
+            self._pending = None
+        return self._copy[0]
+
+    def detach(self, model: PreTrainedModel) -> None:
+        if self._copy:
+            self._pending = self.tensors()
+            self._copy.pop()
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not self._copy:
+            return dict(self._pending or {})
+        return {name: parameter.detach() for name, parameter in self._copy[0].named_parameters()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self._copy:
+            self._pending = dict(tensors)
+            return
+        own: dict[str, nn.Parameter] = dict(self._copy[0].named_parameters())
+        check_tensors(own, tensors)
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[name])
