@@ -139,6 +139,7 @@ class GraftedModel(nn.Module):
         backbone.model.eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._attached: list[Graft] = []
+        self._checkpoints_layers = False
         try:
             model = backbone.model
             for graft in self._each():
@@ -224,6 +225,10 @@ class GraftedModel(nn.Module):
         """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)
         self.backbone.model.eval()
+        for module in self.model.modules():
+            # transformers checkpoints layers in training mode only; a layer's own flag does not wake its dropout.
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = mode
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -235,10 +240,8 @@ class GraftedModel(nn.Module):
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._wiring.checkpoint_contexts}
         )
-        for module in self.model.modules():
-            # transformers checkpoints layers in training mode only; the flag alone does not wake their dropout.
-            if getattr(module, "gradient_checkpointing", False):
-                module.training = True
+        self._checkpoints_layers = True
+        self.train(self.training)
 
     @property
     def config(self) -> Any:
@@ -262,6 +265,8 @@ class GraftedModel(nn.Module):
         for graft in reversed(self._attached):
             graft.detach(self.backbone.model)
         self._attached.clear()
+        if self._checkpoints_layers:
+            self.model.gradient_checkpointing_disable()
         for name, parameter in self.backbone.model.named_parameters():
             parameter.requires_grad_(self._flags.get(name, parameter.requires_grad))
 

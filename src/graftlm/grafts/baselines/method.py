@@ -28,14 +28,12 @@ class LowRankConfig(GraftConfig):
         capacity: extra weights as a share of the backbone's.
         rank: given, it is used instead of `capacity`.
         scale: what the product of the factors is multiplied by (alpha / rank).
-        dropout: on the factors' input.
     """
 
     kind: Literal["lora"] = "lora"
     capacity: float = Field(0.2, gt=0, le=4)
     rank: int | None = Field(None, ge=1)
     scale: float = Field(1.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
 
 
 class LowRank(Graft):
@@ -62,7 +60,6 @@ class LowRank(Graft):
         peft = LoraConfig(
             r=self._rank,
             lora_alpha=config.scale * self._rank,  # type: ignore[arg-type]  # PEFT takes fractions as well
-            lora_dropout=config.dropout,
             target_modules=self._names,
             fan_in_fan_out=self._conv,
         )

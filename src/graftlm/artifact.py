@@ -1,0 +1,245 @@
+"""What a trained graft is on disk: a folder with `graft.json`, `graft.safetensors` and `README.md`.
+
+The folder is written beside its place, synced and renamed, so that it is whole or not there. No pickle is ever read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, JsonValue
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graftlm import __version__
+from graftlm.backbone import Backbone, Fingerprint
+from graftlm.config import Config
+from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
+from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
+
+FORMAT = 1
+JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.md"
+
+
+class BackboneRecord(Config):
+    """What a graft remembers of its backbone."""
+
+    name: str
+    model_type: str
+    fingerprint: dict[str, str]
+
+    def matches(self, backbone: Backbone) -> str | None:
+        """What sets `backbone` apart, in words; None when it is the one."""
+        return Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
+
+
+class Manifest(Config):
+    """`graft.json`."""
+
+    format: int = FORMAT
+    kind: str
+    config: dict[str, JsonValue]
+    library: str
+    backbone: BackboneRecord
+    tensors: int
+    parameters: int
+    training: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def graft_config(self) -> GraftConfig:
+        """The graft's config.
+
+        Raises:
+            ArtifactError: this version of the library does not know the kind or a key.
+        """
+        try:
+            return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
+        except RecipeError as error:
+            raise ArtifactError(
+                f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
+            ) from None
+
+
+def save_graft(
+    graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str | None = None
+) -> Path:
+    """Write a graft; what stood at `folder` is replaced only once the new one is whole.
+
+    Args:
+        graft: the graft; only its own tensors are written.
+        backbone: the backbone that it was trained on: its name and fingerprint are written, its weights never.
+        folder: where.
+        training: a summary of the run, plain JSON.
+        card: the model card (Markdown); a short one is made when none is given.
+
+    Raises:
+        ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
+    """
+    folder = Path(folder)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft.tensors().items()}
+    _refuse_bad_numbers(tensors)
+    manifest = Manifest(
+        kind=graft.config.kind,
+        config=graft.config.model_dump(mode="json"),
+        library=__version__,
+        backbone=BackboneRecord(
+            name=backbone.name, model_type=backbone.sites.model_type, fingerprint=asdict(backbone.fingerprint)
+        ),
+        tensors=len(tensors),
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        training=dict(training or {}),
+    )
+    _refuse_foreign_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        _write(draft, manifest, tensors, card or default_card(manifest))
+        _put_in_place(draft, folder)
+    except (OSError, SafetensorError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left" in str(error)
+        why = "the disk is full" if full else str(error)
+        raise ArtifactError(f"The graft could not be written to {folder} ({why}): free space or name another folder.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """`graft.json` of a folder.
+
+    Raises:
+        ArtifactError: it is missing, broken, or of a later format.
+    """
+    path = Path(folder) / JSON_NAME
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(f"{folder} has no {JSON_NAME}, so it is not a graft: name a folder that graft train wrote.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
+    if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
+        raise ArtifactError(
+            f"{folder} has the format {values['format']}, and this version reads format {FORMAT}: upgrade graftlm."
+        )
+    try:
+        return Manifest.parse(values, where=str(path))
+    except RecipeError as error:
+        raise ArtifactError(f"{error} Copy or train the graft again.") from None
+
+
+def load_graft(folder: str | Path, backbone: Backbone) -> Graft:
+    """The graft in a folder, built for `backbone` and not yet attached.
+
+    Raises:
+        WrongBackboneError: it was trained on another backbone.
+        ArtifactError: the folder is damaged or foreign.
+    """
+    manifest = read_manifest(folder)
+    difference = manifest.backbone.matches(backbone)
+    if difference:
+        raise WrongBackboneError(
+            f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and {difference}: "
+            "pass the backbone that it was trained on."
+        )
+    graft = build_graft(manifest.graft_config(), backbone)
+    graft.load_tensors(_read_tensors(Path(folder) / TENSORS_NAME))
+    return graft.eval()
+
+
+def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
+    """Upload a whole graft folder to the Hugging Face hub; returns its address.
+
+    Raises:
+        ArtifactError: the folder is not a graft, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    read_manifest(folder)
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft"))
+    except Exception as error:  # the hub's client raises many kinds
+        raise ArtifactError(f"The hub refused {repository} ({error}): log in with `hf auth login` and check the name.") from error
+
+
+def default_card(manifest: Manifest) -> str:
+    """A model card for a graft without a report."""
+    return (
+        f"---\nlibrary_name: graftlm\nbase_model: {manifest.backbone.name}\n---\n\n# A graft for {manifest.backbone.name}\n\n"
+        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and were never "
+        f"changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
+        f"backbone = load_backbone({manifest.backbone.name!r})\n"
+        'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
+    )
+
+
+def _refuse_bad_numbers(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ArtifactError(
+                f"The tensor {name} holds NaN or infinity, so the graft is not written: train with a lower learning rate."
+            )
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
+        raise ArtifactError(f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder.")
+
+
+def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card: str) -> None:
+    draft.mkdir()
+    save_file(dict(tensors), draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
+    (draft / JSON_NAME).write_text(json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    (draft / CARD_NAME).write_text(card, encoding="utf-8")
+    for path in (*draft.iterdir(), draft):
+        _sync(path)
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        draft.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            file.keys()
+        return load_file(path)
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is not a whole safetensors file ({str(error).splitlines()[0]}): copy or train the graft again."
+        ) from None
+
+
+__all__ = ["Manifest", "load_graft", "push_to_hub", "read_manifest", "save_graft"]
