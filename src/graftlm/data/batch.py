@@ -47,15 +47,17 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device))
 
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a model's forward.
+        """Keyword arguments for the forward pass of a `GraftedModel`.
 
         Without an attention mask and a cache, transformers sees where positions restart and keeps the documents of a
         row apart; with either it would not. So the mask is left out when there are positions: padding is then one
-        more document, which no other sees.
+        more document, which no other sees, and `token_mask` names it.
         """
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels, "domain": self.domain}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
+            if self.attention_mask is not None:
+                inputs["token_mask"] = self.attention_mask.bool()
         elif self.attention_mask is not None:
             inputs["attention_mask"] = self.attention_mask
         return {**inputs, "use_cache": False}

@@ -40,9 +40,9 @@ class Mixture:
             raise DataError(
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
             )
-        self.length: int
-        self.boundaries: Boundaries
-        self.length, self.boundaries, self.pad_id = forms.pop()
+        one = next(iter(self.domains.values()))
+        self.length, self.pad_id = one.length, one.pad_id
+        self.boundaries: Boundaries = one.boundaries
 
     def counts(self, rows: int) -> dict[int, int]:
         """How many of the first `rows` rows belong to each domain."""
@@ -94,7 +94,7 @@ def _exact(shares: Mapping[int, float]) -> dict[int, Fraction]:
         raise DataError(f"The domains' shares are {dict(shares)}, but shares from 0 to 1 that sum to 1 are expected.")
     exact = {domain: Fraction(share).limit_denominator(10**6) for domain, share in sorted(shares.items()) if share > 0}
     *others, last = exact
-    return {**exact, last: 1 - sum(exact[domain] for domain in others)}
+    return {**exact, last: Fraction(1) - sum(exact[domain] for domain in others)}
 
 
 def _blocks_of(domain: int, domains: Mapping[int, Blocks], share: Fraction) -> Blocks:

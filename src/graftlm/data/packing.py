@@ -93,7 +93,7 @@ def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> np.ndarr
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
-    all_ids: list[list[int]] = encoded["input_ids"]  # type: ignore[assignment]
+    all_ids: list[list[int]] = encoded["input_ids"]
     eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
     return np.concatenate([_marked(ids, piece, eos_id) for ids, piece in zip(all_ids, group, strict=True)])
 
