@@ -1,6 +1,9 @@
 """How well models predict text, what they learned and forgot, and the report that says so."""
 
+from graftlm.evaluation.cost import decode_speed, peak_memory
+from graftlm.evaluation.harness import evaluate_tasks
 from graftlm.evaluation.perplexity import Scores, paired_difference, score
+from graftlm.evaluation.report import learning_and_forgetting, write_report
 from graftlm.evaluation.results import (
     Aim,
     EvaluationError,
@@ -13,6 +16,7 @@ from graftlm.evaluation.results import (
     combine_seeds,
     value_of,
 )
+from graftlm.evaluation.tables import print_table
 
 __all__ = [
     "Aim",
@@ -25,7 +29,13 @@ __all__ = [
     "Row",
     "Scores",
     "combine_seeds",
+    "decode_speed",
+    "evaluate_tasks",
+    "learning_and_forgetting",
     "paired_difference",
+    "peak_memory",
+    "print_table",
     "score",
     "value_of",
+    "write_report",
 ]

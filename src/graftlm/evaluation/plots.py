@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.transforms import Bbox
 
 from graftlm.evaluation.results import Interval, Metric, Row, value_of
 
@@ -43,7 +46,7 @@ def learn_against_forget(
     axes.text(
         0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
     )
-    _label_points(figure, axes, shown)
+    _label_points(figure, axes, shown, paths or {})
     return figure
 
 
@@ -79,8 +82,8 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
             for curve in curves:
                 axes.plot(grid, curve, color=colour, linewidth=0.7, alpha=0.35)
         axes.plot(grid, np.mean(curves, axis=0), color=colour, linewidth=2.2, label=name)
-    axes.set_ylim(0, 1.04)
-    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.02, 1.04)
+    axes.set_xlim(-0.015, 1.015)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     _legend(axes)
     return figure
@@ -138,10 +141,9 @@ def _path(axes: Axes, points: Sequence[Point], colour: str, marker: str) -> None
 
 
 def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str) -> None:
-    errors = {"xerr": _errors(x), "yerr": _errors(y)}
     axes.errorbar(
-        value_of(x), value_of(y), **errors, color=colour, marker=marker, markersize=8.5, markeredgecolor="white",
-        markeredgewidth=0.9, elinewidth=1.3, capsize=2.5, linestyle="none", zorder=4,
+        value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), color=colour, elinewidth=1.3, capsize=2.5,
+        marker=marker, markersize=8.5, markeredgecolor="white", markeredgewidth=0.9, linestyle="none", zorder=4,
     )  # fmt: skip
 
 
@@ -151,36 +153,37 @@ def _errors(metric: Metric) -> list[list[float]] | None:
     return [[max(0.0, metric.mean - metric.low)], [max(0.0, metric.high - metric.mean)]]
 
 
-def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row]) -> None:
-    """Put each label where it covers least: of other labels, markers and intervals, and of the space outside."""
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row], paths: Mapping[str, Sequence[Point]]) -> None:
+    """Put each label where it covers least: of other labels, markers, intervals and paths, and of the space outside."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
     frame = axes.get_window_extent(renderer)
-    taken = [box for row in rows for box in _boxes(axes, row)]
+    taken = [box for row in rows for box in [*_boxes(axes, row), *_path_boxes(axes, paths.get(row.id, ()))]]
     for index, row in enumerate(rows):
+        colour = PALETTE[index % len(PALETTE)]
         point = (value_of(row.metrics["forgotten"]), value_of(row.metrics["learned"]))
-        best = (math.inf, None, None)
+        places = []
         for rank, offset in enumerate(_OFFSETS):
-            text = _annotate(axes, row.label, point, offset, PALETTE[index % len(PALETTE)])
+            text = _annotate(axes, row.label, point, offset, colour)
             box = text.get_window_extent(renderer).padded(2)
-            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            cost = sum(_overlap(box, other) for other in taken) + 1e6 * outside + rank
             text.remove()
-            if cost < best[0]:
-                best = (cost, offset, box)
-        _annotate(axes, row.label, point, best[1] or _OFFSETS[0], PALETTE[index % len(PALETTE)])
-        taken.append(best[2])
+            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
+            places.append((sum(_overlap(box, other) for other in taken) + 1e6 * outside + rank, offset, box))
+        _, offset, box = min(places, key=lambda place: place[0])
+        _annotate(axes, row.label, point, offset, colour)
+        taken.append(box)
 
 
 def _annotate(axes: Axes, label: str, point: tuple[float, float], offset: tuple[int, int], colour: str) -> Any:
     side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
     return axes.annotate(
         label, point, xytext=offset, textcoords="offset points", ha=side, fontsize=9.5, color=colour, zorder=5,
-        fontweight="medium", annotation_clip=False,
+        annotation_clip=False, path_effects=[withStroke(linewidth=2.5, foreground="white")],
     )  # fmt: skip
 
 
-def _boxes(axes: Axes, row: Row) -> list[Any]:
+def _boxes(axes: Axes, row: Row) -> list[Bbox]:
     """What a row's marker and interval cover, in pixels."""
     x, y = row.metrics["forgotten"], row.metrics["learned"]
     to_pixels, x_mid, y_mid = axes.transData.transform, value_of(x), value_of(y)
@@ -193,13 +196,19 @@ def _boxes(axes: Axes, row: Row) -> list[Any]:
     return boxes
 
 
-def _box(low: np.ndarray, high: np.ndarray) -> Any:
-    from matplotlib.transforms import Bbox
+def _path_boxes(axes: Axes, points: Sequence[Point]) -> list[Bbox]:
+    """Small boxes along a path, in pixels."""
+    corners = [axes.transData.transform((value_of(x), value_of(y))) for x, y in points]
+    along = np.linspace(0, 1, 40)[:, None]
+    spots = [spot for a, b in pairwise(corners) for spot in a + (b - a) * along]
+    return [_box(spot - 3, spot + 3) for spot in spots]
 
+
+def _box(low: np.ndarray, high: np.ndarray) -> Bbox:
     return Bbox([low, high])
 
 
-def _overlap(a: Any, b: Any) -> float:
+def _overlap(a: Bbox, b: Bbox) -> float:
     width = min(a.x1, b.x1) - max(a.x0, b.x0)
     height = min(a.y1, b.y1) - max(a.y0, b.y0)
     return width * height if width > 0 and height > 0 else 0.0
