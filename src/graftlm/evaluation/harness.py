@@ -48,7 +48,7 @@ def evaluate_tasks(
         task_index: Any = import_module("lm_eval.tasks")
     except ImportError:
         raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
-    manager = task_index.TaskManager(include_path=None if include_path is None else str(include_path))
+    manager = _task_manager(task_index, names, include_path)
     _check_names(names, manager.all_tasks)
     with evaluating(live_model(model)), _quiet():
         adapter = adapters.HFLM(pretrained=live_model(model), tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
@@ -78,6 +78,14 @@ def live_model(model: Any) -> Any:
 
     inner = getattr(model, "model", None)
     return inner if not isinstance(model, PreTrainedModel) and isinstance(inner, PreTrainedModel) else model
+
+
+def _task_manager(task_index: Any, names: list[str], include_path: str | Path | None) -> Any:
+    if include_path is None:
+        return task_index.TaskManager()
+    # Reading the index of all tasks takes seconds, which tasks of the user's own don't need.
+    own = task_index.TaskManager(include_path=str(include_path), include_defaults=False)
+    return own if {*names} <= {*own.all_tasks} else task_index.TaskManager(include_path=str(include_path))
 
 
 def _check_names(names: list[str], known: list[str]) -> None:

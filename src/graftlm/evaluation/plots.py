@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
-from graftlm.evaluation.results import Interval, Metric, Row, value_of
+from graftlm.evaluation.results import Interval, Metric, Row, value_of, write_atomically
 
 # Okabe and Ito's palette, which stays apart in every common kind of colour blindness; grey is for the backbone.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
@@ -107,11 +108,14 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str =
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch; gives its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI, facecolor="white")
-    return path
+    """Write a PNG at 150 dots per inch; gives its path.
+
+    Raises:
+        EvaluationError: the place can't be written to.
+    """
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
+    return write_atomically(Path(path), picture.getvalue())
 
 
 def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:

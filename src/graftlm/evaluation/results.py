@@ -52,7 +52,7 @@ class Interval(Config):
         return self
 
 
-Metric = Interval | int | float
+Metric = float | int | Interval
 
 
 def value_of(metric: Metric) -> float:
