@@ -161,7 +161,7 @@ def text_of(row: Any, text_column: str, where: str) -> str:
     """
     if not isinstance(row, dict):
         found = type(row).__name__
-        raise DataError(f"{where} holds a {found}, but an object with the column {text_column!r} is expected.")
+        raise DataError(f"{where} is of type {found}, but an object with the column {text_column!r} is expected.")
     check_columns(list(row), text_column, where)
     return check_text(row[text_column], text_column, where)
 
@@ -176,7 +176,7 @@ def check_columns(columns: list[str], text_column: str, where: str) -> None:
 def check_text(value: Any, text_column: str, where: str) -> str:
     """`value`, when it is a string of whole characters; else raise `DataError`."""
     if not isinstance(value, str):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
+        found = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise DataError(f"{where} has {found} in the column {text_column!r}, but a string is expected.")
     try:
         value.encode("utf-8")

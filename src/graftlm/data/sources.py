@@ -29,6 +29,7 @@ class SourceConfig(Config):
     streaming: bool = Field(False, description="Read while training instead of packing everything first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="At most so many documents.")
+    skip_characters: int = Field(0, ge=0, description="Leave out so many characters at the start of each document.")
     limit_characters: int | None = Field(None, ge=1, description="At most so many characters; cuts the last document.")
 
     @field_validator("documents")
@@ -61,6 +62,8 @@ def read_documents(config: SourceConfig) -> Iterator[Document]:
     documents = (document for document in _read_all(config) if document.text.strip())
     documents = _picked(documents, config.documents)
     documents = islice(documents, config.limit_documents)
+    if config.skip_characters:
+        documents = (Document(d.text[config.skip_characters :], d.where) for d in documents)
     return documents if config.limit_characters is None else _cut(documents, config.limit_characters)
 
 

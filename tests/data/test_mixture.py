@@ -1,0 +1,219 @@
+"""Mixtures: exact shares, whole epochs, and the same batches after any interruption."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlm.data import NEW, OLD, Batch, DataConfig, Document, Mixture, StreamingBlocks, TokenBlocks, build_mixture
+from graftlm.errors import DataError
+from tiny import tiny_tokenizer
+
+LENGTH = 8
+shares = st.integers(0, 20).map(lambda n: n / 20) | st.floats(0, 1).map(lambda x: round(x, 4))
+
+
+def blocks(rows: int, first: int = 0) -> TokenBlocks:
+    """Rows whose every token is the row's own number."""
+    return TokenBlocks(np.repeat(np.arange(first, first + rows, dtype=np.int32)[:, None], LENGTH, axis=1))
+
+
+def mixture(p: float, batch_size: int, *, old: int = 5, new: int = 7, seed: int = 0) -> Mixture:
+    return Mixture({OLD: blocks(old), NEW: blocks(new, 100)}, {OLD: p, NEW: 1 - p}, batch_size, seed)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return torch.equal(a.input_ids, b.input_ids) and torch.equal(a.domain, b.domain)
+
+
+@settings(deadline=None)
+@given(shares, st.integers(1, 9), st.integers(1, 30))
+def test_shares_are_exact_in_the_long_run(p: float, batch_size: int, steps: int) -> None:
+    mixed = mixture(p, batch_size)
+    old = 0
+    for step in range(steps):
+        batch = mixed.batch(step)
+        here = int((batch.domain == OLD).sum())
+        old += here
+        assert len(batch) == batch_size
+        assert abs(here - p * batch_size) < 1 + 1e-9
+    assert old == math.floor(steps * batch_size * p + 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(shares, st.integers(1, 9), st.integers(0, 3))
+def test_an_epoch_holds_every_row_once(p: float, batch_size: int, seed: int) -> None:
+    mixed = mixture(p, batch_size, seed=seed)
+    seen: dict[int, list[int]] = {OLD: [], NEW: []}
+    for step in range(40):
+        batch = mixed.batch(step)
+        for domain, row in zip(batch.domain.tolist(), batch.input_ids[:, 0].tolist(), strict=True):
+            seen[domain].append(row)
+    for domain, size in ((OLD, 5), (NEW, 7)):
+        times = Counter(seen[domain]).values()
+        assert not times or max(times) - (min(times) if len(times) == size else 0) <= 1
+
+
+def test_epochs_have_different_orders_and_rows_are_shuffled_in_the_batch() -> None:
+    whole = mixture(0, 7)
+    orders = {tuple(whole.batch(step).input_ids[:, 0].tolist()) for step in range(6)}
+    assert len(orders) == 6
+    marks = {tuple(mixture(0.5, 8).batch(step).domain.tolist()) for step in range(6)}
+    assert len(marks) > 1
+
+
+@settings(deadline=None, max_examples=20)
+@given(shares, st.integers(1, 9), st.integers(0, 50))
+def test_any_step_can_be_asked_first(p: float, batch_size: int, step: int) -> None:
+    going = mixture(p, batch_size)
+    for earlier in range(step):
+        going.batch(earlier)
+    assert same(going.batch(step), mixture(p, batch_size).batch(step))
+    assert going.state_dict() == {}
+
+
+def test_seeds_differ() -> None:
+    assert not same(mixture(0.5, 8, seed=1).batch(0), mixture(0.5, 8, seed=2).batch(0))
+
+
+def test_batches_are_the_same_in_every_process() -> None:
+    assert mixture(0.5, 6).batch(9).input_ids[:, 0].tolist() == [1, 100, 103, 101, 0, 4]
+
+
+def test_three_domains() -> None:
+    mixed = Mixture({d: blocks(3, 10 * d) for d in range(3)}, {0: 0.3, 1: 0.3, 2: 0.4}, 7)
+    found = Counter(mark for step in range(10) for mark in mixed.batch(step).domain.tolist())
+    assert found == {0: 21, 1: 21, 2: 28}
+
+
+def test_a_share_of_zero_needs_no_data() -> None:
+    assert set(Mixture({NEW: blocks(3)}, {OLD: 0, NEW: 1}, 4).batch(0).domain.tolist()) == {NEW}
+
+
+def test_bad_mixtures() -> None:
+    with pytest.raises(
+        DataError, match=r"^The old domain has share 0.1 but no data: name sources, or set the share to 0"
+    ):
+        Mixture({NEW: blocks(3)}, {OLD: 0.1, NEW: 0.9}, 4)
+    with pytest.raises(DataError, match="shares from 0 to 1 that sum to 1 are expected"):
+        Mixture({NEW: blocks(3)}, {OLD: 0.1, NEW: 0.8}, 4)
+    other = TokenBlocks(np.ones((2, 4), dtype=np.int32))
+    with pytest.raises(DataError, match="differ in length, boundaries or padding id"):
+        Mixture({OLD: blocks(3), NEW: other}, {OLD: 0.5, NEW: 0.5}, 4)
+
+
+# Streams
+
+
+def corpus() -> list[Document]:
+    return [Document(f"document {i} " + "word " * (i % 5)) for i in range(20)]
+
+
+def stream(
+    documents: Callable[[], Iterable[Document]] = corpus, buffer_rows: int = 4, length: int = LENGTH
+) -> StreamingBlocks:
+    return StreamingBlocks(documents, tiny_tokenizer(), length, buffer_rows=buffer_rows)
+
+
+def streaming_mixture() -> Mixture:
+    return Mixture({OLD: blocks(5), NEW: stream()}, {OLD: 0.25, NEW: 0.75}, 6, seed=3)
+
+
+@pytest.mark.parametrize("group", [1, 60, 10**6])
+@pytest.mark.parametrize("stop", [0, 1, 7, 30])
+def test_a_stream_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    unbroken, broken = streaming_mixture(), streaming_mixture()
+    expected = [unbroken.batch(step) for step in range(40)]
+    for step in range(stop):
+        broken.batch(step)
+    state = json.loads(json.dumps(broken.state_dict()))
+    resumed = streaming_mixture()
+    resumed.load_state_dict(state)
+    assert all(same(resumed.batch(step), expected[step]) for step in range(stop, 40))
+    ended = resumed.domains[NEW]
+    assert isinstance(ended, StreamingBlocks)
+    assert ended.epoch > 1
+
+
+def test_a_stream_shuffles_and_loses_nothing() -> None:
+    shuffled, plain = stream(), stream(buffer_rows=1)
+    rows = shuffled.take(0, 40, (0, NEW))
+    ordered = plain.take(0, 44, (0, NEW))
+    assert not np.array_equal(rows, ordered[:40])
+    drawn, there = Counter(map(bytes, rows)), Counter(map(bytes, ordered))
+    assert drawn <= there
+
+
+def test_streams_go_forward_only() -> None:
+    mixed = streaming_mixture()
+    mixed.batch(0)
+    with pytest.raises(DataError, match="stands at row 5, but row 0 is asked for: streams go forward only"):
+        mixed.batch(0)
+
+
+def test_states_that_do_not_fit() -> None:
+    one = stream()
+    one.take(0, 1, (0, 1))
+    with pytest.raises(DataError, match=r"holds 32 buffered tokens, but 4 rows of 16 are expected"):
+        stream(length=16).load_state_dict(one.state_dict())
+    with pytest.raises(DataError, match=r"streams for domains \[\], but this mixture streams \['1'\]"):
+        streaming_mixture().load_state_dict({})
+
+
+@pytest.mark.parametrize("once", [list, iter])
+def test_a_stream_without_text(once: Callable) -> None:
+    empty = once([])
+    with pytest.raises(DataError, match="The streaming source gives no text"):
+        stream(lambda: empty).take(0, 1, (0, 1))
+
+
+# From a recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i, document in enumerate(corpus()):
+        (tmp_path / f"{i:02}.txt").write_text(document.text)
+    return tmp_path
+
+
+def test_a_recipe_makes_a_mixture(folder: Path) -> None:
+    old = {"path": str(folder), "documents": "0:5"}
+    config = DataConfig.parse({"new": [{"path": str(folder)}], "old": [old], "old_share": 0.5, "length": 16})
+    done: list[int] = []
+    mixed = build_mixture(config, tiny_tokenizer(), 4, progress=done.append)
+    batch = mixed.batch(0)
+    assert batch.input_ids.shape == (4, 16)
+    assert batch.domain.sum() == 2
+    assert sum(done) == sum(len(d.text) for d in corpus()) + sum(len(d.text) for d in corpus()[:5])
+
+
+def test_a_recipe_may_stream(folder: Path) -> None:
+    values = {"new": [{"path": str(folder), "streaming": True}], "old_share": 0, "length": 16}
+    mixed = build_mixture(DataConfig.parse(values), tiny_tokenizer(), 4)
+    assert mixed.batch(0).input_ids.shape == (4, 16)
+    assert list(mixed.state_dict()) == ["1"]
+
+
+def test_a_share_without_old_sources(folder: Path) -> None:
+    config = DataConfig.parse({"new": [{"path": str(folder)}]})
+    with pytest.raises(
+        DataError, match=r"^old_share is 0.1, but the recipe has no old sources: name some under old, or"
+    ):
+        build_mixture(config, tiny_tokenizer(), 4)
+
+
+def test_too_little_text_names_the_source(folder: Path) -> None:
+    config = DataConfig.parse({"new": [{"path": str(folder / "00.txt")}], "old_share": 0})
+    with pytest.raises(DataError, match=r"00\.txt: \d+ tokens in all, but one row takes 256"):
+        build_mixture(config, tiny_tokenizer(), 4)

@@ -1,0 +1,180 @@
+"""Packing: no token is lost, and no document sees or predicts another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.data import Batch, Document, TokenBlocks, pack, packing
+from graftlm.data.batch import assemble
+from graftlm.errors import DataError
+from tiny import tiny_model, tiny_tokenizer
+
+corpora = st.lists(st.text(st.sampled_from("abc déf\n"), min_size=1, max_size=40), min_size=1, max_size=8)
+lengths = st.integers(2, 24)
+
+
+def without_eos() -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+TOKENIZERS = {"eos": tiny_tokenizer(), "no eos": without_eos()}
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
+
+
+def packed(corpus: list[str], length: int, boundaries: str = "separate", kind: str = "eos") -> TokenBlocks:
+    return pack([Document(text) for text in corpus], TOKENIZERS[kind], length, boundaries=boundaries)
+
+
+def whole(blocks: TokenBlocks) -> Batch:
+    """All rows in order, as one batch."""
+    marks = np.ones(len(blocks))
+    return assemble(blocks.marked, marks, boundaries=blocks.boundaries, pad_id=blocks.pad_id)
+
+
+def long_enough(corpus: list[str], length: int, kind: str = "eos") -> list[str]:
+    return [*corpus, "a" * (2 * length)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(corpora, lengths, st.sampled_from(sorted(TOKENIZERS)))
+def test_every_token_once_and_in_order(corpus: list[str], length: int, kind: str) -> None:
+    corpus = long_enough(corpus, length)
+    blocks = packed(corpus, length, kind=kind)
+    expected = [ids_of(text, TOKENIZERS[kind]) for text in corpus]
+    flat, starts = blocks.input_ids.ravel(), np.flatnonzero(blocks.starts.ravel())
+    assert blocks.n_tokens == sum(map(len, expected))
+    assert [flat[a:b].tolist() for a, b in pairwise([*starts, blocks.n_tokens])] == expected
+    assert len(blocks) == -(-blocks.n_tokens // length)
+
+
+@settings(deadline=None, max_examples=50)
+@given(corpora, lengths)
+def test_separate_documents_do_not_predict_each_other(corpus: list[str], length: int) -> None:
+    blocks = packed(long_enough(corpus, length), length)
+    batch = whole(blocks)
+    starts, padding = torch.from_numpy(blocks.starts), torch.from_numpy(blocks.marked == packing.PADDING)
+    unpredicted = starts | padding
+    unpredicted[:, 0] = True
+    assert torch.equal(batch.labels == -100, unpredicted)
+    assert torch.equal(batch.labels[~unpredicted], batch.input_ids[~unpredicted])
+    if batch.attention_mask is None:
+        assert not padding.any()
+    else:
+        assert torch.equal(batch.attention_mask == 0, padding)
+
+
+@settings(deadline=None, max_examples=50)
+@given(corpora, lengths)
+def test_positions_restart_at_every_document(corpus: list[str], length: int) -> None:
+    blocks = packed(long_enough(corpus, length), length)
+    batch = whole(blocks)
+    several = bool(blocks.starts[:, 1:].any())
+    assert (batch.position_ids is not None) == several
+    if batch.position_ids is None:
+        return
+    padding = blocks.marked == packing.PADDING
+    for row, starts, padded in zip(batch.position_ids.tolist(), blocks.starts, padding, strict=True):
+        expected, position = [], 0
+        for column in range(length):
+            anew = starts[column] or (padded[column] and not padded[column - 1])
+            position = 0 if anew else position
+            expected.append(position)
+            position += 1
+        assert row == expected
+
+
+def test_joined_documents_are_one_stream() -> None:
+    batch = whole(packed(["abc", "déf", "a" * 40], 8, "joined"))
+    assert batch.position_ids is None
+    assert batch.attention_mask is not None
+    predicted = batch.attention_mask.bool()
+    predicted[:, 0] = False
+    assert torch.equal(batch.labels != -100, predicted)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gemma3", "qwen3", "phi", "gpt2", "gpt_neox", "olmo2"]
+)
+def test_neighbours_in_a_row_change_nothing(family: str) -> None:
+    model = tiny_model(family).eval()
+    blocks = packed(["the dog", "le chien dans la forêt", "def f(x)", "x", "return self.down(x) + 3"], 24)
+    batch = whole(blocks)
+    inputs = {name: value for name, value in batch.inputs().items() if name not in ("domain", "token_mask")}
+    documents = (blocks.starts | (np.arange(24) == 0)).cumsum(axis=1)
+    documents[blocks.marked == packing.PADDING] = 0
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        for row, document in {(r, int(d)) for r in range(len(blocks)) for d in documents[r] if d}:
+            here = torch.from_numpy(documents[row] == document)
+            alone = model(input_ids=batch.input_ids[row, here][None]).logits[0]
+            torch.testing.assert_close(logits[row, here], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_of_a_forward_pass() -> None:
+    several, one = whole(packed(["abc", "déf " * 9], 16)), whole(packed(["abc " * 9], 16))
+    assert set(several.inputs()) == {"input_ids", "labels", "domain", "position_ids", "token_mask", "use_cache"}
+    assert set(one.inputs()) == {"input_ids", "labels", "domain", "attention_mask", "use_cache"}
+    assert several.inputs()["use_cache"] is False
+
+
+def test_totals_count_targets_and_tokens_of_each_domain() -> None:
+    blocks = packed(["abc", "déf " * 9], 16)
+    batch = assemble(blocks.marked, np.arange(len(blocks)) % 2, boundaries="separate", pad_id=0)
+    totals = batch.totals()
+    real = (blocks.marked != packing.PADDING).sum(axis=1)
+    assert totals.dtype == torch.float32
+    assert totals.tolist() == [(batch.labels[:, 1:] != -100).sum(), real[0::2].sum(), real[1::2].sum()]
+
+
+def test_rows_add_up() -> None:
+    batch = whole(packed(["abc", "déf " * 20], 16))
+    parts = [batch.rows(slice(i, i + 2)) for i in range(0, len(batch), 2)]
+    assert torch.equal(sum(part.totals() for part in parts), batch.totals())
+    assert all(part.position_ids is not None and len(part) <= 2 for part in parts)
+    assert torch.equal(batch.to("cpu").labels, batch.labels)
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(DataError, match=r"^The documents: 4 tokens in all, but one row takes 99: add text, or lower"):
+        packed(["abc"], 99)
+    with pytest.raises(DataError, match="0 tokens in all"):
+        packed([], 2)
+
+
+def test_long_documents_are_cut_where_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = ["one line\n\ntwo lines\nthree  lines \n four\nfive\n" * 30, "short"]
+    expected = packed(corpus, 16).marked
+    done: list[int] = []
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 100)
+    documents = [Document(text) for text in corpus]
+    pieces = list(packing.cut_pieces(documents))
+    assert len(pieces) > 10
+    assert max(len(piece.text) for piece in pieces) <= 100
+    blocks = pack(documents, TOKENIZERS["eos"], 16, progress=done.append)
+    np.testing.assert_array_equal(blocks.marked, expected)
+    assert sum(done) == sum(map(len, corpus))
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(3, 20))
+def test_pieces_are_the_whole_document(text: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "PIECE_CHARACTERS", size)
+        pieces = list(packing.cut_pieces([Document(text)]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.first for piece in pieces] == [i == 0 for i in range(len(pieces))]
+    assert [piece.last for piece in pieces] == [i == len(pieces) - 1 for i in range(len(pieces))]
+    assert all(0 < len(piece.text) <= size for piece in pieces)

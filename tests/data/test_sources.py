@@ -1,0 +1,224 @@
+"""Sources: what is read, in which order, and what each kind of bad input says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from graftlm.data import DataConfig, Document, SourceConfig, build_documents, read_documents
+from graftlm.errors import DataError, RecipeError
+
+
+def texts(**values: object) -> list[str]:
+    return [document.text for document in read_documents(SourceConfig.parse(values))]
+
+
+def message(**values: object) -> str:
+    with pytest.raises(DataError) as caught:
+        build_documents([SourceConfig.parse(values)])
+    return str(caught.value)
+
+
+def write_parquet(path: Path, column: str, values: list) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({column: values, "id": list(range(len(values)))}), path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Documents d0 to d6 in the order of their files' names, and some that are not to be read."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("d0")
+    (tmp_path / "b.jsonl").write_text('{"text": "d1"}\n\n{"text": "d2", "n": 1}\n')
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write('{"text": "d3"}\n')
+    (tmp_path / "d.json").write_text('[{"text": "d4"}, {"text": "d5"}]')
+    write_parquet(tmp_path / "e.parquet", "text", ["d6"])
+    for ignored in (".secret.txt", ".hidden/x.txt", "f.bin"):
+        (tmp_path / ignored).write_text("never")
+    (tmp_path / "g.txt").write_text(" \n")
+    return tmp_path
+
+
+def test_a_folder_gives_all_its_documents_in_order(folder: Path) -> None:
+    assert texts(path=str(folder)) == [f"d{i}" for i in range(7)]
+
+
+def test_documents_say_where_they_are_from(folder: Path) -> None:
+    found = list(read_documents(SourceConfig(path=str(folder))))
+    assert found[0] == Document("d0", str(folder / "a" / "one.txt"))
+    assert found[2].where == f"{folder / 'b.jsonl'}: line 3"
+    assert found[5].where == f"{folder / 'd.json'}: row 2"
+
+
+def test_a_pattern_picks_files(folder: Path) -> None:
+    assert texts(path=str(folder), pattern="*.bin") == ["never"]
+    assert texts(path=str(folder), pattern="a/*") == ["d0"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("0:2", [0, 1]), ("-2:", [5, 6]), (":3", [0, 1, 2]), ("1:-4", [1, 2]), (":", list(range(7))), ("5:99", [5, 6])],
+)
+def test_documents_slice(folder: Path, chosen: str, expected: list[int]) -> None:
+    assert texts(path=str(folder), documents=chosen) == [f"d{i}" for i in expected]
+
+
+def test_limits(folder: Path) -> None:
+    assert texts(path=str(folder), limit_documents=2) == ["d0", "d1"]
+    assert texts(path=str(folder), limit_characters=3) == ["d0", "d"]
+    assert texts(path=str(folder), limit_characters=4) == ["d0", "d1"]
+
+
+def test_text_keeps_characters_but_not_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0\r\nvu\n")
+    assert texts(path=str(tmp_path)) == ["déjà\nvu\n"]
+
+
+def test_a_single_file_may_have_any_suffix(tmp_path: Path) -> None:
+    (tmp_path / "notes.log").write_text("x")
+    assert texts(path=str(tmp_path / "notes.log")) == ["x"]
+
+
+def test_a_saved_dataset_and_its_splits(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"body": ["a", "b"]})
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "both"))
+    rows.save_to_disk(str(tmp_path / "one"))
+    assert texts(dataset=str(tmp_path / "one"), text_column="body") == ["a", "b"]
+    assert texts(path=str(tmp_path / "both"), text_column="body", split="test") == ["b"]
+    assert "has no split 'tst' (did you mean test?)" in message(dataset=str(tmp_path / "both"), split="tst")
+    assert "has no column 'text' (found: body)" in message(dataset=str(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_local_parquet_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    write_parquet(tmp_path / "set" / "train-00000.parquet", "text", ["a", "b"])
+    assert texts(dataset=str(tmp_path / "set"), streaming=streaming) == ["a", "b"]
+
+
+def test_missing_path() -> None:
+    assert message(path="no/such") == "There is no file or folder no/such: check the source's path."
+
+
+def test_empty_folder_names_the_suffixes(tmp_path: Path) -> None:
+    said = message(path=str(tmp_path))
+    assert said.startswith(f"The folder {tmp_path} holds no files ending in .txt")
+    assert ".jsonl" in said
+    assert ".parquet" in said
+    assert "files that match '*.c'" in message(path=str(tmp_path), pattern="*.c")
+
+
+def test_binary_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"PNG\0\1")
+    assert message(path=str(tmp_path)).startswith(f"{tmp_path / 'a.txt'} is a binary file (a NUL byte at byte 3)")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_broken_utf8_names_the_byte(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(mark + b"caf\xe9 noir")
+    assert f"{tmp_path / 'a.txt'} is not UTF-8 text (byte {len(mark) + 3} is 0xe9)" in message(path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"body": "x", "id": 1}', "line 2 has no column 'text' (found: body, id): set the source's text_column."),
+        (b'{"text": 5}', "line 2 has a value of type int in the column 'text', but a string is expected."),
+        (b'{"text": null}', "line 2 has nothing in the column 'text', but a string is expected."),
+        (b'{"text": "x"', "line 2 is not valid JSON (Expecting ',' delimiter)"),
+        (b'"x"', "line 2 is of type str, but an object with the column 'text' is expected."),
+        (b'{"text": "\xe9"}', "line 2 is not UTF-8 text (byte 10 is 0xe9)"),
+        (b'{"text": "a\\ud800"}', "line 2 has half a surrogate pair at character 1 of the column 'text'"),
+        (b"[" * 100_000, "line 2 is not valid JSON (nested too deep)"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, line: bytes, expected: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    assert message(path=str(path)).startswith(f"{path}: {expected}")
+
+
+def test_a_json_object_over_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"text": "x"}, indent=2))
+    assert "one object per line, or one list of objects, is expected" in message(path=str(path))
+
+
+def test_bad_row_of_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "x"}, {"txt": "y"}]')
+    assert message(path=str(path)).startswith(f"{path}: row 2 has no column 'text' (found: txt)")
+
+
+@pytest.mark.parametrize("keep", [5, 40, -4])
+def test_truncated_gzip(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(200)))[:keep])
+    assert message(path=str(path)) == f"{path} is not a whole gzip file: fetch it again, or unpack it first."
+
+
+def test_a_gzip_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_text("plain")
+    assert "is not a whole gzip file" in message(path=str(tmp_path))
+
+
+def test_truncated_parquet(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", "text", ["x" * 100])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert message(path=str(path)).startswith(f"{path} is not a whole parquet file (")
+
+
+def test_bad_parquet_columns(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", "text", ["x", None])
+    assert f"{path}: row 2 has nothing in the column 'text'" in message(path=str(path))
+    assert f"{path} has no column 'body' (found: text, id)" in message(path=str(path), text_column="body")
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n")
+    (tmp_path / "b.txt").write_text("x")
+    assert message(path=str(tmp_path / "a.txt")).endswith("a.txt holds no text: name a source with text.")
+    assert "holds no text in its documents 5:" in message(path=str(tmp_path), documents="5:")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_is_not_there(streaming: bool) -> None:
+    said = message(dataset="nobody/nothing", streaming=streaming)
+    assert said.startswith("The dataset nobody/nothing (subset None, split train) can't be loaded (")
+    assert said.endswith("check its name, subset and split, and the network.")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"path": "x", "documents": "1-5"},
+            "new.0.documents: documents is a slice of numbers, such as '0:23' or '-2:'",
+        ),
+        ({"path": "x", "documents": "3"}, "documents is a slice of numbers"),
+        ({"path": "x", "dataset": "y"}, "new.0: a source has either a path or a dataset"),
+        ({}, "new.0: a source has either a path or a dataset"),
+        (
+            {"dataset": "x", "streaming": True, "documents": "-2:"},
+            "a streaming source can't count documents from its end",
+        ),
+        ({"pth": "x"}, "unknown key new.0.pth (did you mean path?)"),
+        ({"path": "x", "limit_documents": 0}, "new.0.limit_documents: the value should be greater than or equal to 1"),
+    ],
+)
+def test_bad_configs(values: dict, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        DataConfig.parse({"new": [values]})
+    assert expected in str(caught.value)
