@@ -185,8 +185,10 @@ class GraftedModel(nn.Module):
             token_mask: (B, T) True for tokens that are not padding, where `attention_mask` does not say it.
             totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
             extras: whatever else the batch says, by name.
-            kwargs: handed on to the model.
+            kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it: it
+                would make transformers forget where documents begin.
         """
+        kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         said = {"domain": domain, "token_mask": token_mask, "totals": totals, "extras": dict(extras or {})}
         with self._wiring.announce(**said) as calls:
             output = self.model(
