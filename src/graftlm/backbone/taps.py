@@ -7,6 +7,7 @@ that interleaved generations and threads never see each other's.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -108,12 +109,14 @@ class Wiring:
         except BaseException:
             self.remove()
             raise
+        _forget_compiled()
 
     def remove(self) -> None:
         """Take every hook off; the model is bare again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _forget_compiled()
 
     @contextmanager
     def announce(self, **values: Any) -> Iterator[list[Call]]:
@@ -220,6 +223,12 @@ class Wiring:
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
+
+
+def _forget_compiled() -> None:
+    """Drop what torch compiled: it guards on everything but hooks, and would go on as if they had not changed."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _check_conflicts(taps: Mapping[str, Sequence[Tap]]) -> None:
