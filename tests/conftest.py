@@ -21,11 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: one thread is fas
 
 import pytest
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tiny import BackboneFolder
 
 torch.set_num_threads(1)
+settings.register_profile("same-every-time", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same-every-time"))
 
 
 @pytest.fixture(scope="session")

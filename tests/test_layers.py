@@ -146,8 +146,9 @@ def _shared_paths(source: Path) -> list[Path]:
 
 def method_mentions(source: Path) -> list[str]:
     """Lines of shared code that name a method: code, strings, comments and docstrings alike."""
-    names = [room.name for room in rooms(source) if room.parent.name != "pipelines"]  # these are verbs of the CLI too
-    pattern = _spellings({*names, *METHODS})
+    names = {room.name for room in rooms(source) if room.parent.name != "pipelines"}  # these are verbs of the CLI too
+    names |= set(_registered_kinds(source))
+    pattern = _spellings(names)
     kinds = {f'"{name}"' for name in names} | {f"'{name}'" for name in names}
     return [
         f"{file.relative_to(source)}:{line}: {text.strip()}"
@@ -157,14 +158,24 @@ def method_mentions(source: Path) -> list[str]:
     ]
 
 
+def _registered_kinds(source: Path) -> Iterator[str]:
+    """The keys of every registry of a house."""
+    for house in HOUSES:
+        if (source / house / "__init__.py").is_file():
+            for node in ast.walk(ast.parse((source / house / "__init__.py").read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Dict):
+                    keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
+                    yield from (key for key in keys if isinstance(key, str))
+
+
 def _spellings(names: set[str]) -> re.Pattern[str]:
     """Names of several words in every spelling (neutral_residues, NeutralResidues, neutral-residue, neutral residues).
 
     A room whose name is an ordinary word ("adapter") may be meant as that word: it counts as a whole string only.
     """
-    told_apart = [name for name in names if "_" in name or name in METHODS]
-    forms = (r"[-_ ]?".join(word.removesuffix("s") for word in name.split("_")) for name in told_apart)
-    return re.compile(rf"(?<![a-z])({'|'.join(sorted(forms))})", re.IGNORECASE)
+    words = (re.split("[-_]", name) for name in names)
+    forms = {r"[-_ ]?".join(part.removesuffix("s") for part in name) for name in words if len(name) > 1}
+    return re.compile(rf"(?<![a-z])({'|'.join(sorted({*forms, *METHODS}))})", re.IGNORECASE)
 
 
 def _mentions(file: Path, pattern: re.Pattern[str], kinds: set[str]) -> Iterator[tuple[int, str]]:
@@ -202,7 +213,7 @@ HOUSE = {
     "config.py": "from graftlm.errors import X",
     "backbone/__init__.py": "from .taps import Tap",
     "backbone/taps.py": "from .. import errors",
-    "grafts/__init__.py": 'REGISTRY = {"soft_prompts": "graftlm.grafts.soft_prompts:SoftPrompts"}',
+    "grafts/__init__.py": "REGISTRY = {'soft-prompts': 'graftlm.grafts.soft_prompts:Soft', 'low-rank': ''}",
     "grafts/base.py": "import graftlm.backbone.taps",
     "grafts/soft_prompts/method.py": "from graftlm.grafts.base import Graft",
     "grafts/other/method.py": "from graftlm.grafts.base import Graft",
@@ -227,6 +238,7 @@ HOUSE = {
         (method_mentions, "training/loop.py", "# as SoftPrompts does", "training/loop.py:1: # as SoftPrompts does"),
         (method_mentions, "cli.py", "\n'soft prompt'", "cli.py:2"),
         (method_mentions, "grafts/base.py", "x = kind == 'other'", "grafts/base.py:1"),
+        (method_mentions, "errors.py", "class LowRankError: ...", "errors.py:1"),
         (method_mentions, "data/__init__.py", '"""Not for LoRA."""', "data/__init__.py:1"),
     ],
 )

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from graftlm.errors import RecipeError, did_you_mean
 
 
-class Config(BaseModel):
+class _OneSentence(type(BaseModel)):
+    """Lets `SomeConfig(key=value)` raise the same one sentence as a recipe does."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields of a pydantic class better than this signature tells
+
+        def __call__(cls, *arguments: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*arguments, **values)
+            except ValidationError as error:
+                raise RecipeError(explain(error, cls, cls.__name__)) from None
+
+
+class Config(BaseModel, metaclass=_OneSentence):
     """A frozen set of named values.
 
     Unknown keys, wrong types and values out of range raise `RecipeError` with the key's path and the nearest known key.
@@ -44,10 +58,22 @@ class Config(BaseModel):
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The config as YAML, without values that are at their default; also written to `path` when given."""
-        text = yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A field that has one possible value says what the config is, so it stays even where defaults go."""
+        fields = type(self).model_fields.items()
+        tags = {name: getattr(self, name) for name, field in fields if _is_tag(field.annotation)}
+        return tags | serialise(self)
+
+
+def _is_tag(annotation: Any) -> bool:
+    return get_origin(annotation) is Literal and len(get_args(annotation)) == 1
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -57,17 +83,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         RecipeError: the file is missing, is not UTF-8 YAML, or does not hold a mapping.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = _load(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise RecipeError(f"There is no file {path}: name an existing recipe, or write one (see `graft schema`).") from None
-    except (IsADirectoryError, PermissionError) as error:
+        raise RecipeError(f"There is no file {path}: name an existing one, or write it (see `graft schema`).") from None
+    except OSError as error:
         raise RecipeError(f"{path} can't be read as a recipe ({error.strerror}): name a readable YAML file.") from None
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected.") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path} is not valid YAML{line}: {getattr(error, 'problem', None) or error}.") from None
+        raise RecipeError(f"{path} is not valid YAML{_what_is_wrong(error)}.") from None
     if values is None:
         raise RecipeError(f"{path} is empty, but a recipe is expected: start from one that `graft schema` describes.")
     if not isinstance(values, dict):
@@ -75,59 +99,153 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place: `a.b.2.c=value`, the value read as YAML. List items go by number."""
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise RecipeError(f"The override {override!r} is not of the form key=value, such as training.steps=200.")
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the plain scalars of YAML 1.2, and an error for a key that appears twice.
+
+    In YAML 1.1, PyYAML's own, a slice 2:10 is the number 130, the language code no is false, and 1e-4 is text.
+    """
+
+    yaml_implicit_resolvers = {}  # the name is PyYAML's; filled below
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} appears twice", key.start_mark
+                )
+            seen |= {name} - {None}
+        return super().construct_mapping(node, deep)
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        return int(node.value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what a reader of YAML 1.1 or of 1.2 would take for more than text."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        breaks = any(mark in text for mark in "\x85\u2028\u2029")  # PyYAML folds these as if they were line feeds
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+
+
+_DECIMAL = "tag:yaml.org,2002:int"
+_SCALARS = {  # tag -> plain scalars that have it, and their first characters
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    _DECIMAL: (r"[-+]?[0-9]+", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "tag:yaml.org,2002:merge": (r"<<", ["<"]),
+}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(_DECIMAL, _Loader.construct_decimal)
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _load(text: str) -> Any:
+    """The plain values of a YAML text; every failure is a `YAMLError`."""
     try:
-        value = yaml.safe_load(text)
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, AttributeError) as error:  # PyYAML lets those of a tag's constructor through
+        raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
+
+
+def _what_is_wrong(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+    return f"{f' at line {mark.line + 1}' if mark else ''}: {problem}"
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place: `a.b.2.c=value`, the value read as YAML. List items go by number.
+
+    What lies on the way is copied, so that parts which an alias shares with this one stay as they were.
+    """
+    key, equals, text = override.partition("=")
+    parents_and_last = key.strip().split(".")
+    if not equals or not all(parents_and_last):
+        raise RecipeError(
+            f"The override {_shorten(override)!r} is not of the form key=value, such as training.steps=200."
+        )
+    try:
+        value = _load(text)
     except yaml.YAMLError:
-        raise RecipeError(f"The value of the override {override!r} is not valid YAML: put it in quotes.") from None
-    *parents, last = key.strip().split(".")
+        raise RecipeError(
+            f"The value of the override {_shorten(override)!r} is not valid YAML: put it in quotes."
+        ) from None
+    *parents, last = parents_and_last
     node: Any = values
     for name in parents:
-        node = _step_into(node, name, override)
-    if isinstance(node, list):
-        node[_index(node, last, override)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        raise RecipeError(f"The override {override!r} goes into {_kind_of(node)}, which has no keys.")
+        place = _place(node, name, override)
+        node[place] = copy.copy(node.get(place) if isinstance(node, dict) else node[place])
+        if node[place] is None:
+            node[place] = {}
+        node = node[place]
+    node[_place(node, last, override)] = value
 
 
-def _step_into(node: Any, name: str, override: str) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, name, override)]
+def _place(node: Any, name: str, override: str) -> str | int:
+    """The key or the index that `name` means in `node`."""
     if isinstance(node, dict):
-        if node.get(name) is None:
-            node[name] = {}
-        return node[name]
-    raise RecipeError(f"The override {override!r} goes into {_kind_of(node)}, which has no keys.")
-
-
-def _index(items: list[Any], name: str, override: str) -> int:
-    if name.isdigit() and int(name) < len(items):
+        return name
+    if not isinstance(node, list):
+        raise RecipeError(f"The override {_shorten(override)!r} goes into {_kind_of(node)}, which has no keys.")
+    if name.isdecimal() and int(name) < len(node):
         return int(name)
-    raise RecipeError(f"The override {override!r} names item {name!r} of a list with {len(items)} items (counted from 0).")
+    counted = f"a list with {len(node)} items (counted from 0)"
+    raise RecipeError(f"The override {_shorten(override)!r} names item {name!r} of {counted}: name one that is there.")
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """The first problem of a pydantic error as one sentence."""
-    first, *rest = error.errors()
-    path = [part for part in first["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-    key = ".".join(str(part) for part in path) or "the whole"
-    more = f" ({len(rest)} more such problems follow.)" if rest else ""
+    """The most telling problem of a pydantic error as one sentence: an unknown key first, then the innermost."""
+    errors = error.errors()
+    first = max(errors, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
+    path = _path(first["loc"])
+    key = _shorten(".".join(path))
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
-        known = _fields_at(model, path[:-1])
-        hint = did_you_mean(str(path[-1]), known) if known else ""
-        return f"{where}: unknown key {key}{hint}.{more}"
+        return f"{where}: unknown key {key}{did_you_mean(path[-1], _fields_at(model, path[:-1]))}{more}."
     if first["type"] == "missing":
-        return f"{where}: the key {key} is missing, and it has no default.{more}"
-    found = first.get("input")
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    shown = "" if isinstance(found, dict | list) else f", but found {found!r}"
-    return f"{where}: {key}: {message}{shown}.{more}"
+        return f"{where}: the key {key} is missing, and it has no default{more}."
+    return f"{where}: {key + ': ' if key else ''}{_misfit(first)}{more}."
+
+
+def _path(location: Sequence[int | str]) -> list[str]:
+    """Keys and indices of a pydantic location, without the labels of validators and of a union's branches."""
+    labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
+    return [str(part) for part in location if not (isinstance(part, str) and part.startswith(labels))]
+
+
+def _misfit(problem: Any) -> str:
+    """What one problem's value should be, and what it is."""
+    kind, found = problem["type"], problem["input"]
+    shown = _kind_of(found) if isinstance(found, dict | list | None) else _shorten(repr(found))
+    if (
+        kind == "value_error"
+    ):  # our own validators say what they expect; of a whole section there is no one value to show
+        message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        return message if isinstance(found, dict | list | BaseModel) else f"{message}, but found {shown}"
+    message = problem["msg"].replace("Input", "the value", 1)
+    if kind.endswith(("_parsing", "_from_float")):
+        message = message.partition(",")[0]
+    if kind in ("model_type", "dict_type"):
+        message = "the value should be a mapping of keys"
+    quotes = ": put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
+    return f"{message}, but found {shown}{quotes}"
+
+
+def _shorten(text: str, width: int = 80) -> str:
+    """At most `width` characters of `text`, with the middle left out."""
+    half = width // 2 - 1
+    return text if len(text) <= width else f"{text[:half]}…{text[-half:]}"
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
@@ -150,5 +268,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _kind_of(value: Any) -> str:
-    names = {str: "a string", list: "a list", dict: "a mapping", int: "a number", float: "a number", bool: "a truth value"}
+    names = {
+        str: "a string",
+        list: "a list",
+        dict: "a mapping",
+        int: "a number",
+        float: "a number",
+        bool: "a truth value",
+    }
     return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -78,5 +78,7 @@ class MissingExtraError(GraftError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the nearest known word, or the known words when none is near."""
     names = sorted(known)
+    if not names:
+        return ""
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else f" (known: {', '.join(names)})"

@@ -1,0 +1,374 @@
+"""Configs: YAML both ways, overrides, and one sentence for whatever does not fit."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, SerializeAsAny, model_validator
+
+from graftlm.config import Config, apply_override, read_yaml
+from graftlm.errors import RecipeError
+
+
+class Tool(Config):
+    kind: str
+
+
+class Spade(Tool):
+    kind: Literal["spade"] = "spade"
+    width: float = Field(default=0.2, gt=0)
+
+
+class Steps(Config):
+    steps: int = Field(default=100, ge=1)
+    rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check(self) -> Steps:
+        if self.steps == 13:
+            raise ValueError("13 steps bring bad luck: choose 12 or 14")
+        return self
+
+
+class Recipe(Config):
+    name: str
+    training: Steps = Steps()
+    tool: SerializeAsAny[Spade] = Spade()
+    parts: list[Steps] = []
+    tests: dict[str, list[Steps]] = {}
+    free: dict[str, Any] = {}
+    maybe: Steps | None = None
+    either: str | Steps = ""
+    quick: bool = False
+
+
+def reason(**values: Any) -> str:
+    """The sentence that refuses `values`."""
+    with pytest.raises(RecipeError) as caught:
+        Recipe.parse({"name": "x"} | values)
+    return str(caught.value)
+
+
+def read(tmp_path: Path, content: str | bytes, *overrides: str) -> Recipe:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return Recipe.from_yaml(path, overrides)
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+TEXTS = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        ["no", "yes", "2:10", "1e-4", "~", "null", "1_000", "012", "0x1", "2020-01-01", ".5", "<<", "=", " "]
+    ),
+)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+STEPS = st.builds(
+    Steps,
+    steps=st.integers(1, 12),
+    rate=FLOATS,
+    betas=st.tuples(FLOATS, FLOATS),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+RECIPES = st.builds(
+    Recipe,
+    name=TEXTS,
+    training=STEPS,
+    tool=st.builds(Spade, width=st.floats(0.1, 10)),
+    parts=st.lists(STEPS, max_size=2),
+    tests=st.dictionaries(TEXTS, st.lists(STEPS, max_size=2), max_size=2),
+    free=st.dictionaries(TEXTS, VALUES, max_size=3),
+    maybe=st.none() | STEPS,
+    either=TEXTS | STEPS,
+    quick=st.booleans(),
+)
+
+
+@given(RECIPES)
+def test_yaml_gives_the_same_config_back(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.getbasetemp() / "recipe.yaml"
+    text = recipe.to_yaml(path)
+    assert path.read_text(encoding="utf-8") == text
+    assert Recipe.from_yaml(path) == recipe
+
+
+@given(RECIPES)
+def test_written_text_stays_text_for_readers_of_older_yaml(recipe: Recipe) -> None:
+    assert yaml.safe_load(recipe.to_yaml())["name"] == recipe.name
+
+
+def test_defaults_are_left_out_but_what_names_the_kind_stays() -> None:
+    assert Recipe(name="x").to_yaml() == "name: x\n"
+    assert Recipe(name="x", tool=Spade(width=0.5)).to_yaml() == "name: x\ntool:\n  kind: spade\n  width: 0.5\n"
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2:10", "2:10"),
+        ("no", "no"),
+        ("on", "on"),
+        ("2020-01-01", "2020-01-01"),
+        ("2020-13-45", "2020-13-45"),
+        ("1e-4", 1e-4),
+        ("-.5", -0.5),
+        ("3.", 3.0),
+        (".inf", float("inf")),
+        ("012", 12),
+        ("+7", 7),
+        ("true", True),
+        ("'true'", "true"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("0x10", "0x10"),
+    ],
+)
+def test_plain_scalars_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: Any) -> None:
+    found = read(tmp_path, f"name: x\nfree: {{a: {text}}}").free["a"]
+    assert (type(found), found) == (type(value), value)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    assert read(tmp_path, "\ufeffname: x\r\ntraining:\r\n  steps: 3\r\n").training.steps == 3
+
+
+def test_merge_keys_may_be_overruled(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "name: x\ntraining: &t {steps: 3, rate: 1}\nparts: [{<<: *t, steps: 4}]")
+    assert recipe.parts == [Steps(steps=4, rate=1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is empty, but a recipe is expected"),
+        ("# only a comment", "is empty"),
+        ("text", "holds a string, but a mapping"),
+        ("- a", "holds a list"),
+        ("12", "holds a number"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\x00\x01\x02", "is not valid YAML"),
+        (b"PK\x03\x04", "is not valid YAML"),
+        ("name: [", "is not valid YAML at line 1"),
+        ("name: x\n\ttraining: {}", "at line 2"),
+        ("name: x\nname: y", "at line 2: the key name appears twice"),
+        ("name: x\ntraining: {steps: 1, steps: 2}", "at line 2: the key steps appears twice"),
+        ("name: x\n---\nname: y", "another document"),
+        ("name: *unknown", "undefined alias 'unknown'"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{a: " * 3_000, "nested too deeply"),
+        ("a: " + "9" * 5_000, "does not fit its tag"),
+        ("a: !!int x", "does not fit its tag"),
+        ("a: !!timestamp x", "does not fit its tag"),
+        ("a: !!python/object/apply:os.system [true]", "is not valid YAML at line 1"),
+        ("? [a]\n: b", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_sentence(tmp_path: Path, content: str | bytes, words: str) -> None:
+    with pytest.raises(RecipeError, match="recipe") as caught:
+        read(tmp_path, content)
+    message = str(caught.value)
+    assert words in message
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert len(message) < 400 + len(str(tmp_path))
+
+
+def test_a_missing_file_a_folder_and_an_unusable_path_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"There is no file .*none\.yaml: name an existing one"):
+        read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match="can't be read as a recipe"):
+        read_yaml(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="can't be read as a recipe"):
+        read_yaml(tmp_path / "file" / "recipe.yaml")
+    with pytest.raises(RecipeError, match="can't be read as a recipe"):
+        read_yaml(tmp_path / ("a" * 300))
+
+
+@given(st.binary(max_size=60) | st.text(string.punctuation + string.whitespace + "ab1", max_size=60).map(str.encode))
+def test_any_bytes_give_a_recipe_or_one_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    message = ""
+    try:
+        read(tmp_path_factory.getbasetemp(), content)
+    except RecipeError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"trainin": {}}, "config: unknown key trainin (did you mean training?)."),
+        ({"training": {"stepz": 3}}, "config: unknown key training.stepz (did you mean steps?)."),
+        ({"parts": [{}, {"rat": 3}]}, "config: unknown key parts.1.rat (did you mean rate?)."),
+        ({"tests": {"old": [{"rat": 3}]}}, "config: unknown key tests.old.0.rat (did you mean rate?)."),
+        ({"maybe": {"rat": 3}}, "config: unknown key maybe.rat (did you mean rate?)."),
+        ({"training": {"zzz": 3}}, "config: unknown key training.zzz (known: betas, rate, schedule, steps)."),
+        ({"tool": {"kind": "rake"}}, "config: tool.kind: the value should be 'spade', but found 'rake'."),
+        (
+            {"training": {"steps": "many"}},
+            "config: training.steps: the value should be a valid integer, but found 'many'.",
+        ),
+        ({"training": {"steps": 1.5}}, "config: training.steps: the value should be a valid integer, but found 1.5."),
+        (
+            {"training": {"steps": 0}},
+            "config: training.steps: the value should be greater than or equal to 1, but found 0.",
+        ),
+        (
+            {"training": {"rate": float("nan")}},
+            "config: training.rate: the value should be a finite number, but found nan.",
+        ),
+        (
+            {"training": {"rate": float("inf")}},
+            "config: training.rate: the value should be a finite number, but found inf.",
+        ),
+        ({"training": None}, "config: training: the value should be a mapping of keys, but found nothing."),
+        ({"training": [1]}, "config: training: the value should be a mapping of keys, but found a list."),
+        ({"training": {"betas": [1]}}, "config: the key training.betas.1 is missing, and it has no default."),
+        ({"tests": {"old": {}}}, "config: tests.old: the value should be a valid list, but found a mapping."),
+        ({"name": 3}, "config: name: the value should be a valid string, but found 3: put it in quotes."),
+        ({"training": {"steps": 13}}, "config: training: 13 steps bring bad luck: choose 12 or 14."),
+        ({"nam": "x", "trainin": {}}, "config: unknown key nam (did you mean name?) (and 1 more)."),
+    ],
+)
+def test_what_does_not_fit_is_named_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
+    assert reason(**values) == sentence
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(RecipeError, match=r"^config: the key name is missing, and it has no default\.$"):
+        Recipe.parse({})
+
+
+def test_a_typo_is_told_before_the_key_that_it_misses() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key nme \(did you mean name\?\) \(and 1 more\)\."):
+        Recipe.parse({"nme": "x"})
+
+
+def test_a_typo_inside_one_branch_of_a_union_is_found() -> None:
+    assert "rat (did you mean rate?)" in reason(either={"rat": 1})
+
+
+def test_a_validator_of_the_whole_needs_no_key() -> None:
+    with pytest.raises(RecipeError, match=r"^Steps: 13 steps bring bad luck: choose 12 or 14\.$"):
+        Steps(steps=13)
+
+
+@pytest.mark.parametrize("values", [None, [], "text", 3])
+def test_only_mappings_are_parsed(values: Any) -> None:
+    with pytest.raises(RecipeError, match=r"holds (nothing|a list|a string|a number), but a mapping"):
+        Recipe.parse(values)
+
+
+def test_long_values_and_keys_are_shortened() -> None:
+    assert len(reason(quick="z" * 10_000)) < 200
+    assert len(reason(**{"z" * 10_000: 1})) < 200
+
+
+def test_python_callers_get_the_same_sentence() -> None:
+    with pytest.raises(RecipeError, match=r"^Steps: unknown key stps \(did you mean steps\?\)\.$"):
+        Steps(stps=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        Steps(3)  # type: ignore[call-arg]
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Steps().steps = 3  # type: ignore[misc]
+
+
+# --- overrides ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("training.steps=3", ("training", "steps"), 3),
+        ("training.rate=1e-4", ("training", "rate"), 1e-4),
+        ("training.rate = 2", ("training", "rate"), 2),
+        ("name=a=b", ("name",), "a=b"),
+        ("name='3'", ("name",), "3"),
+        ("name=2:10", ("name",), "2:10"),
+        ("name=''", ("name",), ""),
+        ("maybe.steps=4", ("maybe", "steps"), 4),
+        ("parts.1.steps=5", ("parts", 1, "steps"), 5),
+        ("tests={old: [{steps: 6}]}", ("tests", "old", 0, "steps"), 6),
+        ("free.a.b.c=[1]", ("free", "a", "b", "c"), [1]),
+        ("quick=true", ("quick",), True),
+    ],
+)
+def test_an_override_sets_one_key(tmp_path: Path, override: str, path: tuple[str | int, ...], value: Any) -> None:
+    found: Any = read(tmp_path, "name: x\nmaybe:\nparts: [{}, {}]", override).model_dump()
+    for key in path:
+        found = found[key]
+    assert found == value
+
+
+def test_later_overrides_win(tmp_path: Path) -> None:
+    assert read(tmp_path, "name: x", "training.steps=3", "training.steps=4").training.steps == 4
+
+
+def test_an_override_leaves_what_shares_an_alias_alone(tmp_path: Path) -> None:
+    recipe = read(
+        tmp_path, "name: x\nmaybe: &a {steps: 3}\ntraining: *a\nparts: &p [*a]\ntests: {old: *p}", "parts.0.steps=9"
+    )
+    assert recipe.parts[0].steps == 9
+    assert (recipe.maybe, recipe.training, recipe.tests["old"][0]) == (Steps(steps=3),) * 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.steps", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("", "is not of the form key=value"),
+        (".=3", "is not of the form key=value"),
+        ("training..steps=3", "is not of the form key=value"),
+        ("training.steps=[", "is not valid YAML: put it in quotes"),
+        ("training.steps=" + "[" * 100_000, "is not valid YAML: put it in quotes"),
+        ("training.steps=\0", "is not valid YAML"),
+        ("training.stepz=3", "unknown key training.stepz (did you mean steps?)"),
+        ("name.x=3", "goes into a string, which has no keys"),
+        ("name.x.y=3", "goes into a string, which has no keys"),
+        ("parts.2.steps=3", "names item '2' of a list with 1 items"),
+        ("parts.-1.steps=3", "names item '-1'"),
+        ("parts.²=3", "names item '²'"),
+        ("parts.x=3", "names item 'x'"),
+        ("training.steps=", "training.steps: the value should be a valid integer, but found nothing"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, "name: x\nparts: [{}]", override)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+@given(TEXTS)
+def test_any_override_is_applied_or_refused(override: str) -> None:
+    values: dict[str, Any] = {"name": "x", "parts": [{}]}
+    try:
+        apply_override(values, override)
+    except RecipeError:
+        assert values == {"name": "x", "parts": [{}]}
