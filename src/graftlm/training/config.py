@@ -1,0 +1,54 @@
+"""What a training run can be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from graftlm.config import Config
+
+
+class TrainingConfig(Config):
+    """The numbers of one run; a step is one update of the weights.
+
+    `batch_size` counts rows per step over all processes and micro-batches, so losses do not depend on how a step is
+    split. Keys in `FREE_ON_RESUME` may change between a run and its resumption; all others must stay as they were.
+    """
+
+    steps: int = Field(ge=1, description="Updates of the weights.")
+    batch_size: int = Field(default=16, ge=1, description="Rows per step, over all processes.")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="Rows per forward pass and process; all of a process's rows when absent."
+    )
+    learning_rate: float = Field(default=2e-4, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises from 0.")
+    min_ratio: float = Field(default=0.0, ge=0, le=1, description="The last learning rate as a share of the highest.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Of matrices; vectors and scalars never decay.")
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = Field(default=1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = Field(default=0, ge=0)
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
+    sharded: bool = Field(
+        default=False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
+    )
+    checkpoint_every: int = Field(default=200, ge=1, description="Steps between checkpoints; the end has one too.")
+    keep_checkpoints: int = Field(default=2, ge=1)
+    log_every: int = Field(default=1, ge=1, description="Steps between lines of the history and of the tracker.")
+    tracker: Literal["tensorboard", "wandb"] | None = None
+
+
+FREE_ON_RESUME = frozenset(
+    (
+        "steps",  # may grow; the learning rate then follows the new schedule from the checkpoint on
+        "micro_batch_size",  # this and the next two change rounding only
+        "gradient_checkpointing",
+        "sharded",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "tracker",
+    )
+)

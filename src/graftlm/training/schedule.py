@@ -1,0 +1,40 @@
+"""The optimiser and the learning rate, which is a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import AdamW
+
+from graftlm.training.config import TrainingConfig
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """The rate of `step`, counted from 0.
+
+    Warm-up rises to `learning_rate` at step `warmup_steps - 1`; the decay would reach `min_ratio * learning_rate` one
+    step past the last.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    shapes = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}
+    floor = config.min_ratio
+    return config.learning_rate * (floor + (1 - floor) * shapes[config.schedule])
+
+
+def make_optimiser(parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> AdamW:
+    """AdamW over `parameters`; only matrices and higher decay."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
+    return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def set_learning_rate(optimiser: AdamW, rate: float) -> None:
+    """Let the next update use `rate`."""
+    for group in optimiser.param_groups:
+        group["lr"] = rate
