@@ -88,7 +88,7 @@ def _bert_like() -> Family:
 FAMILIES: dict[str, Family] = {
     "llama": _llama_like(),
     "mistral": _llama_like(),
-    "gemma": _llama_like(activation="hidden_activation"),
+    "gemma": _llama_like(),
     "gemma2": _llama_like(activation="hidden_activation"),
     "gemma3_text": _llama_like(activation="hidden_activation"),
     "gemma3": _llama_like(
