@@ -100,9 +100,7 @@ def test_a_saved_dataset_and_its_splits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_local_parquet_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     write_parquet(tmp_path / "set" / "train-00000.parquet", "text", ["a", "b"])
     assert texts(dataset=str(tmp_path / "set"), streaming=streaming) == ["a", "b"]

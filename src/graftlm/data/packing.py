@@ -23,8 +23,8 @@ Boundaries = Literal["separate", "joined"]
 Progress = Callable[[int], None]
 
 PADDING = np.iinfo(np.int32).min
-PIECE_CHARACTERS = 1 << 20
-GROUP_CHARACTERS = 1 << 21
+PIECE_CHARACTERS = 1 << 18
+GROUP_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
