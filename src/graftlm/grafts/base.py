@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Tap, Wiring
+from graftlm.backbone import Backbone, Call, Sites, Tap, Wiring
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, GraftError
 
@@ -147,7 +147,7 @@ class GraftedModel(nn.Module):
                 self._attached.append(graft)
             self.model: PreTrainedModel = model
             taps = {name: graft.taps() for name, graft in self.grafts.items()}
-            self._wiring = Wiring(model, backbone.sites, taps, self._prepare)
+            self._wiring = Wiring(model, Sites(model), taps, self._prepare)
         except BaseException:
             self._give_back()
             raise
