@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.errors import TapConflictError
+from graftlm.errors import BackboneError, TapConflictError
 from graftlm.grafts.base import Graft, GraftConfig, check_tensors
 
 _ADAPTER = "graft"
@@ -122,6 +122,7 @@ class FineTuning(Graft):
         self._pending: dict[str, Tensor] | None = None
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        _refuse_packed_weights(model)
         self._copy = [copy.deepcopy(model)]
         self._copy[0].requires_grad_(True)
         if self._pending is not None:
@@ -148,3 +149,12 @@ class FineTuning(Graft):
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(tensors[name])
+
+
+def _refuse_packed_weights(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            raise BackboneError(
+                f"The weight {name} is quantised ({type(parameter).__name__}), and fine-tuning trains plain numbers: load the "
+                "backbone without quantisation, or train another kind of graft."
+            )
