@@ -1,0 +1,114 @@
+"""Many independent training runs, several at a time, each finished one kept: what tables are made of."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+
+import torch
+from pydantic import Field
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from graftlm.config import Config
+from graftlm.data import DataConfig, Mixture, build_mixture
+from graftlm.evaluation import Interval, Metric, Row, combine_seeds, value_of
+from graftlm.training import TrainingConfig
+from graftlm.training.experiment import Bench, Measurement, load_tests
+from graftlm.training.recipe import AnyGraft, BackboneConfig, EvaluationConfig
+
+
+class Cell(Config):
+    """One training run of an experiment.
+
+    Args:
+        id: its folder's name, unique in the experiment.
+        graft: None measures the bare backbone.
+    """
+
+    id: str
+    label: str = ""
+    backbone: BackboneConfig
+    graft: AnyGraft | None = None
+    data: DataConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+
+def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dict[str, Measurement]:
+    """Run cells, `jobs` processes at a time with one core each; measurements by cell id.
+
+    A cell that was finished before in `out` with the same settings is read back.
+    """
+    wanted = {cell.id: cell for cell in cells}
+    done: dict[str, Measurement] = {}
+    context = multiprocessing.get_context("spawn")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        task = progress.add_task(title, total=len(wanted))
+        futures = {pool.submit(_run_cell, cell.model_dump_json(), str(out)): cell.id for cell in wanted.values()}
+        for future in as_completed(futures):
+            done[futures[future]] = Measurement.from_json(json.loads(future.result()))
+            progress.advance(task)
+    return {cell_id: done[cell_id] for cell_id in wanted}
+
+
+def _run_cell(text: str, out: str) -> str:
+    torch.set_num_threads(1)
+    cell = Cell.model_validate_json(text)
+    bench = _bench(cell.backbone, _without_training(cell.data.model_dump_json()), cell.evaluation)
+    if cell.graft is None:
+        return json.dumps(bench.backbone_measurement().to_json())
+    mixture = _mixture(cell.backbone, cell.data.model_dump_json(), cell.evaluation, cell.training.batch_size)
+    folder = Path(out) / cell.id
+    measured = bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
+    return json.dumps(measured.to_json())
+
+
+@lru_cache(maxsize=2)
+def _bench(backbone: BackboneConfig, data: str, evaluation: EvaluationConfig) -> Bench:
+    """One loaded backbone with its scores, kept for the next cells of this process."""
+    config = DataConfig.model_validate_json(data)
+    return Bench(backbone.load(), load_tests(config), evaluation, config.length)
+
+
+@lru_cache(maxsize=4)
+def _mixture(backbone: BackboneConfig, data: str, evaluation: EvaluationConfig, batch_size: int) -> Mixture:
+    """Packed rows, kept likewise."""
+    tokenizer = _bench(backbone, _without_training(data), evaluation).tokenizer
+    return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)
+
+
+def _without_training(data: str) -> str:
+    """A data config's part that the bench depends on: seeds and shares of training text change nothing there."""
+    config = DataConfig.model_validate_json(data)
+    return config.model_copy(update={"seed": 0, "old_share": 0.0}).model_dump_json()
+
+
+def over_seeds(measured: Sequence[Measurement], row_id: str, label: str) -> Row:
+    """One row of several seeds: mean and interval of every metric. A single seed keeps its bootstrap interval."""
+    if len(measured) == 1:
+        return Row(id=row_id, label=label, metrics=measured[0].row.metrics)
+    names = [name for name in measured[0].row.metrics if all(name in one.row.metrics for one in measured)]
+    return Row(id=row_id, label=label, metrics={name: _combined(name, measured) for name in names})
+
+
+def _combined(name: str, measured: Sequence[Measurement]) -> Metric:
+    values: list[Metric] = [one.row.metrics[name] for one in measured]
+    if any(isinstance(value, Interval) for value in values):
+        return combine_seeds([value_of(value) for value in values])
+    return mean(value_of(value) for value in values)
+
+
+def metric(measured: Measurement, name: str) -> float:
+    """The plain number of a measurement's metric."""
+    return value_of(measured.row.metrics[name])
+
+
+def by_row(cells: Mapping[str, Measurement], prefix: str) -> list[Measurement]:
+    """The measurements whose cell id starts with `prefix`."""
+    return [one for cell_id, one in cells.items() if cell_id.startswith(prefix)]
