@@ -1,0 +1,82 @@
+"""What the documentation shows can be typed: recipes are recipes, Python is Python, commands exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from graftlm.config import read_yaml
+from graftlm.errors import RecipeError
+from graftlm.grafts import graft_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "src").rglob("README.md")])
+RECIPE = ROOT / "docs" / "tutorials" / "danish.yaml"
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Code blocks of that language in all pages, each with its page."""
+    fence = re.compile(rf"^(?P<indent> *)```{language}\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+    return [
+        (str(page.relative_to(ROOT)), re.sub(rf"^{found['indent']}", "", found["code"], flags=re.MULTILINE))
+        for page in PAGES
+        for found in fence.finditer(page.read_text(encoding="utf-8"))
+    ]
+
+
+def test_the_tutorial_s_recipe_is_one() -> None:
+    from graftlm.training.recipe import load_recipe
+
+    recipe = load_recipe(RECIPE, ["training.steps=100"])
+    assert recipe.graft is not None
+    assert recipe.data.old_share == 0.1
+
+
+def test_the_tutorial_s_comparison_fits_its_recipe(tmp_path: Path) -> None:
+    from graftlm.training.recipe import Recipe
+
+    methods = next(code for page, code in blocks("yaml") if "add-a-language" in page and code.startswith("methods:"))
+    (tmp_path / "methods.yaml").write_text(methods)
+    recipe = Recipe.parse(read_yaml(RECIPE) | read_yaml(tmp_path / "methods.yaml"))
+    assert {name: recipe.method(name)[1].learning_rate for name in recipe.methods} == {
+        "neutral-residues": 2e-4,
+        "lora": 5e-5,
+    }
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("yaml"))
+def test_yaml_is_valid(tmp_path: Path, page: str, code: str) -> None:
+    (tmp_path / "block.yaml").write_text(re.sub(r"^--8<--.*", "", code) + "\nlast: key")
+    values = read_yaml(tmp_path / "block.yaml")
+    if "graft" in values:
+        graft_config(values["graft"], where=page)
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_compiles_and_its_imports_exist(page: str, code: str) -> None:
+    tree = ast.parse(code, filename=page)
+    own = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("graftlm")]
+    exec(compile(ast.Module(own, []), page, "exec"), {})
+
+
+def test_every_command_exists() -> None:
+    typer = pytest.importorskip("typer")
+    cli = pytest.importorskip("graftlm.cli", reason="the command line is not there")
+    known = set(typer.main.get_command(cli.app).commands)
+    lines = [(page, line) for page, code in blocks("(?:bash|console)") for line in code.splitlines()]
+    lines += [
+        (str(page), span) for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    ]
+    used = {(page, found[1]) for page, line in lines if (found := re.match(r"(?:uv run )?graft ([a-z]\S*)", line))}
+    assert {verb for _, verb in used}, "no command was found in the documentation"
+    assert {(page, verb) for page, verb in used if verb not in known} == set()
+
+
+def test_a_typing_mistake_in_the_recipe_gets_the_hint_that_the_tutorial_promises() -> None:
+    from graftlm.training.recipe import load_recipe
+
+    with pytest.raises(RecipeError, match=r"did you mean capacity\?"):
+        load_recipe(RECIPE, ["graft.capcity=0.2"])
