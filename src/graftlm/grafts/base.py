@@ -135,6 +135,7 @@ class GraftedModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
+        self._modes = {module: module.training for module in backbone.model.modules()}
         backbone.model.requires_grad_(False)
         backbone.model.eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
@@ -242,6 +243,7 @@ class GraftedModel(nn.Module):
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._wiring.checkpoint_contexts}
         )
+        self.model.disable_input_require_grads()  # transformers' hook on the embedding, for reentrant checkpoints alone
         self._checkpoints_layers = True
         self.train(self.training)
 
@@ -271,6 +273,8 @@ class GraftedModel(nn.Module):
             self.model.gradient_checkpointing_disable()
         for name, parameter in self.backbone.model.named_parameters():
             parameter.requires_grad_(self._flags.get(name, parameter.requires_grad))
+        for module, mode in self._modes.items():
+            module.training = mode
 
     def __enter__(self) -> Self:
         return self
