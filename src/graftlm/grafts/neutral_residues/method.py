@@ -13,10 +13,10 @@ is closed r(x) is exactly zero, and so is its gradient: only open tokens are eve
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
@@ -50,6 +50,12 @@ class NeutralResiduesConfig(GraftConfig):
     local_loss: LocalLoss | None = None
     alpha: float = Field(0.01, ge=0)
     init: Literal["low-variance", "he"] = "low-variance"
+
+    @model_validator(mode="after")
+    def _gate_can_learn(self) -> Self:
+        if self.gate == "none" and self.local_loss == "cross-entropy":
+            raise ValueError("the local loss cross-entropy teaches a gate, and gate is none: use relu, sigmoid, or another local_loss")
+        return self
 
     def loss_kind(self) -> LocalLoss:
         """The local loss in force."""
