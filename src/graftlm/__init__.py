@@ -1,1 +1,60 @@
-__version__ = "0.1.0"
+"""Teach a frozen language model something new, and show what it kept.
+
+The names here are those that most programs need; each is imported when it is first asked for, so `import graftlm` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from graftlm.version import __version__
+
+if TYPE_CHECKING:
+    from graftlm.artifact import load_graft, save_graft
+    from graftlm.backbone import load_backbone
+    from graftlm.errors import GraftError
+    from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
+    from graftlm.training.experiment import compare_recipe, run_recipe
+    from graftlm.training.recipe import load_recipe
+
+_HOMES = {
+    "Graft": "graftlm.grafts",
+    "GraftError": "graftlm.errors",
+    "GraftedModel": "graftlm.grafts",
+    "build_graft": "graftlm.grafts",
+    "compare_recipe": "graftlm.training.experiment",
+    "graft_config": "graftlm.grafts",
+    "load_backbone": "graftlm.backbone",
+    "load_graft": "graftlm.artifact",
+    "load_recipe": "graftlm.training.recipe",
+    "run_recipe": "graftlm.training.experiment",
+    "save_graft": "graftlm.artifact",
+}
+
+__all__ = [
+    "Graft",
+    "GraftError",
+    "GraftedModel",
+    "__version__",
+    "build_graft",
+    "compare_recipe",
+    "graft_config",
+    "load_backbone",
+    "load_graft",
+    "load_recipe",
+    "run_recipe",
+    "save_graft",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graftlm import __version__
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
+from graftlm.version import __version__
 
 FORMAT = 1
 JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.md"
