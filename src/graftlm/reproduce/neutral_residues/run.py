@@ -111,13 +111,14 @@ class Plan:
     def _data(self, p: float, seed: int) -> DataConfig:
         english, french, shakespeare, bible = (str(self.options.data / name) for name in FILES)
         unseen = {"path": english, "documents": "24:25"}
+        some = {"limit_characters": 60_000}
         sets = {
-            "old": unseen | {"skip_characters": 150_000},
-            "new": {"path": french, "documents": "29:31"},
-            "shakespeare": {"path": shakespeare},
-            "bible": {"path": bible},
-            "validation_old": unseen | {"limit_characters": 150_000},
-            "validation_new": {"path": french, "documents": "27:29"},
+            "old": unseen | some | {"skip_characters": 150_000},
+            "new": {"path": french, "documents": "29:30"} | some,
+            "shakespeare": {"path": shakespeare} | some,
+            "bible": {"path": bible} | some,
+            "validation_old": unseen | some,
+            "validation_new": {"path": french, "documents": "27:28"} | some,
         }
         return DataConfig(
             new=[SourceConfig(path=french, documents="0:27", limit_characters=3_000_000)],
@@ -308,9 +309,10 @@ def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice], bare: Meas
 def _data_in_words() -> dict[str, str]:
     return {
         "backbone": "english-novels-4m, pretrained on novels 1 to 23",
-        "new": "French novels 1 to 27, the first 3,000,000 characters; test: novels 30 and 31; validation: 28 and 29",
-        "old": "English novel 24 for training; novel 25 for validation (first 150,000 characters) and test (the rest)",
+        "new": "French novels 1 to 27, the first 3,000,000 characters; novel 28 for validation, 30 for test",
+        "old": "English novel 24 for training; novel 25 for validation (its start) and test (from character 150,000)",
         "out of distribution": "Shakespeare, and the Bible in English",
+        "scored": "the first 60,000 characters of each, at most 10,000 tokens",
     }
 
 

@@ -1,0 +1,197 @@
+"""The main job from nothing: pretrain a tiny Llama on English, freeze it, teach it Python with each method, report.
+
+All of it is left in the folder: corpus, backbone, grafts, report, and the recipe, to imitate with one's own text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.config import Config
+from graftlm.data import DataConfig, SourceConfig, build_mixture
+
+from graftlm.evaluation import Results
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.reproduce.demo.corpus import deal, read_installation, write_documents
+from graftlm.training import TrainingConfig, train
+from graftlm.training.experiment import compare_recipe
+from graftlm.training.recipe import Recipe
+
+_EOS = "<|eos|>"
+
+
+class Size(Config):
+    """How large the demo is.
+
+    Args:
+        characters: of code to read.
+        pretraining_steps, steps: of the backbone, and of each method.
+    """
+
+    characters: int = 3_000_000
+    vocabulary: int = 4096
+    width: int = 128
+    layers: int = 4
+    length: int = 256
+    batch_size: int = Field(8, ge=1)
+    pretraining_steps: int = 500
+    steps: int = 150
+    scored_tokens: int = 12_000
+
+
+QUICK = Size(characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000)
+
+# Learning rates as `graft reproduce neutral-residues` chose them on validation text.
+METHODS: dict[str, dict[str, Any]] = {
+    "finetune": {"graft": {"kind": "finetune"}, "training": {"learning_rate": 1e-3}},
+    "lora": {"graft": {"kind": "lora"}, "training": {"learning_rate": 3e-3}},
+    "adapter": {"graft": {"kind": "adapter"}, "training": {"learning_rate": 3e-3}},
+    "neutral-residues": {
+        "graft": {"kind": "neutral-residues", "alpha": 10.0},
+        "training": {"learning_rate": 3e-3},
+    },
+}
+
+
+def run_demo(
+    out: str | Path = "runs/demo",
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    say: Callable[[str], None] = print,
+) -> Results:
+    """Run the demo in a folder; a backbone that an earlier run left there is used again."""
+    out, size = Path(out), QUICK if quick else Size()
+    corpus = make_corpus(out / "corpus", size, say)
+    make_backbone(out / "backbone", corpus, size, seed, progress=progress, say=say)
+    recipe = demo_recipe(out, size, seed)
+    recipe.to_yaml(out / "recipe.yaml")
+    return compare_recipe(recipe, progress=progress, say=say)
+
+
+def make_corpus(folder: Path, size: Size, say: Callable[[str], None]) -> Path:
+    """Write the demo's texts as jsonl files, unless they are there."""
+    done = folder / "corpus.json"
+    if not done.exists() or json.loads(done.read_text()) != size.characters:
+        say("Reading the English and the code of this Python installation.")
+        english, code = read_installation(size.characters)
+        for name, documents in deal(english, {"english": 8, "english-more": 1, "english-test": 1}).items():
+            write_documents(folder / f"{name}.jsonl", documents)
+        for name, documents in deal(code, {"python": 9, "python-test": 1}).items():
+            write_documents(folder / f"{name}.jsonl", documents)
+        done.write_text(json.dumps(size.characters))
+    return folder
+
+
+def make_backbone(
+    folder: Path, corpus: Path, size: Size, seed: int, *, progress: bool, say: Callable[[str], None]
+) -> None:
+    """Pretrain the tiny Llama on the corpus' English and save it, unless a whole one is there."""
+    wanted = {"size": size.model_dump(mode="json"), "seed": seed}
+    done = folder / "demo.json"
+    if done.exists() and json.loads(done.read_text()) == wanted:
+        say(f"Using the backbone that an earlier run left in {folder}.")
+        return
+    tokenizer = train_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
+    backbone = Backbone.wrap(_random_llama(size, tokenizer, seed), tokenizer, name="tiny Llama")
+    data = DataConfig(
+        new=[SourceConfig(path=str(corpus / "english.jsonl"))], old_share=0, length=size.length, seed=seed
+    )
+    training = _training(size, size.pretraining_steps, 3e-3, seed)
+    say(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
+    with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as model:
+        mixture = build_mixture(data, tokenizer, training.batch_size)
+        train(model, mixture, training, folder / "training", progress=progress)
+        model.model.requires_grad_(False)
+        model.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    load_backbone(folder)
+    done.write_text(json.dumps(wanted))
+
+
+def demo_recipe(out: Path, size: Size, seed: int) -> Recipe:
+    """The comparison that the demo runs, in the form that a user writes."""
+
+    def source(name: str) -> dict[str, str]:
+        return {"path": str(out / "corpus" / f"{name}.jsonl")}
+
+    steps = _training(size, size.steps, 1e-3, seed)
+    return Recipe.parse(
+        {
+            "backbone": {"name": str(out / "backbone")},
+            "methods": METHODS,
+            "data": {
+                "new": [source("python")],
+                "old": [source("english-more")],
+                "old_share": 0.1,
+                "length": size.length,
+                "test": {"old": [source("english-test")], "new": [source("python-test")]},
+                "seed": seed,
+            },
+            "training": steps.model_dump(mode="json", exclude_defaults=True),
+            "evaluation": {"limit_tokens": size.scored_tokens},
+            "out": str(out),
+        }
+    )
+
+
+def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer from the texts of jsonl files."""
+
+    def texts() -> Iterable[str]:
+        for file in files:
+            with file.open(encoding="utf-8") as lines:
+                yield from (json.loads(line)["text"] for line in lines)
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[_EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+
+
+def _random_llama(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4 * size.length,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
+    return TrainingConfig(
+        steps=steps,
+        batch_size=size.batch_size,
+        learning_rate=rate,
+        warmup_steps=max(1, steps // 20),
+        precision="bf16",
+        seed=seed,
+        checkpoint_every=max(1, steps // 2),
+    )
+
+
+__all__ = ["Size", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_tokenizer"]

@@ -1,0 +1,128 @@
+"""The recipe: one YAML file that reproduces one training run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.config import Config
+from graftlm.data import DataConfig
+from graftlm.grafts import GraftConfig, graft_class, graft_config, kinds
+from graftlm.training.config import TrainingConfig
+
+
+class BackboneConfig(Config):
+    """Which frozen model to teach."""
+
+    name: str = Field(min_length=1, description="A name on the Hugging Face hub, or a folder.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
+
+    def load(self) -> Backbone:
+        """The backbone."""
+        return load_backbone(
+            self.name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code
+        )
+
+
+class EvaluationConfig(Config):
+    """What is measured after training, on the recipe's test texts."""
+
+    length: int | None = Field(None, ge=2, description="Tokens per window; the data's row length when absent.")
+    batch_size: int = Field(16, ge=1)
+    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
+    decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
+    forgetting_budget: float | None = Field(
+        None, description="Nats per token of the old domain that the run may lose; more makes it fail."
+    )
+
+
+def _as_graft(value: Any) -> GraftConfig:
+    return value if isinstance(value, GraftConfig) else graft_config(value)
+
+
+AnyGraft = Annotated[SerializeAsAny[GraftConfig], BeforeValidator(_as_graft)]
+
+
+class MethodConfig(Config):
+    """One row of a comparison: a graft, and what its training changes of the recipe's."""
+
+    label: str = ""
+    graft: AnyGraft
+    training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
+
+
+class Recipe(Config):
+    """One training run, or a comparison of several on the same data."""
+
+    backbone: BackboneConfig
+    graft: AnyGraft | None = Field(None, description="What to train; `kind` names the method.")
+    methods: dict[str, MethodConfig] = Field({}, description="For graft compare: what to train, by row id.")
+    data: DataConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    out: str = Field("runs/graft", description="Folder for the graft, its report and the checkpoints.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.graft is None and not self.methods:
+            raise ValueError("a recipe has a graft section, or methods to compare; both are missing")
+        if "backbone" in self.methods:
+            raise ValueError("the method id backbone is taken by the backbone's own row; choose another")
+        for name, method in self.methods.items():
+            method_training(self.training, method.training, f"methods.{name}.training")
+        return self
+
+    def method(self, name: str) -> tuple[GraftConfig, TrainingConfig]:
+        """Graft and training config of one method of a comparison."""
+        chosen = self.methods[name]
+        return chosen.graft, method_training(self.training, chosen.training, f"methods.{name}.training")
+
+    def comparison(self) -> Self:
+        """The recipe with the methods to compare: its own, or its graft beside every registered kind."""
+        if self.methods:
+            return self
+        assert self.graft is not None
+        rows = {self.graft.kind: MethodConfig(graft=self.graft)}
+        for kind in kinds():
+            rows.setdefault(kind, MethodConfig(graft=graft_class(kind).Config()))  # type: ignore[call-arg]
+        return self.model_copy(update={"methods": rows})
+
+
+def method_training(base: TrainingConfig, changes: dict[str, Any], where: str) -> TrainingConfig:
+    """The training section with some keys changed.
+
+    Raises:
+        RecipeError: a key is unknown or its value does not fit.
+    """
+    return TrainingConfig.parse(base.model_dump() | changes, where=where)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `overrides` are of the form `training.steps=200`. Local paths in it are relative to the working folder.
+
+    Raises:
+        RecipeError: one sentence on the first thing that does not fit.
+    """
+    return Recipe.from_yaml(path, overrides)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, for editors: every kind of graft with its own keys."""
+    schema = Recipe.model_json_schema()
+    variants = []
+    for kind in kinds():
+        variant = copy.deepcopy(graft_class(kind).Config.model_json_schema())
+        schema.setdefault("$defs", {}).update(variant.pop("$defs", {}))
+        variant["required"] = sorted({*variant.get("required", []), "kind"})
+        variants.append(variant)
+    schema["$defs"]["GraftConfig"] = {"title": "Graft", "oneOf": variants}
+    return schema
