@@ -32,6 +32,13 @@ settings.register_profile("explore", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same-every-time"))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs in one process per core, at most four; a few chosen tests run in this one, at once."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores) if whole else 0
+
+
 @pytest.fixture(scope="session")
 def tiny_backbone(tmp_path_factory: pytest.TempPathFactory) -> BackboneFolder:
     """`tiny_backbone(family)` gives a folder with a tiny model of that family and its tokenizer, to be read only."""

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, dataclass_transform, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 from graftlm.errors import RecipeError, did_you_mean
 
 
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True
+)  # without field specifiers: Field(None, …) has a default
 class _OneSentence(type(BaseModel)):
     """Lets `SomeConfig(key=value)` raise the same one sentence as a recipe does."""
 
