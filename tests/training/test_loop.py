@@ -1,0 +1,232 @@
+"""The step itself: accumulation, clipping, schedule, and what happens when numbers go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+
+import graftlm.training.loop as loop_module
+from graftlm.errors import MissingExtraError, RecipeError, TrainingError
+from graftlm.grafts import GraftedModel
+from graftlm.training import train
+from graftlm.training.checkpoint import newest_checkpoint
+from graftlm.training.history import read_history
+from graftlm.training.schedule import learning_rate, make_optimiser
+from training.toy import toy_config, toy_mixture, toy_model, weights
+
+
+@pytest.mark.parametrize("graft", ["neutral-residues", "adapter", "lora"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_micro_batches_equal_one_big_batch(tmp_path: Path, graft: str, micro: int) -> None:
+    results = []
+    for size in (None, micro):
+        model, out = toy_model(graft), tmp_path / str(size)
+        summary = train(model, toy_mixture(), toy_config(micro_batch_size=size), out, progress=False)
+        results.append((read_history(summary.history), weights(model)))
+    (ours, big), (theirs, small) = results
+    for one, two in zip(ours, theirs, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["auxiliary_loss"] == pytest.approx(one["auxiliary_loss"], rel=1e-4, abs=1e-6)
+    for name, tensor in big.items():
+        torch.testing.assert_close(small[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+def test_the_history_shows_the_losses_of_the_whole_batch(tmp_path: Path) -> None:
+    model = toy_model()
+    batch = toy_mixture().batch(0)
+    with torch.no_grad():
+        expected = model.train()(**batch.inputs(), totals=batch.totals())
+    summary = train(model, toy_mixture(), toy_config(micro_batch_size=2), tmp_path, progress=False)
+    first, *_, last = read_history(summary.history)
+    assert first["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert first["loss"] == pytest.approx(first["lm_loss"] + first["auxiliary_loss"], rel=1e-6)
+    assert (first["step"], last["step"], last["tokens"]) == (1, 6, 6 * 8 * 12)
+    assert (summary.steps, summary.tokens, summary.loss) == (6, 6 * 8 * 12, last["loss"])
+    assert summary.tokens_per_s > 0
+
+
+def test_one_step_is_adamw_on_the_clipped_gradient(tmp_path: Path) -> None:
+    config = toy_config(steps=1, clip=0.01, warmup_steps=0, weight_decay=0.1)
+    model, twin = toy_model("adapter"), toy_model("adapter")
+    batch = toy_mixture().batch(0)
+    twin.train()(**batch.inputs(), totals=batch.totals()).loss.backward()
+    trainable = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in trainable.values()]))
+    for parameter in trainable.values():
+        parameter.grad.mul_(config.clip / norm)
+    make_optimiser(trainable, config).step()
+    summary = train(model, toy_mixture(), config, tmp_path, progress=False)
+    assert read_history(summary.history)[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for name, tensor in weights(model).items():
+        torch.testing.assert_close(tensor, trainable[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.05, None])
+def test_the_update_sees_at_most_the_clipped_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    norms, step = [], torch.optim.AdamW.step
+
+    def watch(self: torch.optim.AdamW, *args: object) -> None:
+        norms.append(get_total_norm([p.grad for group in self.param_groups for p in group["params"]]).item())
+        step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watch)
+    summary = train(toy_model("adapter"), toy_mixture(), toy_config(clip=clip), tmp_path, progress=False)
+    found = [line["gradient_norm"] for line in read_history(summary.history)]
+    assert norms == pytest.approx([min(norm, clip or math.inf) for norm in found], rel=1e-3)
+    assert max(found) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("schedule", "halfway", "last"),
+    [("cosine", 0.55, 0.1 + 0.9 * (1 + math.cos(math.pi * 0.9)) / 2), ("linear", 0.55, 0.19), ("constant", 1, 1)],
+)
+def test_schedules(schedule: str, halfway: float, last: float) -> None:
+    config = toy_config(steps=14, warmup_steps=4, schedule=schedule, learning_rate=2.0, min_ratio=0.1)
+    rates = [learning_rate(config, step) / 2 for step in range(14)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert rates[9] == pytest.approx(halfway)
+    assert rates[13] == pytest.approx(last)
+    assert learning_rate(config, 14) / 2 == pytest.approx(1 if schedule == "constant" else 0.1)
+
+
+def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+    config = toy_config(steps=3, warmup_steps=10)
+    assert [learning_rate(config, step) / config.learning_rate for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_vectors_do_not_decay() -> None:
+    module = torch.nn.Linear(2, 3)
+    groups = make_optimiser(dict(module.named_parameters()), toy_config(weight_decay=0.5)).param_groups
+    assert [(group["weight_decay"], [p.ndim for p in group["params"]]) for group in groups] == [(0.5, [2]), (0.0, [1])]
+    assert {group["betas"] for group in groups} == {(0.9, 0.95)}
+
+
+def poison(model: GraftedModel, monkeypatch: pytest.MonkeyPatch, at: int, where: str) -> None:
+    """Make the loss or the gradient of step `at` (from 0) not a number."""
+    forward, calls = model.forward, iter(range(100))
+
+    def poisoned(**inputs: object) -> object:
+        output = forward(**inputs)
+        if next(calls) == at:
+            if where == "loss":
+                output.loss = output.loss * math.nan
+            else:
+                output.loss.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    monkeypatch.setattr(model, "forward", poisoned)
+
+
+@pytest.mark.parametrize(("where", "sentence"), [("loss", "loss is nan"), ("gradient", "gradient's norm is (nan|inf)")])
+def test_a_step_that_goes_wrong_leaves_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sentence: str
+) -> None:
+    good = toy_model("adapter")
+    config = toy_config(schedule="constant", checkpoint_every=100)
+    train(good, toy_mixture(), config.model_copy(update={"steps": 3}), tmp_path / "good", progress=False)
+
+    model = toy_model("adapter")
+    poison(model, monkeypatch, 3, where)
+    with pytest.raises(TrainingError, match=rf"^In step 4 the {sentence}, so .* start over with a learning_rate below"):
+        train(model, toy_mixture(), config, tmp_path / "bad", progress=False)
+    assert all(torch.equal(tensor, weights(good)[name]) for name, tensor in weights(model).items())
+    kept, expected = (newest_checkpoint(tmp_path / name / "checkpoints") for name in ("bad", "good"))
+    assert kept is not None
+    assert expected is not None
+    assert kept.step == 3
+    for file in ("tensors.safetensors", "optimiser.safetensors"):
+        assert (kept.path / file).read_bytes() == (expected.path / file).read_bytes()
+    lines = (tmp_path / "bad/history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_first_step_that_goes_wrong_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toy_model()
+    before = weights(model)
+    poison(model, monkeypatch, 0, "loss")
+    with pytest.raises(TrainingError, match="In step 1 the loss is nan"):
+        train(model, toy_mixture(), toy_config(), tmp_path, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+
+
+def test_gates_that_are_all_closed_do_not_stop_the_run(tmp_path: Path) -> None:
+    model = toy_model()
+    with torch.no_grad():
+        for block in model.grafts["graft"].blocks:
+            block.gate.weight.zero_()
+    before = weights(model)
+    train(model, toy_mixture(), toy_config(steps=2), tmp_path, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        config = toy_config(gradient_checkpointing=checkpointing)
+        summary = train(toy_model(), toy_mixture(), config, tmp_path / str(checkpointing), progress=False)
+        losses.append([line["loss"] for line in read_history(summary.history)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_steps_between_log_lines(tmp_path: Path) -> None:
+    summary = train(toy_model(), toy_mixture(), toy_config(steps=7, log_every=3), tmp_path, progress=False)
+    assert [line["step"] for line in read_history(summary.history)] == [3, 6, 7]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(toy_model(), toy_mixture(), toy_config(steps=2, tracker="tensorboard"), tmp_path, progress=False)
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package wandb.*graftlm\[trackers\]"):
+        train(toy_model(), toy_mixture(), toy_config(tracker="wandb"), tmp_path, progress=False)
+
+
+def test_a_model_with_nothing_to_train(tmp_path: Path) -> None:
+    model = toy_model().requires_grad_(False)
+    with pytest.raises(TrainingError, match="no trainable parameters: attach a graft"):
+        train(model, toy_mixture(), toy_config(), tmp_path, progress=False)
+
+
+def test_a_mixture_of_another_batch_size(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"mixture gives 4 rows per step, but batch_size is 8"):
+        train(toy_model(), toy_mixture(4), toy_config(), tmp_path, progress=False)
+
+
+def test_grafts_in_half_precision_are_refused(tmp_path: Path) -> None:
+    model = toy_model()
+    model.grafts.to(torch.bfloat16)
+    with pytest.raises(TrainingError, match=r"grafts\.graft\..* is bfloat16, but training needs float32"):
+        train(model, toy_mixture(), toy_config(), tmp_path, progress=False)
+
+
+def test_a_typo_in_the_config() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key learning_rte \(did you mean learning_rate\?\)"):
+        toy_config(learning_rte=1)
+
+
+def test_the_progress_bar_shows_loss_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(toy_model(), toy_mixture(), toy_config(), tmp_path, progress=True)
+    shown = capsys.readouterr().out
+    assert "6/6" in shown
+    assert "loss" in shown
+    assert "tokens/s" in shown
+
+
+def test_random_numbers_depend_on_seed_step_and_process() -> None:
+    drawn = []
+    for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        loop_module._seed(*key)
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[4]
+    assert len(set(drawn)) == 4

@@ -1,0 +1,146 @@
+"""Two processes give what one gives: losses, weights and a whole graft, copied (DDP) or sharded (FSDP2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graftlm.errors import TrainingError
+from graftlm.training import train
+from graftlm.training.history import read_history
+from graftlm.training.processes import placed
+from training.toy import run_jobs, toy_config, toy_mixture, toy_model
+
+TOLERANCE = 1e-5  # relative to the largest weight, and to the loss: only the order of sums differs
+SHARDED = {"sharded": True}
+JOBS = [
+    {"name": "ddp"},
+    {"name": "ddp-micro", "training": {"micro_batch_size": 1}},
+    {"name": "ddp-lora", "graft": "lora"},
+    {"name": "ddp-finetune", "graft": "finetune"},
+    {"name": "fsdp", "training": SHARDED},
+    {"name": "fsdp-micro", "training": SHARDED | {"micro_batch_size": 3}},
+    {"name": "fsdp-lora", "graft": "lora", "training": SHARDED},
+    {"name": "fsdp-finetune", "graft": "finetune", "training": SHARDED},
+]
+NAMES = [str(job["name"]) for job in JOBS]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    run_jobs(folder, JOBS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    launch(folder, JOBS)
+    return folder
+
+
+def launch(folder: Path, jobs: list[dict]) -> None:
+    """Run the jobs with `accelerate launch` in two processes on the CPU."""
+    options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), str(HERE / "toy.py")]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(folder), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_equal_one(alone: Path, together: Path, name: str) -> None:
+    ours, theirs = (read_history(folder / name / "history.jsonl") for folder in (alone, together))
+    assert len(ours) == toy_config().steps
+    for one, two in zip(ours, theirs, strict=True):
+        assert one["tokens"] == two["tokens"]
+        for key in ("loss", "lm_loss", "auxiliary_loss", "gradient_norm"):
+            assert two[key] == pytest.approx(one[key], rel=TOLERANCE, abs=1e-6), (one["step"], key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
+    ours, theirs = (load_file(folder / name / "final.safetensors") for folder in (alone, together))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        assert theirs[key].shape == tensor.shape
+        assert (theirs[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
+    for file in ("tensors.safetensors", "optimiser.safetensors"):
+        last = f"checkpoints/step-{toy_config().steps:06d}/{file}"
+        ours, theirs = (load_file(folder / name / last) for folder in (alone, together))
+        assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+        for key, tensor in ours.items():
+            assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_sharded_ones_began(alone: Path, together: Path) -> None:
+    jobs = [{"name": "fsdp", "training": {"steps": toy_config().steps + 2}}]
+    for folder in (alone, together):
+        run_jobs(folder, jobs)
+    ours, theirs = (load_file(folder / "fsdp" / "final.safetensors") for folder in (alone, together))
+    for key, tensor in ours.items():
+        assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+
+
+def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 3))
+    with (
+        pytest.raises(
+            TrainingError, match=r"batch_size of 8 can't be shared evenly by 3 processes: use a multiple of 3"
+        ),
+        placed(toy_model(), toy_config(), tmp_path),
+    ):
+        pass
+
+
+def test_training_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:
+    model = toy_model().eval()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    train(model, toy_mixture(), toy_config(steps=2, precision="bf16"), tmp_path, progress=False)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_two_runs_in_one_process_may_differ_in_precision(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("bf16", "fp32", "bf16"):
+        out = tmp_path / f"{precision}-{len(losses)}"
+        losses[out.name] = train(
+            toy_model("adapter"), toy_mixture(), toy_config(steps=2, precision=precision), out, progress=False
+        ).loss
+    assert losses["bf16-0"] == losses["bf16-2"] != losses["fp32-1"]
+    assert losses["bf16-0"] == pytest.approx(losses["fp32-1"], rel=2e-2)
+
+
+def test_a_frozen_bfloat16_backbone_trains_with_float32_grafts(tmp_path: Path) -> None:
+    from graftlm.backbone import Backbone
+    from tiny import tiny_model
+
+    backbone = Backbone.wrap(tiny_model("llama").to(torch.bfloat16))
+    model = toy_model("adapter", backbone)
+    assert {p.dtype for p in model.trainable_parameters().values()} == {torch.float32}
+    summary = train(model, toy_mixture(), toy_config(precision="bf16", steps=20), tmp_path, progress=False)
+    first = read_history(summary.history)[0]["loss"]
+    assert summary.loss < first
