@@ -180,3 +180,17 @@ def test_pieces_are_the_whole_document(text: str, size: int) -> None:
     assert [piece.first for piece in pieces] == [i == 0 for i in range(len(pieces))]
     assert [piece.last for piece in pieces] == [i == len(pieces) - 1 for i in range(len(pieces))]
     assert all(0 < len(piece.text) <= size for piece in pieces)
+
+
+def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> None:
+    from tokenizers import processors
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
+    )
+    tokenizer.bos_token = tokenizer.eos_token
+    blocks = pack([Document("one two", "a"), Document("three", "b")], tokenizer, 4)
+    ids = tokenizer(["one two", "three"], add_special_tokens=False)["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert blocks.input_ids.reshape(-1)[: blocks.n_tokens].tolist() == [bos, *ids[0], eos, bos, *ids[1], eos]

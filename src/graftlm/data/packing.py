@@ -1,6 +1,6 @@
 """Documents to rows of token ids.
 
-Every document is tokenised without special tokens and ends with the tokenizer's EOS, if it has one. The ids of all
+Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of all
 documents make one stream, cut into rows of `length`; the last row is filled up with padding.
 
 A stream is held as *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after
@@ -95,12 +95,26 @@ def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> np.ndarr
     )
     all_ids: list[list[int]] = encoded["input_ids"]
     eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
-    return np.concatenate([_marked(ids, piece, eos_id) for ids, piece in zip(all_ids, group, strict=True)])
+    bos_id = leading_bos(tokenizer)
+    return np.concatenate([_marked(ids, piece, bos_id, eos_id) for ids, piece in zip(all_ids, group, strict=True)])
 
 
-def _marked(ids: list[int], piece: Piece, eos_id: int | None) -> np.ndarray:
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS token that the tokenizer puts before every text by itself, or None.
+
+    Models that were trained so predict badly without it, so documents begin with it in training as in scoring.
+    """
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return None
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return bos if ids and ids[0] == bos else None
+
+
+def _marked(ids: list[int], piece: Piece, bos_id: int | None, eos_id: int | None) -> np.ndarray:
+    begin = [bos_id] if piece.first and bos_id is not None else []
     end = [eos_id] if piece.last and eos_id is not None else []
-    stream = np.array([*ids, *end], dtype=np.int32)
+    stream = np.array([*begin, *ids, *end], dtype=np.int32)
     if piece.first and len(stream):
         stream[0] = ~stream[0]
     return stream

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from graftlm.data.packing import leading_bos
+
 
 @dataclass(frozen=True)
 class Window:
@@ -50,15 +52,6 @@ def limited(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
             window = Window(window.ids[: window.first + keep], window.first, window.bytes[:keep], window.document)
         left -= window.tokens
         yield window
-
-
-def leading_bos(tokenizer: Any) -> int | None:
-    """The BOS token that the tokenizer puts before every text by itself, or None."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None:
-        return None
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return bos if ids and ids[0] == bos else None
 
 
 def encode_with_bytes(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
