@@ -25,12 +25,16 @@ ORDER = (
     "data",
     "evaluation",
     "training",
+    "generation",
+    "inspection",
+    "display",
     "pipelines",
     "reproduce",
     "serving",
+    "__init__",  # the public names: for programs, among them the command line
     "cli",
+    "__main__",
 )
-TOP = ("__init__", "__main__")  # the public names: they may import anything, and nothing imports them
 HOUSES = ("grafts", "models", "pipelines")  # folders whose folders are rooms
 SHARED = ("errors", "config", "backbone", "artifact", "data", "evaluation", "training", "cli", "grafts/base.py")
 METHODS = ("lora", "dora", "ia3")  # methods of other libraries that shared code has no business with either
@@ -103,7 +107,7 @@ def backward_imports(source: Path) -> list[str]:
 
 
 def _runs_upward(importer: str, imported: str) -> bool:
-    if importer in TOP or importer == imported:
+    if importer == imported:
         return True
     return imported in ORDER and importer in ORDER and ORDER.index(imported) < ORDER.index(importer)
 
@@ -200,13 +204,13 @@ def _mentions(file: Path, pattern: re.Pattern[str], kinds: set[str]) -> Iterator
     ],
 )
 def test_source_keeps_the_law(law, advice: str) -> None:
-    broken = law(SOURCE)
+    broken = list(dict.fromkeys(law(SOURCE)))
     assert not broken, f"{advice}:\n" + "\n".join(broken)
 
 
 def test_every_module_has_its_line_in_the_order() -> None:
     names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
-    assert names - {*ORDER, *TOP} == set()
+    assert names - {*ORDER} == set()
 
 
 HOUSE = {
@@ -221,7 +225,8 @@ HOUSE = {
     "data/__init__.py": "",
     "training/loop.py": "from graftlm import data",
     "cli.py": "def run():\n    from graftlm.training.loop import train",
-    "__init__.py": "from graftlm.cli import main",
+    "__init__.py": "from graftlm.training.loop import train",
+    "__main__.py": "from graftlm import cli, train",
 }
 
 
@@ -232,6 +237,7 @@ HOUSE = {
         (backward_imports, "data/__init__.py", "from ..training.loop import x", "data/__init__.py:1 imports training/"),
         (backward_imports, "backbone/taps.py", "from graftlm import __version__", "imports __init__.py"),
         (backward_imports, "data/__init__.py", "from graftlm import cli", "data/__init__.py:1 imports cli.py"),
+        (backward_imports, "__init__.py", "from graftlm.cli import main", "__init__.py:1 imports cli.py"),
         (room_imports, "grafts/other/method.py", "from ..soft_prompts import method", "imports grafts/soft_prompts/"),
         (room_imports, "grafts/__init__.py", "from .other.method import Other", "imports grafts/other/method.py"),
         (shared_room_imports, "training/loop.py", "from graftlm.grafts.other import method", "imports grafts/other/"),
