@@ -46,6 +46,7 @@ class LowRank(Graft):
         self.config = config
         self._names = _ffn_linear_names(backbone)
         self._rank = config.rank or rank_for(config.capacity, backbone)
+        self._expected = _factors(self._names, self._rank, backbone)
         self._conv = any(isinstance(module, Conv1D) for module in backbone.sites.ffn_linears(0))
         self._live: list[LoraModel] = []
         self._pending: dict[str, Tensor] | None = None
@@ -65,7 +66,6 @@ class LowRank(Graft):
         )
         self._live = [LoraModel(model, peft, _ADAPTER)]
         if self._pending is not None:
-            check_tensors(self.tensors(), self._pending)
             set_peft_model_state_dict(self._live[0], self._pending, adapter_name=_ADAPTER)
             self._pending = None
         return model
@@ -81,10 +81,10 @@ class LowRank(Graft):
         return get_peft_model_state_dict(self._live[0], adapter_name=_ADAPTER)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        check_tensors(self._expected, tensors)
         if not self._live:
             self._pending = dict(tensors)
             return
-        check_tensors(self.tensors(), tensors)
         set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
 
     def describe(self) -> dict[str, Any]:
@@ -104,6 +104,17 @@ def _ffn_linear_names(backbone: Backbone) -> list[str]:
     return [name for name, module in backbone.model.named_modules() if id(module) in wanted]
 
 
+def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tensor]:
+    """Names and shapes (without storage) of the factors that PEFT will make."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for name in names:
+        module = backbone.model.get_submodule(name)
+        rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+        outputs, inputs = (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+        shapes |= {f"model.{name}.lora_A.weight": (rank, inputs), f"model.{name}.lora_B.weight": (outputs, rank)}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
 class FineTuningConfig(GraftConfig):
     """Config of full fine-tuning: nothing to choose."""
 
@@ -118,6 +129,9 @@ class FineTuning(Graft):
     def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
+        self._expected = {
+            name: torch.empty(parameter.shape, device="meta") for name, parameter in backbone.model.named_parameters()
+        }
         self._copy: list[PreTrainedModel] = []
         self._pending: dict[str, Tensor] | None = None
 
@@ -141,13 +155,12 @@ class FineTuning(Graft):
         return {name: parameter.detach() for name, parameter in self._copy[0].named_parameters()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        check_tensors(self._expected, tensors)
         if not self._copy:
             self._pending = dict(tensors)
             return
-        own: dict[str, nn.Parameter] = dict(self._copy[0].named_parameters())
-        check_tensors(own, tensors)
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in self._copy[0].named_parameters():
                 parameter.copy_(tensors[name])
 
 
