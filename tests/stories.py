@@ -1,9 +1,9 @@
 """The published 260k-parameter story model as a transformers folder: converts the llama2.c format (version 0).
 
-The file: seven int32 (width, FFN width, layers, heads, key-value heads, vocabulary, longest sequence), then float32 tensors one
-after the other. Its rotary embedding turns adjacent pairs of a head's channels, transformers' turns the two halves, so the
-channels of queries and keys are reordered. The vocabulary holds SentencePiece pieces with scores; a merge is any pair of
-pieces whose concatenation is a piece, the best score first.
+The file: seven int32 (width, FFN width, layers, heads, key-value heads, vocabulary, longest sequence), then float32
+tensors one after the other. Its rotary embedding turns adjacent pairs of a head's channels, transformers' turns the two
+halves, so the channels of queries and keys are reordered. The vocabulary holds SentencePiece pieces with scores; a
+merge is any pair of pieces whose concatenation is a piece, the best score first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One growable cache for backbone, augmenting models and grafts.
 
-transformers' `generate` makes a `DynamicCache` with as many layers as the backbone has. A graft that needs keys and values,
-or a state, of its own appends layers; beam reordering, cropping and batch selection then reach them with the rest.
+transformers' `generate` makes a `DynamicCache` with as many layers as the backbone has. A graft that needs keys and
+values, or a state, of its own appends layers; beam reordering, cropping and batch selection then reach them with the
+rest.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def slots(
 class StateLayer(CacheLayerMixin):
     """A cache layer for a recurrent state of fixed size, batch first, such as a state-space model's.
 
-    The state is kept in `keys`; `values` is an empty view, so that every batch operation of `CacheLayerMixin` applies. A state
-    can't be cropped back in time, and says so.
+    The state is kept in `keys`; `values` is an empty view, so that every batch operation of `CacheLayerMixin` applies.
+    A state can't be cropped back in time, and says so.
     """
 
     is_croppable = False

@@ -28,8 +28,12 @@ _TRANSIENT = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a graft remembers of its backbone: `architecture`, a SHA-256 of the config; `samples`, base64 of bfloat16 weights
-    (NaN where the weight was packed by a quantiser)."""
+    """What a graft remembers of its backbone.
+
+    Args:
+        architecture: SHA-256 of the config.
+        samples: base64 of some weights as bfloat16, NaN where a quantiser packed the weight.
+    """
 
     architecture: str
     samples: str

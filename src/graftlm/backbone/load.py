@@ -134,7 +134,9 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(f"The tokenizer of {name} can't be loaded ({_first_line(error)}): restore its files.") from error
+        raise BackboneError(
+            f"The tokenizer of {name} can't be loaded ({_first_line(error)}): restore its files."
+        ) from error
 
 
 def _refuse_foreign_folder(name: str) -> None:
@@ -144,7 +146,9 @@ def _refuse_foreign_folder(name: str) -> None:
             raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
         return
     if (folder / "graft.json").exists():
-        raise BackboneError(f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on.")
+        raise BackboneError(
+            f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."
+        )
     if not (folder / "config.json").exists():
         raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
@@ -156,7 +160,7 @@ def _refuse_foreign_folder(name: str) -> None:
 def _why_not(name: str, error: Exception) -> str:
     reason = _first_line(error)
     if not Path(name).is_dir() and isinstance(error, OSError):
-        return f"The model {name} can't be fetched from the hub ({reason}): check the name and the connection, or give a folder."
+        return f"The hub does not give the model {name} ({reason}): check name and connection, or give a folder."
     return f"The model {name} can't be loaded ({reason}): restore its files, or name another model."
 
 

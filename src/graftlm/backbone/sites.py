@@ -1,8 +1,8 @@
 """Where each family of models keeps its layers, attention, FFN, embedding and head: one row each.
 
-Paths are relative to `model.base_model`; those of a layer's parts, to the layer. A span has an entry and an exit module: the
-sublayer's input is the entry's first input, its output the exit's output. In most decoders both are one module; in BERT
-the FFN enters at `intermediate` and leaves at `output.dense`, before the residual sum.
+Paths are relative to `model.base_model`; those of a layer's parts, to the layer. A span has an entry and an exit
+module: the sublayer's input is the entry's first input, its output the exit's output. In most decoders both are one
+module; in BERT the FFN enters at `intermediate` and leaves at `output.dense`, before the residual sum.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def register_family(model_type: str, family: Family) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a backbone: a kind, and the layer's index (from 0; negative counts from the end) or a module's path."""
+    """A place in a backbone: a kind, and a layer's index (from 0; negative counts from the end) or a module's path."""
 
     kind: SiteKind
     layer: int | None = None

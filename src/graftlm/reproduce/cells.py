@@ -47,7 +47,13 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dic
     wanted = {cell.id: cell for cell in cells}
     done: dict[str, Measurement] = {}
     context = multiprocessing.get_context("spawn")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         task = progress.add_task(title, total=len(wanted))
         futures = {pool.submit(_run_cell, cell.model_dump_json(), str(out)): cell.id for cell in wanted.values()}

@@ -26,9 +26,7 @@ class BackboneConfig(Config):
 
     def load(self) -> Backbone:
         """The backbone."""
-        return load_backbone(
-            self.name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code
-        )
+        return load_backbone(self.name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
 
 
 class EvaluationConfig(Config):
@@ -107,7 +105,9 @@ def method_training(base: TrainingConfig, changes: dict[str, Any], where: str) -
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are of the form `training.steps=200`. Local paths in it are relative to the working folder.
+    """Read a recipe; `overrides` are of the form `training.steps=200`.
+
+    Local paths in it are relative to the working folder.
 
     Raises:
         RecipeError: one sentence on the first thing that does not fit.

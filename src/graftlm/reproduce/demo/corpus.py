@@ -16,7 +16,17 @@ from typing import NamedTuple
 from graftlm.errors import DataError
 
 # Tests repeat themselves, and tables of characters are no language.
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib2to3", "__pycache__", "pydoc_data"}
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+}
 _LEAST_ENGLISH, _LEAST_CODE = 200, 400
 
 
@@ -50,7 +60,9 @@ def read_installation(limit: int) -> Texts:
         if size >= limit:
             break
     if not code:
-        raise DataError("This Python installation has no standard library source to learn from: run the demo on another.")
+        raise DataError(
+            "This Python installation has no standard library source to learn from: run the demo on another."
+        )
     return Texts(english, code)
 
 

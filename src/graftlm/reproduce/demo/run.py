@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig, build_mixture
-
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce.demo.corpus import deal, read_installation, write_documents
@@ -48,7 +47,9 @@ class Size(Config):
     scored_tokens: int = 12_000
 
 
-QUICK = Size(characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000)
+QUICK = Size(
+    characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000
+)
 
 # Learning rates as `graft reproduce neutral-residues` chose them on validation text.
 METHODS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """English novels, then French: Tables 2, 4, 5, 6 and 7 at a size that two cores can carry.
 
-Every method sees the same rows for the same number of steps. Settings are chosen on validation text (one English novel's
-start, two French novels) by one rule, and measured on test text that took no part in any choice.
+Every method sees the same rows for the same number of steps. Settings are chosen on validation text (one English
+novel's start, two French novels) by one rule, and measured on test text that took no part in any choice.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ RATES = {
 }
 ALPHAS = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0)
 ALPHA_RATE = 3e-3
+# Where the learning rate is searched as well: the values of Table 6 at which a short run keeps what it knew.
+FINE_ALPHAS = (10.0, 100.0)
 GATES: dict[str, dict[str, Any]] = {
     "none-l1": {"gate": "none", "local_loss": "l1"},
     "sigmoid-ce": {"gate": "sigmoid", "local_loss": "cross-entropy"},
@@ -47,7 +49,12 @@ GATES: dict[str, dict[str, Any]] = {
     "relu": {"gate": "relu", "local_loss": "none"},
     "relu-l1": {"gate": "relu", "local_loss": "l1"},
 }
-FILES = ("lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl", "lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt")
+FILES = (
+    "lm_text/eltec_eng.jsonl",
+    "lm_text/eltec_fra.jsonl",
+    "lm_text/tinyshakespeare/input.txt",
+    "parallel/bible/BSB.txt",
+)
 
 Choice = tuple[float, float]  # learning rate, alpha
 Cells = dict[str, Measurement]
@@ -64,6 +71,7 @@ class Plan:
         self.seeds = options.seeds[:1] if options.quick else options.seeds
         self.rates = {name: rates[1:3] if options.quick else rates for name, rates in RATES.items()}
         self.alphas = (0.01, 10.0) if options.quick else ALPHAS
+        self.fine_alphas = FINE_ALPHAS[:1] if options.quick else FINE_ALPHAS
 
     def cell(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> Cell:
         """One run; its id says all that sets it apart."""
@@ -164,39 +172,34 @@ def run(options: Options) -> Results:
 def tune(plan: Plan, bare: Measurement) -> tuple[Cells, dict[str, Choice]]:
     """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
 
-    LoRA takes the rate with the lowest sum of old and new log-perplexity. Every other method takes, among its settings that
-    learn at least as much as that, the one that forgets least; where none does, the one that learns most.
+    LoRA takes the rate with the lowest sum of old and new log-perplexity. Every other method takes, among its settings
+    that learn at least as much as that, the one that forgets least; where none does, the one that learns most.
     """
     seed = plan.seeds[0]
-    plain = [name for name in LABELS if name != NAME]
-    by_rate = {(m, r): plan.cell(m, r, 0.1, seed) for m in plain for r in plan.rates[m]}
-    by_alpha = {a: plan.cell(NAME, ALPHA_RATE, 0.1, seed, alpha=a) for a in plan.alphas}
-    cells = plan.run([*by_alpha.values(), *by_rate.values()], "Table 6, and learning rates")
+    settings = {m: {(rate, 0.0): plan.cell(m, rate, 0.1, seed) for rate in plan.rates[m]} for m in LABELS if m != NAME}
+    pairs = [(ALPHA_RATE, alpha) for alpha in plan.alphas]
+    pairs += [(rate, alpha) for alpha in plan.fine_alphas for rate in plan.rates[NAME]]
+    settings[NAME] = {(rate, alpha): plan.cell(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
+    cells = plan.run([cell for of_method in settings.values() for cell in of_method.values()], "Tables 6 and 7")
 
     def validated(cell: Cell) -> tuple[float, float]:
         one = cells[cell.id]
         forgotten = metric(one, "validation_old") - metric(bare, "validation_old")
         return forgotten, metric(bare, "validation_new") - metric(one, "validation_new")
 
-    def balance(rate: float) -> float:
-        forgotten, learned = validated(by_rate["lora", rate])
-        return learned - forgotten
+    found = {m: {key: validated(cell) for key, cell in of_method.items()} for m, of_method in settings.items()}
+    lora = max(found["lora"], key=lambda key: found["lora"][key][1] - found["lora"][key][0])
+    enough = found["lora"][lora][1]
+    choices = {m: _least_forgetting(scores, enough) for m, scores in found.items()} | {"lora": lora}
+    return cells | plan.run(_rate_cells(plan, NAME, choices), "the rates at the chosen alpha"), choices
 
-    lora = max(plan.rates["lora"], key=balance)
-    enough = validated(by_rate["lora", lora])[1]
 
-    def pick(settings: Mapping[Any, Cell]) -> Any:
-        able = [key for key, cell in settings.items() if validated(cell)[1] >= enough]
-        if able:
-            return min(able, key=lambda key: validated(settings[key])[0])
-        return max(settings, key=lambda key: validated(settings[key])[1])
-
-    alpha = pick(by_alpha)
-    rates = {rate: plan.cell(NAME, rate, 0.1, seed, alpha=alpha) for rate in plan.rates[NAME]}
-    cells |= plan.run(list(rates.values()), "learning rates of neutral residues")
-    choices = {m: (pick({r: by_rate[m, r] for r in plan.rates[m]}), 0.0) for m in plain}
-    both = {(rate, alpha): cell for rate, cell in rates.items()} | {(ALPHA_RATE, a): c for a, c in by_alpha.items()}
-    return cells, choices | {"lora": (lora, 0.0), NAME: pick(both)}
+def _least_forgetting(found: Mapping[Choice, tuple[float, float]], enough: float) -> Choice:
+    """The setting that forgets least among those that learn `enough`; where none does, the one that learns most."""
+    able = [key for key, (_, learned) in found.items() if learned >= enough]
+    if able:
+        return min(able, key=lambda key: found[key][0])
+    return max(found, key=lambda key: found[key][1])
 
 
 def main_cell(plan: Plan, choices: Mapping[str, Choice], method: str, p: float, seed: int) -> Cell:
@@ -285,7 +288,9 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     def ratio(name: str, other: str) -> float:
         return value_of(by_id[NAME].metrics[name]) / value_of(by_id[other].metrics[name])
 
-    forgotten = [(f"forgotten over {LABELS[o]}'s", "forgotten", 0.2, ratio("forgotten", o)) for o in ("lora", "adapter")]
+    forgotten = [
+        (f"forgotten over {LABELS[o]}'s", "forgotten", 0.2, ratio("forgotten", o)) for o in ("lora", "adapter")
+    ]
     found = [Aim(text=t, metric=m, aim=a, measured=v, met=v <= a) for t, m, a, v in forgotten]
     learned = ratio("learned", "lora")
     return [*found, Aim(text="learned over LoRA's", metric="learned", aim=1.0, measured=learned, met=learned >= 1)]
@@ -296,11 +301,19 @@ def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice], bare: Meas
     chosen = {m: main_cell(plan, choices, m, 0.1, seed) for m in LABELS}
     return {
         "choices": {m: {"learning_rate": rate, "alpha": alpha} for m, (rate, alpha) in choices.items()},
+        "tuned": {
+            cell_id: {name: metric(one, name) for name in ("validation_old", "validation_new", "forgotten", "learned")}
+            for cell_id, one in cells.items()
+            if cell_id.endswith(f"s{seed}")
+        },
         "setting": {"training": plan._training(0.001, 0).model_dump(mode="json"), "data": _data_in_words()},
         "statistics": {m: cells[c.id].statistics for m, c in chosen.items() if cells[c.id].statistics.get("spectrum")},
         "losses": {m: cells[c.id].losses for m, c in chosen.items()},
         "paths": {
-            m: [[metric(cells[c.id], "forgotten"), metric(cells[c.id], "learned")] for c in _rate_cells(plan, m, choices)]
+            m: [
+                [metric(cells[c.id], "forgotten"), metric(cells[c.id], "learned")]
+                for c in _rate_cells(plan, m, choices)
+            ]
             for m in LABELS
         },
     }
@@ -328,7 +341,9 @@ def _plots(results: Results, plan: Plan, cells: Cells, choices: Mapping[str, Cho
             spectra[gate] = found.statistics["spectrum"]
     if spectra:
         first = next(iter(spectra.values()))
-        joined = {"backbone": first["backbone"]} | {name: value["graft"] for name, value in spectra.items() if name != NAME}
+        joined = {"backbone": first["backbone"]} | {
+            name: value["graft"] for name, value in spectra.items() if name != NAME
+        }
         figures["spectrum"] = spectrum_plot(joined)
     return figures
 
