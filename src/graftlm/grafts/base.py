@@ -32,6 +32,8 @@ class Graft(nn.Module):
     """
 
     Config: ClassVar[type[GraftConfig]]
+    label: ClassVar[str] = ""
+    """What tables and plots call it."""
     config: GraftConfig
 
     def taps(self) -> list[Tap]:
@@ -52,8 +54,8 @@ class Graft(nn.Module):
         """What this pass showed, as means over its tokens, one value a layer."""
         return {}
 
-    def describe(self) -> dict[str, Any]:
-        """What the parameters show, without any text; plain numbers and lists."""
+    def describe(self, backbone: Backbone) -> dict[str, Any]:
+        """What the parameters show beside the backbone's, without any text; plain numbers and lists."""
         return {}
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:

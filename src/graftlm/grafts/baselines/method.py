@@ -40,6 +40,7 @@ class LowRank(Graft):
     """LoRA on every Linear of the FFNs. PEFT attaches its modules to the live model, and unloads them again."""
 
     Config: ClassVar[type[GraftConfig]] = LowRankConfig
+    label = "LoRA on the FFN"
 
     def __init__(self, config: LowRankConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class LowRank(Graft):
             return
         set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, Any]:
         return {"rank": self._rank}
 
 
@@ -125,6 +126,7 @@ class FineTuning(Graft):
     """All weights of a copy of the backbone; the backbone itself stays as it is. Its tensors are the whole model's."""
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig
+    label = "fine-tuning"
 
     def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
         super().__init__()
