@@ -9,6 +9,7 @@
     ├── ArtifactError             a folder is not a whole, readable graft
     │   └── WrongBackboneError    the graft was trained on another backbone
     ├── DataError                 text, rows or files can't be read as asked
+    ├── EvaluationError           a measurement, or a file of measurements, can't be used
     ├── TrainingError             a run can't go on
     │   └── ForgettingBudgetError the run forgot more than the recipe allows
     └── MissingExtraError         an optional package is not installed
@@ -56,6 +57,10 @@ class WrongBackboneError(ArtifactError):
 
 class DataError(GraftError):
     """Text, rows or files can't be read as asked."""
+
+
+class EvaluationError(GraftError):
+    """A measurement, or a file of measurements, can't be used."""
 
 
 class TrainingError(GraftError):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from graftlm.errors import MissingExtraError
-from graftlm.evaluation import EvaluationError, evaluate_tasks, harness
+from graftlm.errors import EvaluationError, MissingExtraError
+from graftlm.evaluation import evaluate_tasks, harness
 from tiny import tiny_model, tiny_tokenizer
 
 TASK = """

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from graftlm.errors import DataError, GraftError
-from graftlm.evaluation import EvaluationError, Scores, paired_difference, score
+from graftlm.errors import DataError, EvaluationError, GraftError
+from graftlm.evaluation import Scores, paired_difference, score
 from graftlm.evaluation.windows import encode_with_bytes
 from tiny import BOS, SPECIAL, tiny_model, tiny_tokenizer
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from graftlm.errors import GraftError
+from graftlm.errors import EvaluationError, GraftError
 from graftlm.evaluation import (
     Aim,
-    EvaluationError,
     Interval,
     PaperRow,
     Results,
@@ -154,9 +153,9 @@ def test_scores_of_other_text_are_refused() -> None:
         learning_and_forgetting({"old": scores([1.0, 2.0])}, {"old": scores([1.0])})
 
 
-def test_details_of_another_form() -> None:
+def test_details_of_another_form(tmp_path: Path) -> None:
     with pytest.raises(GraftError, match="mapping"):
-        write_report(Results.here("x", [], details={"losses": [1, 2]}), "unused")
+        write_report(Results.here("x", [], details={"losses": [1, 2]}), tmp_path)
 
 
 def test_labels_do_not_overlap() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from graftlm.errors import GraftError, RecipeError
-from graftlm.evaluation import Aim, EvaluationError, Interval, Machine, PaperRow, Results, Row, combine_seeds
+from graftlm.errors import EvaluationError, GraftError, RecipeError
+from graftlm.evaluation import Aim, Interval, Machine, PaperRow, Results, Row, combine_seeds
 from graftlm.evaluation import results as module
 
 GOLDEN = Path(__file__).parent / "golden_results.json"

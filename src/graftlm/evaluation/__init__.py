@@ -6,7 +6,6 @@ from graftlm.evaluation.perplexity import Scores, paired_difference, score
 from graftlm.evaluation.report import learning_and_forgetting, write_report
 from graftlm.evaluation.results import (
     Aim,
-    EvaluationError,
     Interval,
     Machine,
     Metric,
@@ -20,7 +19,6 @@ from graftlm.evaluation.tables import print_table
 
 __all__ = [
     "Aim",
-    "EvaluationError",
     "Interval",
     "Machine",
     "Metric",

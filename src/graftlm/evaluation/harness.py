@@ -10,9 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import MissingExtraError, did_you_mean
+from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean
 from graftlm.evaluation.perplexity import evaluating
-from graftlm.evaluation.results import EvaluationError
 
 
 def evaluate_tasks(

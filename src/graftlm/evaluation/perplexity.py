@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graftlm.errors import DataError
-from graftlm.evaluation.results import EvaluationError, Interval
+from graftlm.errors import DataError, EvaluationError
+from graftlm.evaluation.results import Interval
 from graftlm.evaluation.windows import Window, cut_windows, limited
 
 MetricName = Literal["nats_per_token", "bits_per_byte"]

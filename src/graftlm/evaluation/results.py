@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, JsonValue, model_validator
 
 from graftlm.config import Config
-from graftlm.errors import GraftError, did_you_mean
+from graftlm.errors import EvaluationError, did_you_mean
 
 FILE_NAME = "results.json"
 
@@ -32,10 +32,6 @@ _T95 = (
     2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )  # fmt: skip
 _Z95 = 1.959964
-
-
-class EvaluationError(GraftError):
-    """A measurement, or a file of measurements, can't be used."""
 
 
 class Interval(Config):
