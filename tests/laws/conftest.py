@@ -1,0 +1,60 @@
+"""Every test here that asks for `example` and `name` runs for every graft on every tiny backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from graftlm.grafts import GraftedModel
+from laws.examples import BACKBONES, CAUSAL, Example, backbone, examples
+from laws.tools import bare_logits, graft_onto, logits, randomise
+from tiny import tiny_ids
+
+Attach = Callable[..., GraftedModel]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "encoders: this law holds for encoders as well")
+    config.addinivalue_line("markers", "law(name): the law's name, as exceptions call it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "example" in metafunc.fixturenames:
+        metafunc.parametrize("example", examples(), ids=str)
+    given = [mark for mark in metafunc.definition.iter_markers("parametrize") if "name" in mark.args[0]]
+    if "name" in metafunc.fixturenames and not given:
+        metafunc.parametrize("name", BACKBONES if metafunc.definition.get_closest_marker("encoders") else CAUSAL)
+
+
+@pytest.fixture(autouse=True)
+def _exceptions(request: pytest.FixtureRequest) -> None:
+    """Skip, with the reason, where the example says that this host or law is not for it."""
+    values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if not isinstance(example := values.get("example"), Example):
+        return
+    host = str(values.get("name", "")).partition("+")[2]
+    law = next((mark.args[0] for mark in request.node.iter_markers("law")), "")
+    for word in (host, law):
+        if word in example.exceptions:
+            pytest.skip(f"{example}, {word}: {example.exceptions[word]}")
+
+
+@pytest.fixture
+def attach() -> Iterator[Attach]:
+    """`attach(example, name)`: a graft with random weights on a backbone, taken off after the test whatever happens."""
+    attached: list[GraftedModel] = []
+
+    def attach(example: Example, name: str, *, untrained: bool = False) -> GraftedModel:
+        bare = bare_logits(name)
+        model = graft_onto(backbone(name), example)
+        attached.append(model)
+        if not untrained:
+            randomise(model, example.spread)
+            changed = (logits(model, tiny_ids()) - bare).abs().max()
+            assert changed > 0.1, "the random graft changes too little for a law to be broken visibly"
+        return model.eval()
+
+    yield attach
+    for model in attached:
+        model.detach()

@@ -1,0 +1,112 @@
+"""What the laws are held against: an example of every registered kind of graft, on every tiny backbone.
+
+A new graft gets the laws by its line in the registry. Where its default config is not the telling one, or where a law
+can't hold for it, `EXAMPLES` says so, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from graftlm.backbone import Backbone
+from graftlm.grafts import REGISTRY
+from tiny import DECODERS, ENCODERS, SPREAD, tiny_model, tiny_tokenizer
+
+
+@dataclass(frozen=True)
+class Example:
+    """One config of a kind.
+
+    Args:
+        kind: its name in the registry.
+        config: what differs from the kind's defaults.
+        name: how test ids call it.
+        spread: standard deviation of the noise that stands for training.
+        learning_rate: at which its loss falls within a few steps.
+        exceptions: law or host of the backbone -> why it can't hold there.
+    """
+
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    spread: float = 0.2
+    learning_rate: float = 1e-2
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name or self.kind
+
+    def values(self) -> dict[str, Any]:
+        """The config as a recipe writes it."""
+        return {"kind": self.kind, **self.config}
+
+
+_WHOLE = "its tensors are the whole model's: DESIGN's exception"
+EXAMPLES: dict[str, list[Example]] = {
+    # The local losses weigh as much as the language-modelling loss, so that a mistake in them shows.
+    "neutral-residues": [
+        Example("neutral-residues", {"alpha": 1.0}),
+        Example("neutral-residues", {"alpha": 1.0, "gate": "sigmoid", "gate_bias": True, "init": "he"}, name="sigmoid"),
+    ],
+    "lora": [
+        Example(
+            "lora",
+            {"capacity": 0.1},
+            exceptions={"adapted": "PEFT would unload the user's adapter with it, so a TapConflictError says so"},
+        )
+    ],
+    "finetune": [
+        Example(
+            "finetune",
+            spread=0.05,
+            learning_rate=1e-3,
+            exceptions={"own keys": _WHOLE, "int8": "packed weights can't be trained, so a BackboneError says so"},
+        )
+    ],
+}
+
+
+def examples() -> list[Example]:
+    """At least one example of every registered kind."""
+    return [example for kind in REGISTRY for example in EXAMPLES.get(kind, [Example(kind)])]
+
+
+@torch.no_grad()
+def _adapted(model: nn.Module) -> PeftModel:
+    """A user's own adapter on attention and FFN, with random factors."""
+    names = ["c_attn", "c_proj"] if hasattr(model.config, "n_embd") else ["q_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=names, fan_in_fan_out=hasattr(model.config, "n_embd"))
+    adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, SPREAD, generator=generator)
+    return adapted.eval()
+
+
+def _int8(model: nn.Module) -> nn.Module:
+    """Weights of Linears as eight-bit integers."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+_HOSTS = {"": lambda model: model, "adapted": _adapted, "int8": _int8}
+HOSTED = ("llama+int8", "gemma3+int8", "qwen3+adapted", "gpt2+adapted")
+CAUSAL = (*DECODERS, *HOSTED)
+BACKBONES = (*CAUSAL, *ENCODERS)
+
+
+@functools.cache
+def backbone(name: str) -> Backbone:
+    """The tiny backbone `family` or `family+host`; one for the whole session, as no law may change it."""
+    family, _, host = name.partition("+")
+    return Backbone.wrap(_HOSTS[host](tiny_model(family)), tiny_tokenizer(), name)

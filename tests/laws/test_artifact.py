@@ -1,0 +1,200 @@
+"""Laws 5 and 11: a graft comes back whole in a fresh process, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graftlm.artifact import load_graft, save_graft
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts import GraftedModel, graft_config
+from laws.examples import HOSTED, Example, backbone, examples
+from laws.tools import graft_onto, logits, randomise
+from tiny import LAW_DECODERS, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model
+
+NAMES = (*LAW_DECODERS, "bert", *HOSTED)
+TESTS = Path(__file__).parents[1]
+
+
+def _cases() -> Iterator[tuple[Example, str]]:
+    for example in examples():
+        for name in NAMES:
+            if name.partition("+")[2] not in example.exceptions:
+                yield example, name
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Case -> the logits before saving, and those of a fresh process."""
+    root, folders = tmp_path_factory.mktemp("reloaded"), tmp_path_factory.mktemp("backbones")
+    for name in NAMES:
+        if "+" not in name:
+            save_tiny_backbone(folders / name, name)
+    wanted = {}
+    for example, name in _cases():
+        case = root / f"{example}-{name}"
+        case.mkdir()
+        (case / "backbone").write_text(str(folders / name) if "+" not in name else name, encoding="utf-8")
+        with randomise(graft_onto(backbone(name), example), example.spread).eval() as model:
+            wanted[case.name] = logits(model, tiny_ids())
+            save_graft(model.grafts["graft"], backbone(name), case / "graft")
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+    run = subprocess.run(
+        [sys.executable, "-m", "laws.reload", str(root)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {case: (logits, load_file(root / case / "logits.safetensors")["logits"]) for case, logits in wanted.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_process_gives_the_same_logits(example: Example, name: str, reloaded: dict[str, Any]) -> None:
+    wanted, found = reloaded[f"{example}-{name}"]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.law("own keys")
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_grafts_own_tensors_are_saved(example: Example, name: str, tmp_path: Path, attach: Any) -> None:
+    model = attach(example, name)
+    save_graft(model.grafts["graft"], backbone(name), tmp_path / "graft")
+    tensors = load_file(tmp_path / "graft" / "graft.safetensors")
+    trained = model.trainable_parameters().values()
+    assert sum(tensor.numel() for tensor in tensors.values()) == sum(parameter.numel() for parameter in trained)
+    assert not set(tensors) & set(backbone(name).model.state_dict())
+    assert {path.name for path in (tmp_path / "graft").iterdir()} == {"graft.json", "graft.safetensors", "README.md"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_saved_while_attached_or_after_is_the_same(example: Example, name: str, tmp_path: Path, attach: Any) -> None:
+    model = attach(example, name)
+    wanted = logits(model, tiny_ids())
+    graft = model.grafts["graft"]
+    save_graft(graft, backbone(name), tmp_path / "attached")
+    model.detach()
+    save_graft(graft, backbone(name), tmp_path / "detached")
+    first, second = (load_file(tmp_path / when / "graft.safetensors") for when in ("attached", "detached"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    with GraftedModel(backbone(name), {"graft": graft}) as again:
+        assert torch.equal(logits(again.eval(), tiny_ids()), wanted), "attached again, it says something else"
+
+
+@pytest.fixture
+def saved(example: Example, tmp_path: Path) -> Path:
+    """The artefact of a random graft on the tiny Llama."""
+    with randomise(graft_onto(backbone("llama"), example), example.spread) as model:
+        return save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")
+
+
+def _load(folder: Path, host: Backbone | None = None) -> None:
+    host = host or backbone("llama")
+    GraftedModel(host, {"graft": load_graft(folder, host)}).detach()
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "other weights": lambda: tiny_model("llama", seed=1),
+    "another family": lambda: tiny_model("gpt2"),
+    "another depth": lambda: tiny_model("llama", num_hidden_layers=3),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_backbone_is_refused(example: Example, saved: Path, other: str) -> None:
+    with pytest.raises(WrongBackboneError, match=r"was trained on llama, but another was given and its .* differ"):
+        load_graft(saved, Backbone.wrap(OTHERS[other](), name="another"))
+
+
+def test_unknown_keys_are_named(example: Example, saved: Path) -> None:
+    with pytest.raises(RecipeError, match="unknown key capasity"):
+        graft_config(example.values() | {"capasity": 1})
+    manifest = json.loads((saved / "graft.json").read_text())
+    manifest["config"]["capasity"] = 1
+    (saved / "graft.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="unknown key capasity"):
+        _load(saved)
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return (os.abort, ())
+
+
+def _cut(share: float) -> Callable[[Path], None]:
+    def cut(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[: int(share * (len(content) - 1))])
+
+    return cut
+
+
+def _foreign(path: Path) -> None:
+    save_file({"foreign": torch.zeros(3)}, path)
+
+
+def _misshapen(path: Path) -> None:
+    save_file({key: torch.zeros(3) for key in load_file(path)}, path)
+
+
+def _one_missing(path: Path) -> None:
+    tensors = load_file(path)
+    tensors.pop(min(tensors))
+    save_file(tensors, path)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "empty": _cut(0),
+    "half a header": _cut(0.01),
+    "half": _cut(0.5),
+    "one byte short": _cut(1),
+    "pickled": lambda path: path.write_bytes(pickle.dumps(_Bomb())),
+    "torch's pickle": lambda path: torch.save({"w": torch.zeros(1), "bomb": _Bomb()}, path),
+    "text": lambda path: path.write_text("not tensors"),
+    "missing": Path.unlink,
+    "foreign names": _foreign,
+    "one missing": _one_missing,
+    "other shapes": _misshapen,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tensors_are_refused(example: Example, saved: Path, damage: str) -> None:
+    DAMAGE[damage](saved / "graft.safetensors")
+    with pytest.raises(ArtifactError) as caught:
+        load_graft(saved, backbone("llama"))
+    assert "\n" not in str(caught.value)
+    assert "train" in str(caught.value) or "copy" in str(caught.value), "it must say what to do"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "llama"}', '{"format": 99}', "\udcff"])
+def test_damaged_manifests_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "graft.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ArtifactError):
+        load_graft(tmp_path, backbone("llama"))
+
+
+def test_a_backbones_folder_is_no_graft(tiny_backbone: BackboneFolder) -> None:
+    with pytest.raises(ArtifactError, match="has no graft.json"):
+        load_graft(tiny_backbone("llama"), backbone("llama"))
+
+
+def test_a_kind_that_is_not_there(example: Example, saved: Path) -> None:
+    manifest = json.loads((saved / "graft.json").read_text())
+    manifest["kind"] = "neutral-residue"
+    (saved / "graft.json").write_text(json.dumps(manifest))
+    with pytest.raises(GraftError, match="did you mean neutral-residues"):
+        _load(saved)

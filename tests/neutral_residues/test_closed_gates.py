@@ -1,0 +1,119 @@
+"""Closed gates cost nothing: no adapter runs, and the backbone's bits come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlm.backbone import Backbone
+from graftlm.errors import RecipeError
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.neutral_residues import GatedAdapter, NeutralResidues, NeutralResiduesConfig
+from tiny import DECODERS, FAMILIES, tiny_ids, tiny_model
+
+
+@pytest.fixture
+def adapted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call of an adapter was given."""
+    counts: list[int] = []
+    adapt = GatedAdapter.adapt
+
+    def counting(self: GatedAdapter, x_ND: Tensor) -> Tensor:
+        counts.append(len(x_ND))
+        return adapt(self, x_ND)
+
+    monkeypatch.setattr(GatedAdapter, "adapt", counting)
+    return counts
+
+
+def random_graft(host: Backbone, **config: Any) -> NeutralResidues:
+    graft = NeutralResidues(NeutralResiduesConfig(**config), host)
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_(0, 0.2)
+    return graft
+
+
+@pytest.fixture(params=["zero scores", "negative scores"])
+def closed(request: pytest.FixtureRequest, family: str) -> Iterator[tuple[GraftedModel, Backbone]]:
+    """A random graft whose gates are all closed, attached."""
+    host = Backbone.wrap(tiny_model(family))
+    graft = random_graft(host, gate_bias=True)
+    with torch.no_grad():
+        for block in graft.blocks:
+            block.gate.weight.zero_()
+            block.gate.bias.fill_(0.0 if request.param == "zero scores" else -1.0)
+    with GraftedModel(host, {"graft": graft}) as model:
+        yield model.eval(), host
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closed_gates_give_the_backbones_bits_and_run_no_adapter(
+    family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
+) -> None:
+    model, _ = closed
+    with torch.no_grad():
+        bare = tiny_model(family)(tiny_ids()).logits
+        assert torch.equal(model(tiny_ids()).logits, bare)
+        assert torch.equal(model.train()(tiny_ids()).logits, bare)
+    assert adapted == []
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_closed_gates_generate_what_the_backbone_generates(
+    family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
+) -> None:
+    model, _ = closed
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    found, wanted = model.generate(tiny_ids(), **how), tiny_model(family).generate(tiny_ids(), **how)
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+    assert adapted == []
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_closed_gates_leave_no_loss_and_no_gradient(family: str, closed: tuple[GraftedModel, Backbone]) -> None:
+    model, _ = closed
+    output = model.train()(tiny_ids(), labels=tiny_ids(), domain=torch.tensor([0, 0]))
+    assert output.auxiliary_loss is None
+    assert not output.loss.requires_grad
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_only_open_tokens_are_computed(family: str, adapted: list[int]) -> None:
+    host = Backbone.wrap(tiny_model(family))
+    graft = random_graft(host)
+    with GraftedModel(host, {"graft": graft}) as model:
+        shares = model.observe(input_ids=tiny_ids())["graft"]["open_share"]
+    assert adapted == [round(share * tiny_ids().numel()) for share in shares.tolist()]
+    assert all(0 < share < 1 for share in shares), shares
+
+
+def test_one_open_token_changes_itself_and_what_follows_alone() -> None:
+    """The backbone's bits stand before the first token that opens a gate in the last layer."""
+    host = Backbone.wrap(tiny_model("llama"))
+    graft = random_graft(host, gate_bias=True)
+    with torch.no_grad():
+        for block in graft.blocks[:-1]:
+            block.gate.weight.zero_()
+            block.gate.bias.zero_()
+        bare = host.model(tiny_ids(1)).logits
+        with GraftedModel(host, {"graft": graft}) as model:
+            seen: list[Tensor] = []
+            host.sites.layers[-1].mlp.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+            model(tiny_ids(1))
+            scores = graft.blocks[-1].scores(seen[0][0])
+            graft.blocks[-1].gate.bias -= scores.topk(2).values.mean()  # only the highest score stays above zero
+            found = model(tiny_ids(1)).logits
+    changed = (found != bare).any(-1)[0]
+    assert changed.sum() == 1
+    assert changed[scores.argmax()]
+
+
+def test_a_classifiers_loss_needs_a_gate() -> None:
+    with pytest.raises(RecipeError, match="gate is none"):
+        NeutralResiduesConfig.parse({"gate": "none", "local_loss": "cross-entropy"})

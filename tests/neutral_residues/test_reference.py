@@ -1,0 +1,161 @@
+"""Law 9: the fast path equals `reference.py`, in outputs, losses and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from graftlm.backbone import Backbone
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.neutral_residues import NeutralResidues, NeutralResiduesConfig, reference
+from tiny import tiny_ids, tiny_model
+
+IDS = tiny_ids(2, 10)
+MASK = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
+LABELS = IDS.masked_fill(MASK == 0, -100)
+TOTALS = torch.tensor([31.0, 22.0, 13.0])  # of an optimiser step of which this batch is a part
+FAMILIES = {"llama": "mlp", "gpt2": "mlp", "gemma2": "mlp"}  # gated linear units; a plain FFN; a norm after the FFN
+CASES = [
+    {"gate": gate, "local_loss": loss, "gate_bias": gate == "sigmoid", "alpha": 0.7, "width": 6}
+    for gate in ("relu", "sigmoid", "none")
+    for loss in ("l1", "cross-entropy", "none")
+    if (gate, loss) != ("none", "cross-entropy")
+]
+
+
+def build(family: str, **config: Any) -> tuple[Backbone, NeutralResidues]:
+    """A backbone and a graft in double precision, every tensor of the graft random."""
+    host = Backbone.wrap(tiny_model(family).double())
+    graft = NeutralResidues(NeutralResiduesConfig(**config), host).double()
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_(0, 0.3)
+    return host, graft
+
+
+def weights_of(graft: NeutralResidues) -> list[reference.Weights]:
+    """The same leaves that the graft trains."""
+    return [
+        reference.Weights(
+            block.w_i.weight,
+            block.w_o.weight,
+            None if block.w_g is None else block.w_g.weight,
+            None if block.gate is None else block.gate.weight[0],
+            None if block.gate is None or block.gate.bias is None else block.gate.bias[0],
+        )
+        for block in graft.blocks
+    ]
+
+
+class Slow:
+    """The backbone with `reference.residue` added to each FFN's output by plain hooks."""
+
+    def __init__(self, host: Backbone, graft: NeutralResidues) -> None:
+        self.host, self.kind, self.weights = host, graft.config.gate, weights_of(graft)
+        self.activation = ACT2FN[host.sites.activation]
+        self.inputs: list[Tensor] = []
+        self.residues: list[Tensor] = []
+
+    def logits(self) -> Tensor:
+        with self._hooks():
+            return self.host.model(IDS, attention_mask=MASK, use_cache=False).logits
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        ffns = [layer.get_submodule(FAMILIES[self.host.sites.model_type]) for layer in self.host.sites.layers]
+        handles = [ffn.register_forward_hook(self._add(i)) for i, ffn in enumerate(ffns)]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _add(self, layer: int) -> Any:
+        def hook(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            self.inputs.append(inputs[0])
+            self.residues.append(reference.residue(inputs[0], self.weights[layer], self.activation, self.kind))
+            return output + self.residues[-1]
+
+        return hook
+
+    def local_loss(self, kind: str, domain: Tensor, totals: Tensor | None) -> Tensor | None:
+        if kind == "l1":
+            tokens = None if totals is None else float(totals[1])
+            return reference.l1_loss(self.residues, MASK, domain, tokens)
+        if kind == "cross-entropy":
+            tokens = None if totals is None else float(totals[1] + totals[2])
+            return reference.cross_entropy_loss(self.inputs, self.weights, MASK, domain, tokens)
+        return None
+
+
+def _of(name: str) -> Any:
+    return lambda text: f"{name}: {text}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gate", ["relu", "sigmoid", "none"])
+def test_outputs_and_their_gradients(family: str, gate: str) -> None:
+    host, graft = build(family, gate=gate, width=6)
+    direction = torch.randn(2, 10, host.config.vocab_size, dtype=torch.float64) * MASK[..., None]
+    slow = Slow(host, graft)
+    wanted = slow.logits()
+    leaves = dict(graft.named_parameters())
+    wanted_gradients = torch.autograd.grad((wanted * direction).sum(), list(leaves.values()))
+    with GraftedModel(host, {"graft": graft}) as model:
+        found = model(IDS, attention_mask=MASK).logits
+        (found * direction).sum().backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for (name, leaf), gradient in zip(leaves.items(), wanted_gradients, strict=True):
+        torch.testing.assert_close(
+            leaf.grad, gradient, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    if gate == "relu":
+        opened = torch.stack([residue.abs().sum(-1) > 0 for residue in slow.residues])
+        assert opened.any()
+        assert not opened.all(), "the skipping path was not tried"
+
+
+@pytest.mark.parametrize("totals", [None, TOTALS], ids=["counted-here", "given"])
+@pytest.mark.parametrize("domain", [[0, 1], [0, 0], [1, 1]], ids=["both", "old", "new"])
+@pytest.mark.parametrize("config", CASES, ids=lambda case: f"{case['gate']}-{case['local_loss']}")
+def test_losses_and_their_gradients(config: dict[str, Any], domain: list[int], totals: Tensor | None) -> None:
+    host, graft = build("llama", **config)
+    slow = Slow(host, graft)
+    targets = None if totals is None else float(totals[0])
+    lm = reference.language_modelling_loss(slow.logits(), LABELS, targets)
+    local = slow.local_loss(config["local_loss"], torch.tensor(domain), totals)
+    wanted = reference.total_loss(lm, local, config["alpha"])
+    leaves = dict(graft.named_parameters())
+    wanted_gradients = torch.autograd.grad(wanted, list(leaves.values()), allow_unused=True)
+    with GraftedModel(host, {"graft": graft}) as model:
+        found = model(IDS, attention_mask=MASK, labels=LABELS, domain=torch.tensor(domain), totals=totals)
+        found.loss.backward()
+    wanted_auxiliary = 0.0 if local is None else config["alpha"] * local.item()
+    assert found.lm_loss.item() == pytest.approx(lm.item(), rel=1e-5)
+    assert (0.0 if found.auxiliary_loss is None else found.auxiliary_loss.item()) == pytest.approx(
+        wanted_auxiliary, rel=1e-5
+    )
+    for (name, leaf), gradient in zip(leaves.items(), wanted_gradients, strict=True):
+        expected = torch.zeros_like(leaf) if gradient is None else gradient
+        torch.testing.assert_close(
+            leaf.grad, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_padding_never_counts() -> None:
+    """The local losses of a padded batch are those of its rows alone, weighed by their tokens."""
+    for config in CASES:
+        host, graft = build("llama", **config)
+        with GraftedModel(host, {"graft": graft}) as model:
+            together = model(IDS, attention_mask=MASK, labels=LABELS, domain=torch.tensor([0, 0])).auxiliary_loss
+            rows = [IDS[:1], IDS[1:, :6]]
+            alone = [model(row, labels=row, domain=torch.tensor([0])).auxiliary_loss for row in rows]
+        if config["local_loss"] == "none":
+            assert together is None
+        else:
+            mean = (alone[0] * 10 + alone[1] * 6) / 16
+            torch.testing.assert_close(together, mean, rtol=1e-5, atol=1e-7)
