@@ -74,12 +74,20 @@ def _sample(model: PreTrainedModel) -> str:
 
 
 def _own_parameters(model: PreTrainedModel) -> list[Tensor]:
-    """The checkpoint's own weights, by name; what a PEFT adapter added does not count."""
-    named = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in model.named_parameters()
-        if not any(mark in name for mark in ("lora_", "modules_to_save", "ia3_", "vera_", "adapter"))
+    """The checkpoint's own weights, by name; what PEFT put around and beside them does not count."""
+    wrapped = {
+        f"{name}.": f"{inner}."
+        for name, module in model.named_modules()
+        for inner in ("base_layer", "original_module")
+        if hasattr(module, inner)
     }
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.named_parameters():
+        within = [(outer, inner) for outer, inner in wrapped.items() if name.startswith(outer)]
+        if all(name.startswith(outer + inner) for outer, inner in within):
+            for outer, inner in sorted(within, reverse=True):
+                name = outer + name.removeprefix(outer + inner)
+            named[name] = tensor
     return [named[name] for name in sorted(named)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, Tap, Wiring
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, GraftError
+from graftlm.errors import ArtifactError, GraftError, TapConflictError
 
 
 class GraftConfig(Config):
@@ -27,8 +28,8 @@ class GraftConfig(Config):
 class Graft(nn.Module):
     """Trainable capacity attached to a frozen backbone; owns only its own parameters.
 
-    A room overrides `taps`, and what else it needs of: `prepare`, `auxiliary_loss`, `observe`, `describe`. Constructing a graft
-    touches nothing of the backbone.
+    A room overrides `taps`, and what else it needs of: `prepare`, `auxiliary_loss`, `observe`, `describe`. Constructing
+    a graft touches nothing of the backbone.
     """
 
     Config: ClassVar[type[GraftConfig]]
@@ -92,14 +93,14 @@ def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
     if missing or foreign:
         what = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not know"
         raise ArtifactError(
-            f"The graft's tensor file {what} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or belongs to "
+            f"The graft's tensor file {what} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or of "
             "another config; train or copy the graft again."
         )
     for name, tensor in expected.items():
         if tensor.shape != found[name].shape:
             raise ArtifactError(
-                f"The tensor {name} has the shape {tuple(found[name].shape)}, but {tuple(tensor.shape)} is expected: the graft's "
-                "files do not belong together; train or copy the graft again."
+                f"The tensor {name} has the shape {tuple(found[name].shape)}, but {tuple(tensor.shape)} is expected: "
+                "the graft's files do not belong together; train or copy the graft again."
             )
 
 
@@ -122,20 +123,27 @@ class GraftedOutput(ModelOutput):
 class GraftedModel(nn.Module):
     """A backbone with grafts attached.
 
-    Its trainable parameters are the grafts' alone. `model` is the live transformers model with the grafts' taps in place: give
-    it to any tool that takes a transformers model.
+    Its trainable parameters are the grafts' alone. `model` is the live transformers model with the grafts' taps in
+    place: give it to any tool that takes a transformers model.
 
     Args:
         backbone: the frozen backbone; its weights, flags and mode are given back by `detach`.
         grafts: grafts by name, built for this backbone.
 
     Raises:
-        TapConflictError: two grafts claim one place.
+        TapConflictError: two grafts claim one place, or the backbone carries grafts already.
     """
+
+    _carrying: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
         super().__init__()
         self.backbone = backbone
+        if backbone.model in self._carrying:
+            raise TapConflictError(
+                f"The backbone {backbone.name} carries grafts already, and more would act on top of them unseen: "
+                "detach those first, or attach all of them in one GraftedModel."
+            )
         self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
         self._modes = {module: module.training for module in backbone.model.modules()}
         backbone.model.requires_grad_(False)
@@ -154,6 +162,7 @@ class GraftedModel(nn.Module):
         except BaseException:
             self._give_back()
             raise
+        self._carrying.add(backbone.model)
 
     def _each(self) -> Iterator[Graft]:
         for graft in self.grafts.values():
@@ -182,21 +191,20 @@ class GraftedModel(nn.Module):
         Args:
             input_ids: (B, T) token ids.
             attention_mask: (B, T), 1 for real tokens.
-            position_ids: (B, T); where they restart inside a row and there is no mask, attention stays inside each document.
+            position_ids: (B, T); where they restart inside a row and there is no mask, attention stays inside each
+                document.
             labels: (B, T) aligned with `input_ids`, -100 where nothing is predicted; the shift happens here.
             domain: (B,) domain marks, 0 old and 1 new.
             token_mask: (B, T) True for tokens that are not padding, where `attention_mask` does not say it.
             totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
             extras: whatever else the batch says, by name.
-            kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it: it
-                would make transformers forget where documents begin.
+            kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it:
+                it would make transformers forget where documents begin.
         """
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         said = {"domain": domain, "token_mask": token_mask, "totals": totals, "extras": dict(extras or {})}
         with self._wiring.announce(**said) as calls:
-            output = self.model(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
-            )
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         auxiliary = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
         loss = lm_loss if lm_loss is None or auxiliary is None else lm_loss + auxiliary
@@ -265,6 +273,7 @@ class GraftedModel(nn.Module):
         """Take every tap off and give the backbone back as it was."""
         self._wiring.remove()
         self._give_back()
+        self._carrying.discard(self.backbone.model)
         return self.backbone
 
     def _give_back(self) -> None:
