@@ -167,6 +167,8 @@ def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokeniz
 
 def _random_llama(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
+    end = tokenizer.convert_tokens_to_ids(_EOS)
+    assert isinstance(end, int)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=size.width,
@@ -176,9 +178,9 @@ def _random_llama(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
         num_key_value_heads=4,
         max_position_embeddings=4 * size.length,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=end,
         bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=end,
     )
     return LlamaForCausalLM(config)
 

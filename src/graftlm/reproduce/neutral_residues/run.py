@@ -149,7 +149,7 @@ def run(options: Options) -> Results:
     _check_files(options)
     plan = Plan(options)
     bare = plan.run([plan.bare()], "the backbone")["backbone"]
-    tuning, choices = tune(plan, bare)
+    tuning, choices = tune(plan)
     rows, paper_rows, cells = [bare.row], [], dict(tuning)
     if "2" in tables:
         cells |= plan.run(main_cells(plan, choices), "Table 2")
@@ -162,18 +162,16 @@ def run(options: Options) -> Results:
             more, published = build(plan, cells, choices)
             rows += more
             paper_rows += published
-    results = Results.here(
-        NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=paper_rows, details=_details(plan, cells, choices, bare)
-    )
-    write_report(results, options.out, plots=_plots(results, plan, cells, choices))
+    details = _details(plan, cells, choices)
+    results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=paper_rows, details=details)
+    write_report(results, options.out, plots=_plots(rows, details, plan, cells, choices))
     return results
 
 
-def tune(plan: Plan, bare: Measurement) -> tuple[Cells, dict[str, Choice]]:
+def tune(plan: Plan) -> tuple[Cells, dict[str, Choice]]:
     """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
 
-    LoRA takes the rate with the lowest sum of old and new log-perplexity. Every other method takes, among its settings
-    that learn at least as much as that, the one that forgets least; where none does, the one that learns most.
+    One rule for every method: the lowest sum of old and new log-perplexity, so a nat learned counts as a nat kept.
     """
     seed = plan.seeds[0]
     settings = {m: {(rate, 0.0): plan.cell(m, rate, 0.1, seed) for rate in plan.rates[m]} for m in LABELS if m != NAME}
@@ -182,24 +180,11 @@ def tune(plan: Plan, bare: Measurement) -> tuple[Cells, dict[str, Choice]]:
     settings[NAME] = {(rate, alpha): plan.cell(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
     cells = plan.run([cell for of_method in settings.values() for cell in of_method.values()], "Tables 6 and 7")
 
-    def validated(cell: Cell) -> tuple[float, float]:
-        one = cells[cell.id]
-        forgotten = metric(one, "validation_old") - metric(bare, "validation_old")
-        return forgotten, metric(bare, "validation_new") - metric(one, "validation_new")
+    def log_perplexities(cell: Cell) -> float:
+        return metric(cells[cell.id], "validation_old") + metric(cells[cell.id], "validation_new")
 
-    found = {m: {key: validated(cell) for key, cell in of_method.items()} for m, of_method in settings.items()}
-    lora = max(found["lora"], key=lambda key: found["lora"][key][1] - found["lora"][key][0])
-    enough = found["lora"][lora][1]
-    choices = {m: _least_forgetting(scores, enough) for m, scores in found.items()} | {"lora": lora}
+    choices = {m: min(cells_of, key=lambda key: log_perplexities(cells_of[key])) for m, cells_of in settings.items()}
     return cells | plan.run(_rate_cells(plan, NAME, choices), "the rates at the chosen alpha"), choices
-
-
-def _least_forgetting(found: Mapping[Choice, tuple[float, float]], enough: float) -> Choice:
-    """The setting that forgets least among those that learn `enough`; where none does, the one that learns most."""
-    able = [key for key, (_, learned) in found.items() if learned >= enough]
-    if able:
-        return min(able, key=lambda key: found[key][0])
-    return max(found, key=lambda key: found[key][1])
 
 
 def main_cell(plan: Plan, choices: Mapping[str, Choice], method: str, p: float, seed: int) -> Cell:
@@ -296,7 +281,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     return [*found, Aim(text="learned over LoRA's", metric="learned", aim=1.0, measured=learned, met=learned >= 1)]
 
 
-def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice], bare: Measurement) -> dict[str, Any]:
+def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> dict[str, Any]:
     seed = plan.seeds[0]
     chosen = {m: main_cell(plan, choices, m, 0.1, seed) for m in LABELS}
     return {
@@ -329,22 +314,21 @@ def _data_in_words() -> dict[str, str]:
     }
 
 
-def _plots(results: Results, plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> dict[str, Any]:
-    main = [row for row in results.rows if row.id in LABELS]
-    figures: dict[str, Any] = {}
-    if main:
-        figures["learn-against-forget"] = learn_against_forget(main, results.details["paths"])  # type: ignore[arg-type]
-    spectra = {m: s["spectrum"] for m, s in results.details["statistics"].items()}  # type: ignore[union-attr]
+def _plots(
+    rows: Sequence[Row], details: dict[str, Any], plan: Plan, cells: Cells, choices: Mapping[str, Choice]
+) -> dict[str, Any]:
+    """Figure 1, and Figure 3: the gating matrices' spectra of the backbone, each gate and the vanilla adapter."""
+    main = [row for row in rows if row.id in LABELS]
+    figures = {"learn-against-forget": learn_against_forget(main, details["paths"])} if main else {}
+    statistics = {name: found["spectrum"] for name, found in details["statistics"].items()}
     for gate in GATES:
         found = cells.get(_ablation(plan, choices, gate, "low-variance").id)
-        if found and gate != "relu":
-            spectra[gate] = found.statistics["spectrum"]
-    if spectra:
-        first = next(iter(spectra.values()))
-        joined = {"backbone": first["backbone"]} | {
-            name: value["graft"] for name, value in spectra.items() if name != NAME
-        }
-        figures["spectrum"] = spectrum_plot(joined)
+        if found and gate not in ("relu", "relu-l1"):
+            statistics[gate] = found.statistics["spectrum"]
+    if statistics:
+        backbone = next(iter(statistics.values()))["backbone"]
+        spectra: dict[str, Any] = {str(LABELS.get(name, name)): found["graft"] for name, found in statistics.items()}
+        figures["spectrum"] = spectrum_plot({"backbone": backbone} | spectra)
     return figures
 
 
