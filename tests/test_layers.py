@@ -36,7 +36,20 @@ ORDER = (
     "__main__",
 )
 HOUSES = ("grafts", "models", "pipelines")  # folders whose folders are rooms
-SHARED = ("errors", "config", "backbone", "artifact", "data", "evaluation", "training", "cli", "grafts/base.py")
+SHARED = (
+    "errors",
+    "config",
+    "backbone",
+    "grafts/base.py",
+    "artifact",
+    "data",
+    "evaluation",
+    "training",
+    "generation",
+    "inspection",
+    "display",
+    "cli",
+)
 METHODS = ("lora", "dora", "ia3")  # methods of other libraries that shared code has no business with either
 
 

@@ -1,6 +1,7 @@
 """Teach a frozen language model something new, and show what it kept.
 
-The names here are those that most programs need; each is imported when it is first asked for, so `import graftlm` is quick.
+The names here are those that most programs need; each is imported when it is first asked for, so `import graftlm`
+is quick.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from pydantic import Field, JsonValue
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from graftlm.backbone import Backbone, Fingerprint
+from graftlm.backbone import Backbone, Fingerprint, load_backbone
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
+from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
 from graftlm.version import __version__
 
@@ -151,8 +151,36 @@ def load_graft(folder: str | Path, backbone: Backbone) -> Graft:
             "pass the backbone that it was trained on."
         )
     graft = build_graft(manifest.graft_config(), backbone)
-    graft.load_tensors(_read_tensors(Path(folder) / TENSORS_NAME))
+    graft.load_tensors(dict(read_tensors(folder)))
     return graft.eval()
+
+
+def backbone_of(
+    folder: str | Path, name: str | Path | None = None, *, device: str | None = None, trust_remote_code: bool = False
+) -> Backbone:
+    """The backbone that a graft was trained on, loaded by the name that the graft remembers.
+
+    Args:
+        folder: the graft's folder.
+        name: where the backbone is now, when that is elsewhere.
+        device: where to put it; None takes the fastest there is.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ArtifactError: the folder is not a graft.
+        BackboneError: the backbone can't be loaded.
+    """
+    remembered = read_manifest(folder).backbone.name
+    place = device or torch.accelerator.current_accelerator(check_available=True)
+    try:
+        return load_backbone(name or remembered, device=place, trust_remote_code=trust_remote_code)
+    except BackboneError as error:
+        if name is not None:
+            raise
+        raise BackboneError(
+            f"{str(error).rstrip('.')}; the graft {folder} was trained on that backbone, so say where it is now "
+            "(--backbone)."
+        ) from error
 
 
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
@@ -229,11 +257,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a graft's folder by name, read one by one.
+
+    Raises:
+        ArtifactError: their file is missing or damaged.
+    """
+    path = Path(folder) / TENSORS_NAME
     try:
         with safe_open(path, "pt") as file:
-            file.keys()
-        return load_file(path)
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                yield name, file.get_tensor(name)
     except FileNotFoundError:
         raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
     except (SafetensorError, OSError, ValueError) as error:
@@ -242,4 +276,4 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-__all__ = ["Manifest", "load_graft", "push_to_hub", "read_manifest", "save_graft"]
+__all__ = ["Manifest", "backbone_of", "load_graft", "push_to_hub", "read_manifest", "read_tensors", "save_graft"]

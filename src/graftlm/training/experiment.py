@@ -15,9 +15,9 @@ from accelerate.utils import set_seed
 
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
-from graftlm.data import DataConfig, Document, Mixture, build_documents, build_mixture
-from graftlm.errors import ForgettingBudgetError
-from graftlm.evaluation import Aim, Results, Row, Scores, score
+from graftlm.data import DataConfig, Document, Mixture, TokenBlocks, build_documents, build_mixture
+from graftlm.errors import ForgettingBudgetError, RecipeError
+from graftlm.evaluation import Aim, Results, Row, Scores, score, value_of
 from graftlm.evaluation.cost import decode_speed, peak_memory
 from graftlm.evaluation.report import learning_and_forgetting, write_report
 from graftlm.evaluation.results import write_atomically
@@ -163,12 +163,16 @@ class Bench:
         graft = model.grafts["graft"]
         statistics: dict[str, Any] = dict(graft.describe(self.backbone))  # type: ignore[operator]
         for name in (OLD_SET, NEW_SET):
-            rows = self._rows(name)
-            if rows is None:
-                continue
-            for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items():
-                statistics.setdefault(key, {})[name] = value.tolist()
+            for key, value in self.observe(model, name).items():
+                statistics.setdefault(key, {})[name] = value
         return statistics
+
+    def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
+        """What the graft shows on the start of a test set, such as open shares: one number a layer."""
+        rows = self._rows(name)
+        if rows is None:
+            return {}
+        return {key: value.tolist() for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items()}
 
     def _rows(self, name: str) -> torch.Tensor | None:
         """(rows, length) tokens of the start of a test set; None when it is too short."""
@@ -186,7 +190,8 @@ def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool 
     Raises:
         ForgettingBudgetError: the run forgot more than the recipe allows; graft and report are written all the same.
     """
-    assert recipe.graft is not None, "a recipe without a graft section is run by compare_recipe"
+    if recipe.graft is None:
+        raise RecipeError("The recipe has methods to compare and no graft section: run graft compare, or add a graft section.")
     folder = Path(out or recipe.out)
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)
     say(f"Training {graft_label(recipe.graft)} for {recipe.training.steps:,} steps.")
@@ -224,8 +229,7 @@ def prepare(recipe: Recipe, folder: Path, *, progress: bool, say: Say) -> tuple[
     tests = load_tests(recipe.data)
     mixture = build_mixture(recipe.data, backbone.need_tokenizer(), recipe.training.batch_size)
     if PartialState().is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe.to_yaml(folder / "recipe.yaml")
+        write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
     say(f"Backbone {backbone.name}: {_count(backbone.model.parameters()):,} parameters, frozen.")
     return Bench(backbone, tests, recipe.evaluation, recipe.data.length), mixture
 
@@ -271,7 +275,7 @@ def _budget_aims(measured: Sequence[Measurement], budget: float | None) -> list[
         forgotten = one.row.metrics.get("forgotten")
         if budget is None or forgotten is None:
             continue
-        value = float(getattr(forgotten, "mean", forgotten))
+        value = value_of(forgotten)
         text = f"{one.row.label} forgets at most the budget"
         aims.append(Aim(text=text, metric="forgotten", aim=budget, measured=value, met=value <= budget))
     return aims
@@ -326,7 +330,7 @@ def _hash(*parts: Any) -> str:
 
 def _plain(part: Any) -> str:
     if isinstance(part, Mixture):
-        sizes = {domain: len(blocks) for domain, blocks in part.domains.items() if hasattr(blocks, "__len__")}
+        sizes = {domain: len(blocks) for domain, blocks in part.domains.items() if isinstance(blocks, TokenBlocks)}
         return json.dumps([{k: str(v) for k, v in part.shares.items()}, part.batch_size, part.seed, part.length, sizes])
     return part.model_dump_json() if hasattr(part, "model_dump_json") else str(part)
 
