@@ -19,7 +19,7 @@ from graftlm.errors import ArtifactError, DataError
 from graftlm.evaluation import Metric, Results, evaluate_tasks
 from graftlm.evaluation.results import FILE_NAME as RESULTS_NAME
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
-from graftlm.training.experiment import Bench, Measurement, graft_label
+from graftlm.training.bench import Bench, Measurement, graft_label
 from graftlm.training.recipe import EvaluationConfig
 
 LENGTH = 256

@@ -14,7 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftlm.data import NEW, OLD, Batch, DataConfig, Document, Mixture, StreamingBlocks, TokenBlocks, build_mixture
+from graftlm.data import (
+    NEW,
+    OLD,
+    Batch,
+    DataConfig,
+    Document,
+    Mixture,
+    StreamingBlocks,
+    TokenBlocks,
+    build_mixture,
+    pack,
+)
 from graftlm.errors import DataError
 from tiny import tiny_tokenizer
 
@@ -217,3 +228,14 @@ def test_too_little_text_names_the_source(folder: Path) -> None:
     config = DataConfig.parse({"new": [{"path": str(folder / "00.txt")}], "old_share": 0})
     with pytest.raises(DataError, match=r"00\.txt: \d+ tokens in all, but one row takes 256"):
         build_mixture(config, tiny_tokenizer(), 4)
+
+
+def test_the_fingerprint_tells_texts_seeds_and_shares_apart() -> None:
+    def mixture(text: str = "one two three four five six", seed: int = 0, share: float = 0.5) -> Mixture:
+        blocks = pack([Document(text, "a")], tiny_tokenizer(), 4)
+        return Mixture({0: blocks, 1: blocks}, {0: share, 1: 1 - share}, 2, seed)
+
+    first = mixture().fingerprint()
+    assert first == mixture().fingerprint()
+    others = [mixture(text="one two three four five seven"), mixture(seed=1), mixture(share=0.25)]
+    assert len({first, *(other.fingerprint() for other in others)}) == 4

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from graftlm.errors import DataError
-from graftlm.evaluation.cost import decode_speed, peak_memory
+from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -38,6 +39,12 @@ def test_no_prompts() -> None:
         decode_speed(tiny_model("llama"), tiny_tokenizer(), [""])
 
 
-def test_peak_memory_covers_a_large_tensor() -> None:
-    block = torch.ones(2**22)
-    assert peak_memory() >= block.nbytes
+def test_the_watch_sees_a_large_tensor_that_is_gone_again() -> None:
+    with MemoryWatch() as before:
+        pass
+    with MemoryWatch(every=0.001) as watch:
+        block = torch.ones(2**25)
+        size = block.nbytes
+        time.sleep(0.1)
+        del block
+    assert watch.peak >= before.peak + 0.8 * size

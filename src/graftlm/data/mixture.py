@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -64,6 +65,15 @@ class Mixture:
         # The last word keeps this order's randomness apart from that of (seed, domain, epoch).
         order = np.random.Generator(np.random.Philox([self.seed, step, 0, 1])).permutation(len(marked))
         return assemble(marked[order], marks[order], boundaries=self.boundaries, pad_id=self.pad_id)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all that sets the batches apart; of streams, whose text is not at hand, only their form."""
+        digest = hashlib.sha256(repr((self.shares, self.batch_size, self.seed, self.length, self.boundaries)).encode())
+        for domain, blocks in sorted(self.domains.items()):
+            digest.update(str(domain).encode())
+            if isinstance(blocks, TokenBlocks):
+                digest.update(blocks.marked.tobytes())
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the streams stand, as plain JSON values; empty when all domains are finite."""

@@ -1,6 +1,6 @@
 """How well models predict text, what they learned and forgot, and the report that says so."""
 
-from graftlm.evaluation.cost import decode_speed, peak_memory
+from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from graftlm.evaluation.harness import evaluate_tasks
 from graftlm.evaluation.perplexity import Scores, paired_difference, score
 from graftlm.evaluation.report import learning_and_forgetting, write_report
@@ -21,6 +21,7 @@ __all__ = [
     "Aim",
     "Interval",
     "Machine",
+    "MemoryWatch",
     "Metric",
     "PaperRow",
     "Results",
@@ -31,7 +32,6 @@ __all__ = [
     "evaluate_tasks",
     "learning_and_forgetting",
     "paired_difference",
-    "peak_memory",
     "print_table",
     "score",
     "value_of",

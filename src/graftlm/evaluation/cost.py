@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+import psutil
 import torch
 
 from graftlm.errors import DataError
@@ -38,16 +38,39 @@ def decode_speed(
         return new_tokens * len(rows) / (_now(device) - start)
 
 
-def peak_memory() -> int:
-    """Bytes: the most that CUDA held at once where there is a GPU, else the largest resident set of this process.
+class MemoryWatch:
+    """The most memory that a block of work held at once.
 
-    The resident set's peak never falls while the process lives, so on a CPU only a process that measures one thing
-    gives a figure for that thing; on a GPU, `torch.cuda.reset_peak_memory_stats()` starts anew.
+    `peak` is in bytes: what CUDA allocated where there is a GPU, else the process' resident set, looked at every few
+    milliseconds. A resident set holds what was there before, and what the allocator keeps for later.
     """
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+
+    def __init__(self, every: float = 0.02) -> None:
+        self.peak = 0
+        self._every = every
+        self._process = psutil.Process()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self._done.set()
+            self._thread.join()
+
+    def _look(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._process.memory_info().rss)
+            if self._done.wait(self._every):
+                return
 
 
 def _decode(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> None:

@@ -218,8 +218,8 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
 def command_line() -> str:
     """The command of this process as one would type it, without the folder of its program."""
     program = Path(sys.argv[0]).name
-    # `python -m package` leaves the path of the package's __main__.py.
-    program = "graft" if program in {"", "-c", "-m", "__main__.py"} else program
+    # `python -m package` leaves the path of the package's __main__.py or of the module.
+    program = "graft" if program in {"", "-c", "-m", "__main__.py", "cli.py"} else program
     return shlex.join([program, *sys.argv[1:]])
 
 

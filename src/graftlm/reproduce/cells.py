@@ -18,7 +18,8 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, build_mixture
 from graftlm.evaluation import Interval, Metric, Row, combine_seeds, value_of
 from graftlm.training import TrainingConfig
-from graftlm.training.experiment import Bench, Measurement, load_tests
+from graftlm.training.bench import Bench, Measurement
+from graftlm.training.experiment import load_tests
 from graftlm.training.recipe import AnyGraft, BackboneConfig, EvaluationConfig
 
 

@@ -1,187 +1,21 @@
-"""Train a graft, measure what it learned and forgot, and keep both: one method or several on the same data."""
+"""What a recipe runs: one method, or several on the same data, and their report."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import PartialState
-from accelerate.utils import set_seed
 
-from graftlm.artifact import save_graft
-from graftlm.backbone import Backbone
-from graftlm.data import DataConfig, Document, Mixture, TokenBlocks, build_documents, build_mixture
+from graftlm.data import DataConfig, Document, Mixture, build_documents, build_mixture
 from graftlm.errors import ForgettingBudgetError, RecipeError
-from graftlm.evaluation import Aim, Results, Row, Scores, score, value_of
-from graftlm.evaluation.cost import decode_speed, peak_memory
-from graftlm.evaluation.report import learning_and_forgetting, write_report
+from graftlm.evaluation import Aim, Results, value_of
+from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import write_atomically
-from graftlm.grafts import GraftConfig, GraftedModel, build_graft, graft_class
-from graftlm.training.config import TrainingConfig
-from graftlm.training.history import read_history
-from graftlm.training.loop import TrainingSummary, train
+from graftlm.training.bench import Bench, Measurement, count_weights, graft_label
 from graftlm.training.recipe import EvaluationConfig, Recipe
 
-OLD_SET, NEW_SET = "old", "new"
-_OBSERVED_TOKENS = 4096
-
 Say = Callable[[str], None]
-
-
-@dataclass
-class Measurement:
-    """What one method measured.
-
-    Attributes:
-        row: its metrics.
-        statistics: what the graft showed: open shares per domain, spectra.
-        losses: (step, loss) pairs of its training.
-    """
-
-    row: Row
-    statistics: dict[str, Any] = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"row": self.row.model_dump(mode="json"), "statistics": self.statistics, "losses": self.losses}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Measurement:
-        return cls(Row.model_validate(values["row"]), values["statistics"], values["losses"])
-
-
-class Bench:
-    """One backbone and its test texts; methods are trained and measured on it one after the other.
-
-    Args:
-        backbone: the frozen model.
-        tests: test documents by set; `old` and `new` give what was forgotten and learned, any other set stands beside them.
-        evaluation: how much is measured.
-        length: tokens per window where `evaluation` does not say.
-    """
-
-    def __init__(
-        self, backbone: Backbone, tests: Mapping[str, Sequence[Document]], evaluation: EvaluationConfig, length: int
-    ) -> None:
-        self.backbone = backbone
-        self.tokenizer = backbone.need_tokenizer()
-        self.tests = tests
-        self.evaluation = evaluation
-        self.length = evaluation.length or length
-        self._scores: dict[str, Scores] = {}
-
-    def backbone_measurement(self) -> Measurement:
-        """The bare backbone's row."""
-        metrics = dict(learning_and_forgetting({}, self.backbone_scores())) | self._speeds(self.backbone.model)
-        metrics["total_parameters"] = _count(self.backbone.model.parameters())
-        return Measurement(Row(id="backbone", label="backbone", metrics=metrics))
-
-    def backbone_scores(self) -> dict[str, Scores]:
-        """The bare backbone's scores, measured once, while no graft is attached."""
-        if not self._scores:
-            self._scores = self._score(self.backbone.model)
-        return self._scores
-
-    def run(
-        self,
-        row_id: str,
-        config: GraftConfig,
-        mixture: Mixture,
-        training: TrainingConfig,
-        out: Path,
-        *,
-        label: str = "",
-        progress: bool = True,
-    ) -> Measurement:
-        """Train a fresh graft into `out/graft` and measure it; a finished run of the same settings is read back."""
-        key = _hash(row_id, config, training, self.evaluation, self.length, self.backbone.fingerprint.id, mixture)
-        kept = _read_measurement(out, key)
-        if kept is not None:
-            return kept
-        self.backbone_scores()
-        set_seed(training.seed)
-        with GraftedModel(self.backbone, {"graft": build_graft(config, self.backbone)}) as model:
-            summary = train(model, mixture, training, out, progress=progress)
-            if not PartialState().is_main_process:
-                return Measurement(Row(id=row_id, label=label or row_id, metrics={}))
-            measurement = self._measure(model, summary, row_id, label or graft_label(config))
-            save_graft(
-                model.grafts["graft"],  # type: ignore[arg-type]  # a ModuleDict forgets what it holds
-                self.backbone,
-                out / "graft",
-                training=_summary(summary, training, measurement),
-                card=_card(self.backbone, config, measurement),
-            )
-        write_atomically(out / "measurement.json", json.dumps({"key": key} | measurement.to_json()).encode())
-        return measurement
-
-    def measure(self, model: GraftedModel, row_id: str, label: str) -> Measurement:
-        """Measure a model that is trained already."""
-        metrics = dict(learning_and_forgetting(self.backbone_scores(), self._score(model))) | self._speeds(model)
-        metrics["trainable_parameters"] = _count(model.trainable_parameters().values())
-        metrics["total_parameters"] = _count(model.parameters())
-        return Measurement(Row(id=row_id, label=label, metrics=metrics), self._statistics(model))
-
-    def _measure(self, model: GraftedModel, summary: TrainingSummary, row_id: str, label: str) -> Measurement:
-        memory = peak_memory()
-        measurement = self.measure(model, row_id, label)
-        cost = {"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": memory}
-        measurement.row = measurement.row.model_copy(update={"metrics": measurement.row.metrics | cost})
-        measurement.losses = [[line["step"], line["loss"]] for line in read_history(summary.history)]
-        return measurement
-
-    def _score(self, model: Any) -> dict[str, Scores]:
-        settings = self.evaluation
-        return {
-            name: score(
-                model,
-                self.tokenizer,
-                documents,
-                length=self.length,
-                batch_size=settings.batch_size,
-                precision=settings.precision,
-                limit_tokens=settings.limit_tokens,
-            )
-            for name, documents in self.tests.items()
-        }
-
-    def _speeds(self, model: Any) -> dict[str, Any]:
-        count, tokens = self.evaluation.decode_prompts, self.evaluation.decode_tokens
-        sets = [name for name in (OLD_SET, NEW_SET) if name in self.tests] if count else []
-        prompts = {name: _prompts(self.tests[name], count) for name in sets}
-        return {
-            f"decode_{name}_tokens_per_s": decode_speed(model, self.tokenizer, texts, tokens)
-            for name, texts in prompts.items()
-        }
-
-    def _statistics(self, model: GraftedModel) -> dict[str, Any]:
-        graft = model.grafts["graft"]
-        statistics: dict[str, Any] = dict(graft.describe(self.backbone))  # type: ignore[operator]
-        for name in (OLD_SET, NEW_SET):
-            for key, value in self.observe(model, name).items():
-                statistics.setdefault(key, {})[name] = value
-        return statistics
-
-    def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
-        """What the graft shows on the start of a test set, such as open shares: one number a layer."""
-        rows = self._rows(name)
-        if rows is None:
-            return {}
-        return {key: value.tolist() for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items()}
-
-    def _rows(self, name: str) -> torch.Tensor | None:
-        """(rows, length) tokens of the start of a test set; None when it is too short."""
-        text = "\n".join(document.text[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
-        ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
-        rows = min(len(ids), _OBSERVED_TOKENS) // self.length
-        if rows == 0:
-            return None
-        return torch.tensor(ids[: rows * self.length], device=self.backbone.device).view(rows, self.length)
 
 
 def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool = True, say: Say = print) -> Results:
@@ -191,7 +25,9 @@ def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool 
         ForgettingBudgetError: the run forgot more than the recipe allows; graft and report are written all the same.
     """
     if recipe.graft is None:
-        raise RecipeError("The recipe has methods to compare and no graft section: run graft compare, or add a graft section.")
+        raise RecipeError(
+            "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
+        )
     folder = Path(out or recipe.out)
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)
     say(f"Training {graft_label(recipe.graft)} for {recipe.training.steps:,} steps.")
@@ -208,17 +44,18 @@ def compare_recipe(
     progress: bool = True,
     say: Say = print,
 ) -> Results:
-    """Train every method of the recipe on the same data, and report them side by side; grafts are in `out/<row>/graft`."""
+    """Train every method of the recipe on the same data, report them side by side; grafts go to `out/<row>/graft`."""
     folder = Path(out or recipe.out)
     recipe = recipe.comparison()
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)
     measured = []
     for name, method in recipe.methods.items():
         config, training = recipe.method(name)
-        say(f"Training {method.label or name} for {training.steps:,} steps.")
-        fresh = mixture if not mixture.state_dict() else build_mixture(recipe.data, bench.tokenizer, training.batch_size)
+        say(f"Training {method.label or graft_label(config)} for {training.steps:,} steps.")
+        if mixture.state_dict() or mixture.batch_size != training.batch_size:
+            mixture = build_mixture(recipe.data, bench.tokenizer, training.batch_size)
         measured.append(
-            bench.run(name, config, fresh, training, folder / name, label=method.label or name, progress=progress)
+            bench.run(name, config, mixture, training, folder / name, label=method.label, progress=progress)
         )
     return report(folder, "compare", bench, measured, [recipe.training.seed], recipe.evaluation)
 
@@ -230,7 +67,7 @@ def prepare(recipe: Recipe, folder: Path, *, progress: bool, say: Say) -> tuple[
     mixture = build_mixture(recipe.data, backbone.need_tokenizer(), recipe.training.batch_size)
     if PartialState().is_main_process:
         write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
-    say(f"Backbone {backbone.name}: {_count(backbone.model.parameters()):,} parameters, frozen.")
+    say(f"Backbone {backbone.name}: {count_weights(backbone.model.parameters()):,} parameters, frozen.")
     return Bench(backbone, tests, recipe.evaluation, recipe.data.length), mixture
 
 
@@ -264,11 +101,6 @@ def report(
     return results
 
 
-def graft_label(config: GraftConfig) -> str:
-    """What tables call a kind of graft."""
-    return graft_class(config.kind).label or config.kind
-
-
 def _budget_aims(measured: Sequence[Measurement], budget: float | None) -> list[Aim]:
     aims = []
     for one in measured:
@@ -285,59 +117,6 @@ def _check_budget(results: Results, budget: float | None) -> None:
     for aim in results.aims:
         if not aim.met:
             raise ForgettingBudgetError(
-                f"The run forgot {aim.measured:.4f} nats per token of the old domain, and the budget is {budget}: raise the "
-                "share of old text or the local loss, lower the learning rate, or raise forgetting_budget."
+                f"The run forgot {aim.measured:.4f} nats per token of the old domain, and the budget is {budget}: "
+                "raise the share of old text or the local loss, lower the learning rate, or raise forgetting_budget."
             )
-
-
-def _summary(summary: TrainingSummary, training: TrainingConfig, measurement: Measurement) -> dict[str, Any]:
-    metrics = measurement.row.model_dump(mode="json")["metrics"]
-    return {"steps": summary.steps, "tokens": summary.tokens, "training": training.model_dump(mode="json"), "measured": metrics}
-
-
-def _card(backbone: Backbone, config: GraftConfig, measurement: Measurement) -> str:
-    lines = [f"| {name} | {_shown(value)} |" for name, value in measurement.row.metrics.items()]
-    return (
-        f"---\nlibrary_name: graftlm\nbase_model: {backbone.name}\n---\n\n# {graft_label(config)} for {backbone.name}\n\n"
-        "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
-        "those that end in bpb in bits per byte.\n\n"
-        "| metric | measured |\n|---|---|\n" + "\n".join(lines) + "\n\n"
-        "```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
-        f"backbone = load_backbone({backbone.name!r})\n"
-        'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
-    )
-
-
-def _shown(value: Any) -> str:
-    if hasattr(value, "mean"):
-        return f"{value.mean:.4f} ({value.low:.4f} to {value.high:.4f})"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-def _prompts(documents: Sequence[Document], count: int) -> list[str]:
-    """The starts of evenly spaced stretches of the texts."""
-    text = "\n".join(document.text[:100_000] for document in list(documents)[:8])
-    return [text[start : start + 400] for start in range(0, len(text), max(1, len(text) // count))][:count]
-
-
-def _count(parameters: Any) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256("\n".join(_plain(part) for part in parts).encode()).hexdigest()
-
-
-def _plain(part: Any) -> str:
-    if isinstance(part, Mixture):
-        sizes = {domain: len(blocks) for domain, blocks in part.domains.items() if isinstance(blocks, TokenBlocks)}
-        return json.dumps([{k: str(v) for k, v in part.shares.items()}, part.batch_size, part.seed, part.length, sizes])
-    return part.model_dump_json() if hasattr(part, "model_dump_json") else str(part)
-
-
-def _read_measurement(out: Path, key: str) -> Measurement | None:
-    try:
-        values = json.loads((out / "measurement.json").read_text(encoding="utf-8"))
-        return Measurement.from_json(values) if values["key"] == key else None
-    except (OSError, ValueError, KeyError):
-        return None

@@ -26,7 +26,8 @@ class BackboneConfig(Config):
 
     def load(self) -> Backbone:
         """The backbone."""
-        return load_backbone(self.name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+        device = self.device or PartialState().device
+        return load_backbone(self.name, dtype=self.dtype, device=device, trust_remote_code=self.trust_remote_code)
 
 
 class EvaluationConfig(Config):

@@ -20,7 +20,7 @@ from graftlm.reproduce import Options
 from graftlm.reproduce.cells import Cell, metric, over_seeds, run_cells
 from graftlm.reproduce.neutral_residues import paper
 from graftlm.training import TrainingConfig
-from graftlm.training.experiment import Measurement
+from graftlm.training.bench import Measurement
 from graftlm.training.recipe import BackboneConfig, EvaluationConfig
 
 NAME = "neutral-residues"

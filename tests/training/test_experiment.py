@@ -1,0 +1,137 @@
+"""Recipes from end to end on a tiny backbone: what is written, what is read back, and what makes a run fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftlm.artifact import load_graft, read_manifest
+from graftlm.backbone import load_backbone
+from graftlm.errors import ForgettingBudgetError, RecipeError
+from graftlm.evaluation import Results, value_of
+from graftlm.grafts import GraftedModel
+from graftlm.training.bench import Bench
+from graftlm.training.experiment import compare_recipe, load_tests, run_recipe
+from graftlm.training.recipe import Recipe, recipe_schema
+
+OLD, NEW = "the river ran under the old house and the garden. ", "le vieux jardin dormait sous la lune blanche. "
+
+
+def values(tmp_path: Path, backbone: Path, **changes: Any) -> dict[str, Any]:
+    for name, text in {"old": OLD * 60, "new": NEW * 60, "old-test": OLD * 8, "new-test": NEW * 8}.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    return {
+        "backbone": {"name": str(backbone), "device": "cpu"},
+        "graft": {"kind": "neutral-residues", "alpha": 1.0},
+        "data": {
+            "new": [{"path": str(tmp_path / "new.txt")}],
+            "old": [{"path": str(tmp_path / "old.txt")}],
+            "old_share": 0.25,
+            "length": 16,
+            "test": {name: [{"path": str(tmp_path / f"{name}-test.txt")}] for name in ("old", "new")},
+        },
+        "training": {"steps": 6, "batch_size": 4, "learning_rate": 0.01},
+        "evaluation": {"decode_prompts": 1, "decode_tokens": 4},
+        "out": str(tmp_path / "run"),
+    } | changes
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_backbone) -> Recipe:
+    return Recipe.parse(values(tmp_path, tiny_backbone("llama")))
+
+
+def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, tmp_path: Path) -> None:
+    results = run_recipe(recipe, progress=False, say=lambda _: None)
+    run = tmp_path / "run"
+    assert {"recipe.yaml", "results.json", "report.md", "graft", "checkpoints"} <= {path.name for path in run.iterdir()}
+    assert Recipe.from_yaml(run / "recipe.yaml") == recipe
+    row = results.row("neutral-residues")
+    gained = value_of(results.row("backbone").metrics["new"]) - value_of(row.metrics["new"])
+    assert value_of(row.metrics["learned"]) == pytest.approx(gained, abs=1e-6)
+    assert gained > 0
+    assert row.metrics["peak_memory_bytes"]
+    shares = results.details["statistics"]["neutral-residues"]["open_share"]  # type: ignore[index, call-overload]
+    assert set(shares) == {"old", "new"}  # type: ignore[arg-type]
+    assert read_manifest(run / "graft").training["steps"] == 6
+
+    written = (run / "graft" / "graft.safetensors").stat().st_mtime_ns
+    again = run_recipe(recipe, progress=False, say=lambda _: None)
+    assert (run / "graft" / "graft.safetensors").stat().st_mtime_ns == written, "a finished run is not trained again"
+    assert again.row("neutral-residues") == row
+
+    backbone = load_backbone(recipe.backbone.name)
+    bench = Bench(backbone, load_tests(recipe.data), recipe.evaluation, recipe.data.length)
+    bench.backbone_scores()
+    with GraftedModel(backbone, {"graft": load_graft(run / "graft", backbone)}) as model:
+        measured = bench.measure(model, "loaded", "loaded")
+    assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)
+
+
+def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_path: Path) -> None:
+    run_recipe(recipe, progress=False, say=lambda _: None)
+    (tmp_path / "new-test.txt").write_text(NEW[::-1] * 8, encoding="utf-8")
+    row = run_recipe(recipe, progress=False, say=lambda _: None).row("neutral-residues")
+    assert row != Results.read(tmp_path / "run").row("backbone")
+    assert value_of(row.metrics["new"]) > 0
+
+
+def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_backbone) -> None:
+    methods = {
+        "lora": {"graft": {"kind": "lora", "rank": 2}, "label": "LoRA, rank 2"},
+        "quick": {"graft": {"kind": "adapter", "width": 4}, "training": {"steps": 2, "batch_size": 2}},
+    }
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), methods=methods))
+    results = compare_recipe(recipe, progress=False, say=lambda _: None)
+    assert [(row.id, row.label) for row in results.rows] == [
+        ("backbone", "backbone"),
+        ("lora", "LoRA, rank 2"),
+        ("quick", "vanilla adapter"),
+    ]
+    losses = results.details["losses"]
+    assert len(losses["lora"]) == 6  # type: ignore[index, arg-type, call-overload]
+    assert len(losses["quick"]) == 2  # type: ignore[index, arg-type, call-overload]
+
+
+def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> None:
+    compared = recipe.comparison().methods
+    assert next(iter(compared)) == "neutral-residues"
+    assert compared["neutral-residues"].graft == recipe.graft
+    assert {"adapter", "lora", "finetune"} <= set(compared)
+
+
+def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_path: Path, tiny_backbone) -> None:
+    recipe = Recipe.parse(
+        values(tmp_path, tiny_backbone("llama"), evaluation={"forgetting_budget": -5.0, "decode_prompts": 0})
+    )
+    with pytest.raises(ForgettingBudgetError, match=r"forgot .* and the budget is -5"):
+        run_recipe(recipe, progress=False, say=lambda _: None)
+    assert (tmp_path / "run" / "graft" / "graft.json").exists()
+    assert Results.read(tmp_path / "run").aims[0].met is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"graft": {"kind": "neutral-residues", "capasity": 0.1}}, r"unknown key capasity \(did you mean capacity\?\)"),
+        ({"graft": {"kind": "neutral-residue"}}, r"did you mean neutral-residues\?"),
+        ({"graft": {"capacity": 0.1}}, "kind is missing"),
+        ({"graft": None}, "a graft section, or methods to compare"),
+        ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, "the method id backbone is taken"),
+        ({"methods": {"a": {"graft": {"kind": "lora"}, "training": {"step": 1}}}}, r"did you mean steps\?"),
+    ],
+)
+def test_mistakes_in_a_recipe(changes: dict[str, Any], sentence: str, tmp_path: Path, tiny_backbone) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse(values(tmp_path, tiny_backbone("llama"), **changes))
+
+
+def test_the_schema_knows_every_kind_with_its_keys() -> None:
+    schema = json.loads(json.dumps(recipe_schema()))
+    variants = {variant["properties"]["kind"]["const"]: variant for variant in schema["$defs"]["GraftConfig"]["oneOf"]}
+    assert {"neutral-residues", "adapter", "lora", "finetune"} <= set(variants)
+    assert "capacity" in variants["neutral-residues"]["properties"]
+    assert "kind" in variants["lora"]["required"]
