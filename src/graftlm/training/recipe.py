@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from accelerate import PartialState
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from graftlm.backbone import Backbone, load_backbone
