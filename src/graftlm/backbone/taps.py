@@ -64,8 +64,8 @@ class Tap:
         site: where.
         when: `before` acts on the site's input, `after` on its output.
         act: `add` returns what is added to the hidden states, and any number of grafts may add at one site; `replace`
-            returns new hidden states, and only one graft may replace at a site. Either may return None: nothing changes,
-            to the bit.
+            returns new hidden states, and only one graft may replace at a site. Either may return None: nothing
+            changes, to the bit.
         function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); tensors are (B, T, d).
     """
 

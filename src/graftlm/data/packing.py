@@ -1,7 +1,7 @@
 """Documents to rows of token ids.
 
-Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of all
-documents make one stream, cut into rows of `length`; the last row is filled up with padding.
+Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of
+all documents make one stream, cut into rows of `length`; the last row is filled up with padding.
 
 A stream is held as *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after
 the last. So one array carries ids, document starts and padding.

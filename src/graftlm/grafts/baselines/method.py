@@ -1,4 +1,4 @@
-"""What users would do without grafts, through the same loop, data and report: LoRA (PEFT's own) and full fine-tuning."""
+"""What one would do without a graft, by the same loop, data and report: LoRA (PEFT's own) and full fine-tuning."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class LowRank(Graft):
         config: LowRankConfig = self.config  # type: ignore[assignment]
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(
-                "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together with it: "
-                "merge or unload that adapter first."
+                "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together "
+                "with it: merge or unload that adapter first."
             )
         peft = LoraConfig(
             r=self._rank,
@@ -107,7 +107,7 @@ def _ffn_linear_names(backbone: Backbone) -> list[str]:
 
 def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tensor]:
     """Names and shapes (without storage) of the factors that PEFT will make."""
-    shapes: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
     for name in names:
         module = backbone.model.get_submodule(name)
         rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
@@ -170,6 +170,6 @@ def _refuse_packed_weights(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             raise BackboneError(
-                f"The weight {name} is quantised ({type(parameter).__name__}), and fine-tuning trains plain numbers: load the "
-                "backbone without quantisation, or train another kind of graft."
+                f"The weight {name} is quantised ({type(parameter).__name__}), and fine-tuning trains plain numbers: "
+                "load the backbone without quantisation, or train another kind of graft."
             )
