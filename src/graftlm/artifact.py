@@ -70,7 +70,12 @@ class Manifest(Config):
 
 
 def save_graft(
-    graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str | None = None
+    graft: Graft,
+    backbone: Backbone,
+    folder: str | Path,
+    *,
+    training: Mapping[str, Any] | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write a graft; what stood at `folder` is replaced only once the new one is whole.
 
@@ -105,9 +110,11 @@ def save_graft(
         _write(draft, manifest, tensors, card or default_card(manifest))
         _put_in_place(draft, folder)
     except (OSError, SafetensorError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left" in str(error)
+        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
-        raise ArtifactError(f"The graft could not be written to {folder} ({why}): free space or name another folder.") from error
+        raise ArtifactError(
+            f"The graft could not be written to {folder} ({why}): free space or name another folder."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
@@ -123,7 +130,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(f"{folder} has no {JSON_NAME}, so it is not a graft: name a folder that graft train wrote.") from None
+        raise ArtifactError(
+            f"{folder} has no {JSON_NAME}, so it is not a graft: name a folder that graft train wrote."
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
@@ -147,8 +156,8 @@ def load_graft(folder: str | Path, backbone: Backbone) -> Graft:
     difference = manifest.backbone.matches(backbone)
     if difference:
         raise WrongBackboneError(
-            f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and {difference}: "
-            "pass the backbone that it was trained on."
+            f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
+            f"{difference}: pass the backbone that it was trained on."
         )
     graft = build_graft(manifest.graft_config(), backbone)
     graft.load_tensors(dict(read_tensors(folder)))
@@ -171,9 +180,8 @@ def backbone_of(
         BackboneError: the backbone can't be loaded.
     """
     remembered = read_manifest(folder).backbone.name
-    place = device or torch.accelerator.current_accelerator(check_available=True)
     try:
-        return load_backbone(name or remembered, device=place, trust_remote_code=trust_remote_code)
+        backbone = load_backbone(name or remembered, trust_remote_code=trust_remote_code)
     except BackboneError as error:
         if name is not None:
             raise
@@ -181,6 +189,8 @@ def backbone_of(
             f"{str(error).rstrip('.')}; the graft {folder} was trained on that backbone, so say where it is now "
             "(--backbone)."
         ) from error
+    backbone.move(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    return backbone
 
 
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
@@ -197,15 +207,18 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
         api.create_repo(repository, private=private, exist_ok=True)
         return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft"))
     except Exception as error:  # the hub's client raises many kinds
-        raise ArtifactError(f"The hub refused {repository} ({error}): log in with `hf auth login` and check the name.") from error
+        raise ArtifactError(
+            f"The hub refused {repository} ({error}): log in with `hf auth login` and check the name."
+        ) from error
 
 
 def default_card(manifest: Manifest) -> str:
     """A model card for a graft without a report."""
     return (
-        f"---\nlibrary_name: graftlm\nbase_model: {manifest.backbone.name}\n---\n\n# A graft for {manifest.backbone.name}\n\n"
-        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and were never "
-        f"changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
+        f"---\nlibrary_name: graftlm\nbase_model: {manifest.backbone.name}\n---\n\n"
+        f"# A graft for {manifest.backbone.name}\n\n"
+        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
+        f"were never changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
         f"backbone = load_backbone({manifest.backbone.name!r})\n"
         'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
     )
@@ -215,7 +228,8 @@ def _refuse_bad_numbers(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(
-                f"The tensor {name} holds NaN or infinity, so the graft is not written: train with a lower learning rate."
+                f"The tensor {name} holds NaN or infinity, so the graft is not written: "
+                "train with a lower learning rate."
             )
 
 
@@ -223,7 +237,9 @@ def _refuse_foreign_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
-        raise ArtifactError(f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder.")
+        raise ArtifactError(
+            f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder."
+        )
 
 
 def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card: str) -> None:

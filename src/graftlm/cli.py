@@ -62,9 +62,7 @@ app = typer.Typer(
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Change keys of the recipe, as training.steps=200.", show_default=False
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Change keys of the recipe, as training.steps=200.", show_default=False),
 ]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where results go; by default the recipe's out.")
@@ -83,13 +81,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, a
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.")]
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"graftlm {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -206,14 +210,9 @@ def generate(
     from graftlm.generation import Decoding, generate_text, read_prompt
     from graftlm.grafts import GraftedModel
 
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        sample=sample,
-        temperature=temperature,
-        top_p=top_p,
-        num_beams=num_beams,
-        seed=seed,
-    )
+    chosen = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "seed": seed}
+    chosen |= {"sample": sample, "temperature": temperature, "top_p": top_p}
+    decoding = Decoding.parse(chosen, where="graft generate")
     text = read_prompt(prompt)
     live = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     model = live.model if bare else GraftedModel(live, {"graft": load_graft(graft, live)})

@@ -30,7 +30,7 @@ class Decoding(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.sample and (self.temperature is not None or self.top_p is not None):
-            raise ValueError("temperature and top_p change random choices only: add sample")
+            raise ValueError("temperature and top_p change random choices only: add sample (--sample)")
         return self
 
     def arguments(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < prompt + new:
         raise DataError(
-            f"The prompt has {prompt} tokens, and with {new} new ones that is more than the model's {limit} positions: "
-            "shorten the prompt, or ask for fewer new tokens."
+            f"The prompt and {new} new tokens make {prompt + new}, but the model has {limit} positions: "
+            "shorten the prompt, or ask for fewer."
         )
 
 

@@ -71,6 +71,18 @@ class Backbone:
     def device(self) -> torch.device:
         return self.model.device
 
+    def move(self, device: str | torch.device) -> None:
+        """Put the model on a device.
+
+        Raises:
+            BackboneError: there is no such device, or no room on it.
+        """
+        try:
+            self.model.to(device)  # type: ignore[arg-type]  # its decorator hides the overloads
+        except (RuntimeError, AssertionError) as error:
+            reason = _first_line(error).partition(". ")[0]
+            raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
+
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
 
@@ -112,7 +124,9 @@ def load_backbone(
     _refuse_foreign_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)
-    backbone = Backbone.wrap(_moved(model, device), tokenizer, name)
+    backbone = Backbone.wrap(model, tokenizer, name)
+    if device is not None:
+        backbone.move(device)
     if tokenizer_required:
         backbone.need_tokenizer()
     return backbone
@@ -125,15 +139,6 @@ def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_r
         )
     except Exception as error:  # transformers, safetensors and the hub each raise their own
         raise BackboneError(_why_not(name, error)) from error
-
-
-def _moved(model: PreTrainedModel, device: str | torch.device | None) -> PreTrainedModel:
-    try:
-        return model if device is None else model.to(device)  # type: ignore[arg-type]  # its decorator hides the overloads
-    except (RuntimeError, AssertionError) as error:
-        raise BackboneError(
-            f"The device {device} can't be used ({_first_line(error)}): name another, such as cpu."
-        ) from error
 
 
 def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
