@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,12 @@ class Call:
 
 
 Action = Literal["add", "replace"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Keep torch's compiler out: taps act on what Python holds of the running pass."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]  # it gives a callable of the same form
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class Wiring:
             call.scratch.clear()
             call.scratch.update(gathered)
 
-    @torch.compiler.disable
+    @_untraced
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values, made = getattr(self._local, "announced", None) or ({}, [])
         mask = kwargs.get("attention_mask")
@@ -165,7 +171,7 @@ class Wiring:
         self._calls.append(call)
         self._prepare(call)
 
-    @torch.compiler.disable
+    @_untraced
     def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._calls:
             self._calls.pop()
@@ -182,7 +188,7 @@ class Wiring:
             self._handles.append(leave.register_forward_hook(self._after(tap, key), with_kwargs=True))
 
     def _before(self, tap: Tap) -> Callable[..., Any]:
-        @torch.compiler.disable
+        @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = _hidden(args, kwargs)
             result = tap.function(self._current(), hidden)
@@ -196,14 +202,14 @@ class Wiring:
         return hook
 
     def _remember(self, key: Any) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._current().scratch[key] = _hidden(args, kwargs)
 
         return hook
 
     def _after(self, tap: Tap, key: Any = None) -> Callable[..., Any]:
-        @torch.compiler.disable
+        @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             call = self._current()
             inputs = call.scratch.pop(key) if key is not None else _hidden(args, kwargs)

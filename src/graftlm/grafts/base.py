@@ -157,7 +157,7 @@ class GraftedModel(nn.Module):
                 model = graft.attach(model)
                 self._attached.append(graft)
             self.model: PreTrainedModel = model
-            taps = {name: graft.taps() for name, graft in self.grafts.items()}
+            taps = {name: graft.taps() for name, graft in zip(self.grafts, self._each(), strict=True)}
             self._wiring = Wiring(model, Sites(model), taps, self._prepare)
         except BaseException:
             self._give_back()
