@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from graftlm.backbone import Backbone
 from graftlm.errors import EvaluationError, MissingExtraError
 from graftlm.evaluation import evaluate_tasks, harness
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
 TASK = """
@@ -41,11 +44,37 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_local_task_gives_its_metrics(tasks: Path) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    wrapped = type("Wrapped", (), {"model": model})()
-    found = evaluate_tasks(wrapped, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
+    found = evaluate_tasks(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
     assert 0 <= found["tiny_choice"]["acc"] <= 1
     assert "acc_stderr" in found["tiny_choice"]
     assert found == evaluate_tasks(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=3)
+
+
+def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
+    graft = build_graft(graft_config({"kind": "neutral-residues", "width": 16}), backbone)
+    with torch.no_grad():
+        for tensor in graft.parameters():
+            tensor.normal_(0, 0.5)
+    bare = [chosen(backbone.model, i) for i in range(6)]
+    with GraftedModel(backbone, {"graft": graft}) as model:
+        found = evaluate_tasks(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
+        mine = [chosen(model, i) for i in range(6)]
+    assert mine != bare, "the graft must change an answer for this test to mean anything"
+    assert found["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
+
+
+def chosen(model: Any, question: int) -> int:
+    """The likelier of both choices, by the full pass over each."""
+    tokenizer = tiny_tokenizer()
+    context = tokenizer(f"question {question}:", add_special_tokens=False)["input_ids"]
+    scores = []
+    for choice in (" cat", " dog"):
+        ids = tokenizer(f"question {question}:{choice}", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            log_p = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        scores.append(sum(log_p[t - 1, ids[t]].item() for t in range(len(context), len(ids))))
+    return scores.index(max(scores))
 
 
 def test_an_unknown_task_is_named() -> None:
