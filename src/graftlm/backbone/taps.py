@@ -101,7 +101,7 @@ class Wiring:
         taps: Mapping[str, Sequence[Tap]],
         prepare: Callable[[Call], None],
     ) -> None:
-        _check_conflicts(taps)
+        _check_conflicts(sites, taps)
         self._prepare = prepare
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
@@ -237,13 +237,14 @@ def _forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def _check_conflicts(taps: Mapping[str, Sequence[Tap]]) -> None:
-    taken: dict[tuple[Site, str], str] = {}
+def _check_conflicts(sites: Sites, taps: Mapping[str, Sequence[Tap]]) -> None:
+    taken: dict[tuple[nn.Module, str], str] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:
             if tap.act != "replace":
                 continue
-            other = taken.setdefault((tap.site, tap.when), owner)
+            enter, leave = sites.module(tap.site)  # one place has several names, such as a layer from either end
+            other = taken.setdefault((enter if tap.when == "before" else leave, tap.when), owner)
             if other != owner:
                 raise TapConflictError(
                     f"The grafts {other!r} and {owner!r} both replace what happens {tap.when} {tap.site}: "
