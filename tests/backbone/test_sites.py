@@ -1,0 +1,294 @@
+"""Each family's row of sites, proven on a tiny model: what a tap sees, and what it does, worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graftlm.backbone import FAMILIES as ROWS
+from graftlm.backbone import Backbone, Call, Family, Site, Sites, Span, Tap, Wiring, register_family
+from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from tiny import DECODERS, ENCODERS, FAMILIES, VOCABULARY, tiny_ids, tiny_model
+
+IDS = tiny_ids(2, 12)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Where the attention of each family writes its output.
+ATTENTION_OUT = {"phi": "self_attn.dense", "gpt2": "attn.c_proj", "gpt_neox": "attention.dense"}
+ATTENTION_OUT |= dict.fromkeys(ENCODERS, "attention.output.dense")
+
+
+@functools.cache
+def model(family: str) -> Any:
+    return tiny_model(family)
+
+
+@torch.no_grad()
+def logits(live: Any, **inputs: Any) -> Tensor:
+    return live(**(inputs or {"input_ids": IDS}), use_cache=False).logits
+
+
+@torch.no_grad()
+def tapped(family: str, *taps: Tap) -> Tensor:
+    """Logits with taps in place."""
+    live = model(family)
+    wiring = Wiring(live, Sites(live), {"test": list(taps)}, lambda call: None)
+    try:
+        return logits(live)
+    finally:
+        wiring.remove()
+
+
+def changed(family: str, *paths: str) -> Tensor:
+    """Logits of a copy in which the Linears at these paths of every layer write zeros."""
+    live = copy.deepcopy(model(family))
+    for layer in Sites(live).layers:
+        for path in paths:
+            for parameter in layer.get_submodule(path).parameters():
+                parameter.data.zero_()
+    return logits(live)
+
+
+def every_layer(family: str, kind: Any, function: Any, when: Any = "after", act: Any = "replace") -> list[Tap]:
+    return [Tap(Site(kind, layer), when, act, function) for layer in range(Sites(model(family)).n_layers)]
+
+
+def zeros(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+    return torch.zeros_like(outputs)
+
+
+SITES = [Site("embedding"), Site("layer", 0), Site("attention", 1), Site("ffn", 1), Site("norm"), Site("head")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_taps_see_tensors_of_the_right_shape(family: str, site: Site) -> None:
+    sites = Sites(model(family))
+    if site.kind == "norm" and family in ENCODERS:
+        pytest.skip("encoders normalise inside each layer")
+    seen: dict[str, tuple[int, ...]] = {}
+
+    def before(call: Call, inputs: Tensor) -> None:
+        seen["before"] = tuple(inputs.shape)
+
+    def after(call: Call, inputs: Tensor, outputs: Tensor) -> None:
+        seen["inputs"], seen["after"] = tuple(inputs.shape), tuple(outputs.shape)
+
+    same = tapped(family, Tap(site, "before", "add", before), Tap(site, "after", "add", after))
+    assert torch.equal(same, logits(model(family))), "taps that return None changed bits"
+    first = tuple(IDS.shape) if site.kind == "embedding" else (*IDS.shape, sites.width)
+    assert seen["before"] == seen["inputs"] == first
+    assert seen["after"] == (*IDS.shape, VOCABULARY if site.kind == "head" else sites.width)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linears_of_the_ffn(family: str) -> None:
+    sites = Sites(model(family))
+    row = sites.family
+    assert sites.n_layers == len(sites.layers) >= 2
+    for layer in range(sites.n_layers):
+        *readers, writer = sites.ffn_linears(layer)
+        assert len(readers) == (2 if row.gated else 1)
+        assert sites.gating_matrix(layer) is readers[0]
+        assert all(_features(reader) == (sites.width, _features(writer)[0]) for reader in readers)
+        assert _features(writer)[1] == sites.width
+
+
+def _features(linear: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a Linear or of GPT-2's transposed one."""
+    rows, columns = linear.weight.shape  # type: ignore[union-attr, misc]
+    return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gating_matrix_goes_through_the_activation(family: str) -> None:
+    """With the gating matrix at zero a gated FFN says nothing, and a plain one the same of every token."""
+    live = copy.deepcopy(model(family))
+    sites = Sites(live)
+    gate = sites.gating_matrix(0)
+    gate.weight.data.zero_()  # type: ignore[union-attr, operator]
+    seen: list[Tensor] = []
+    _, leave = sites.module(Site("ffn", 0))
+    leave.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    logits(live)
+    assert (seen[0] - seen[0][:1, :1]).abs().max() < 1e-6
+    assert (seen[0].abs().max() < 1e-6) == sites.family.gated
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activation_is_the_ffns_own(family: str) -> None:
+    from transformers.activations import ACT2FN
+
+    sites = Sites(model(family))
+    own = [type(module) for name, module in sites.layers[0].named_modules() if "act" in name.rsplit(".", 1)[-1]]
+    assert type(ACT2FN[sites.activation]) in own
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_silent_ffn_equals_zeroed_weights(family: str) -> None:
+    wanted = changed(family, Sites(model(family)).family.ffn_out)
+    torch.testing.assert_close(tapped(family, *every_layer(family, "ffn", zeros)), wanted, **CLOSE)
+    minus = every_layer(family, "ffn", lambda call, inputs, outputs: -outputs, act="add")
+    torch.testing.assert_close(tapped(family, *minus), wanted, **CLOSE)
+    assert (wanted - logits(model(family))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_silent_attention_equals_zeroed_weights(family: str) -> None:
+    wanted = changed(family, ATTENTION_OUT.get(family, "self_attn.o_proj"))
+    torch.testing.assert_close(tapped(family, *every_layer(family, "attention", zeros)), wanted, **CLOSE)
+    assert (wanted - logits(model(family))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_skipped_layers_equal_layers_that_write_nothing(family: str) -> None:
+    wanted = changed(family, Sites(model(family)).family.ffn_out, ATTENTION_OUT.get(family, "self_attn.o_proj"))
+    skipped = every_layer(family, "layer", lambda call, inputs, outputs: inputs)
+    torch.testing.assert_close(tapped(family, *skipped), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_input_of_the_ffn_is_what_a_tap_before_it_makes(family: str) -> None:
+    """Before, `replace` gives the FFN zeros: then it says FFN(0), computed by its own modules."""
+    live = model(family)
+    sites = Sites(live)
+    enter, leave = sites.module(Site("ffn", 0))
+    said: list[Tensor] = []
+    handle = leave.register_forward_hook(lambda _module, _inputs, output: said.append(output))
+    tapped(family, Tap(Site("ffn", 0), "before", "replace", lambda call, inputs: torch.zeros_like(inputs)))
+    with torch.no_grad():
+        middle = enter(torch.zeros(*IDS.shape, sites.width))
+        wanted = middle if enter is leave else leave(middle)
+    handle.remove()
+    torch.testing.assert_close(said[0], wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_input_of_attention_may_come_as_a_keyword(family: str) -> None:
+    """Adding v before attention and taking it off again before it leaves the bits nearly alone; adding it does not."""
+    taps = [
+        Tap(Site("attention", 0), "before", "add", lambda call, inputs: torch.ones_like(inputs)),
+        Tap(Site("attention", 0), "before", "replace", lambda call, inputs: inputs - 1),
+    ]
+    torch.testing.assert_close(tapped(family, *taps), logits(model(family)), rtol=1e-4, atol=1e-4)
+    assert (tapped(family, taps[0]) - logits(model(family))).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embedding_equals_embeddings_given(family: str) -> None:
+    live = model(family)
+    embedding, _ = Sites(live).module(Site("embedding"))
+    shift = torch.linspace(-1, 1, Sites(live).width)
+    with torch.no_grad():
+        wanted = logits(live, inputs_embeds=embedding(IDS) + shift)
+    taps = Tap(Site("embedding"), "after", "add", lambda call, inputs, outputs: shift.expand_as(outputs))
+    torch.testing.assert_close(tapped(family, taps), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_norm_and_head_are_what_logits_are_made_of(family: str) -> None:
+    live = model(family)
+    head, _ = Sites(live).module(Site("head"))
+    seen: list[Tensor] = []
+    tap = Tap(Site("norm"), "after", "replace", lambda call, inputs, outputs: seen.append(2 * outputs) or seen[-1])
+    found = tapped(family, tap)
+    with torch.no_grad():
+        torch.testing.assert_close(found, _capped(live, head(seen[0])), **CLOSE)
+    plus = Tap(Site("head"), "after", "add", lambda call, inputs, outputs: torch.ones_like(outputs))
+    with torch.no_grad():
+        torch.testing.assert_close(tapped(family, tap, plus), _capped(live, head(seen[0]) + 1), **CLOSE)
+
+
+def _capped(live: Any, raw: Tensor) -> Tensor:
+    cap = getattr(live.config, "final_logit_softcapping", None)
+    return raw if cap is None else cap * torch.tanh(raw / cap)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_module_by_its_path(family: str) -> None:
+    sites = Sites(model(family))
+    name = next(name for name, module in model(family).named_modules() if module is sites.ffn_linears(0)[-1])
+    by_path = tapped(family, Tap(Site("module", path=name), "after", "replace", zeros))
+    by_site = tapped(family, Tap(Site("ffn", 0), "after", "replace", zeros))
+    torch.testing.assert_close(by_path, by_site, **CLOSE)
+
+
+def test_negative_layers_count_from_the_end() -> None:
+    last = tapped("llama", Tap(Site("ffn", -1), "after", "replace", zeros))
+    assert torch.equal(last, tapped("llama", Tap(Site("ffn", 1), "after", "replace", zeros)))
+
+
+def test_a_layers_input_is_the_last_ones_output() -> None:
+    seen: list[Tensor] = []
+
+    def look(call: Call, inputs: Tensor, outputs: Tensor) -> None:
+        seen.extend([inputs, outputs])
+
+    tapped("bert", *every_layer("bert", "layer", look))
+    assert torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [
+        (Site("ffn", 2), "no layer 2: this llama model has layers 0 to 1"),
+        (Site("ffn"), "no layer None"),
+        (Site("module", path="model.layers.0.mpl"), "no module 'model.layers.0.mpl'"),
+    ],
+)
+def test_places_that_are_not_there(site: Site, message: str) -> None:
+    with pytest.raises(TapError, match=message):
+        tapped("llama", Tap(site, "after", "replace", zeros))
+    assert not any(module._forward_pre_hooks for module in model("llama").modules()), "hooks stayed after the error"
+
+
+def test_encoders_have_no_last_norm() -> None:
+    with pytest.raises(TapError, match="A bert model has no norm: choose another site"):
+        tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
+
+
+def test_an_unknown_family_is_told_how_to_describe_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ROWS, "qwen3")
+    with pytest.raises(UnknownFamilyError) as caught:
+        Backbone.wrap(model("qwen3"))
+    message = str(caught.value)
+    assert "no row for the model type 'qwen3' (Qwen3ForCausalLM; known: bert," in message
+    start = message.index("graftlm.backbone.register_family(")
+    call = message[start : message.index(", with the paths that")]
+    exec(call, {"graftlm": __import__("graftlm.backbone"), "Family": Family, "Span": Span})
+    host = Backbone.wrap(model("qwen3"))  # what the message says works as it stands
+    with GraftedModel(host, {"graft": build_graft(graft_config({"kind": "adapter"}), host)}) as live:
+        assert torch.equal(live.eval()(IDS).logits, logits(model("qwen3")))
+
+
+def test_a_row_that_does_not_fit_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS["qwen3"]
+    monkeypatch.setitem(ROWS, "qwen3", Family(**{**vars(row), "layers": "blocks"}))
+    with pytest.raises(TapError, match="no module 'blocks': correct the path, or describe the family"):
+        Sites(model("qwen3"))
+    register_family("qwen3", Family(**{**vars(row), "layers": "norm"}))
+    with pytest.raises(UnknownFamilyError, match="norm of Qwen3ForCausalLM is not a list of layers"):
+        Sites(model("qwen3"))
+
+
+@pytest.mark.parametrize(("mine", "yours"), [(Site("ffn", 1), Site("ffn", 1)), (Site("ffn", 1), Site("ffn", -1))])
+def test_two_that_replace_one_place_are_named(mine: Site, yours: Site) -> None:
+    live = model("llama")
+    taps = {"danish": [Tap(mine, "after", "replace", zeros)], "legal": [Tap(yours, "after", "replace", zeros)]}
+    with pytest.raises(TapConflictError, match="'danish' and 'legal' both replace what happens after ffn"):
+        Wiring(live, Sites(live), taps, lambda call: None)
+
+
+def test_many_may_add_at_one_place() -> None:
+    live = model("llama")
+    one = Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs / 2)
+    taps = {"danish": [one], "legal": [Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs)]}
+    wiring = Wiring(live, Sites(live), taps, lambda call: None)
+    found = logits(live)
+    wiring.remove()
+    torch.testing.assert_close(found, tapped("llama", Tap(Site("ffn", 1), "after", "replace", zeros)), **CLOSE)
