@@ -49,7 +49,9 @@ class History:
 
 
 def _unwritable(path: Path, error: OSError) -> TrainingError:
-    return TrainingError(f"{path} can't be written ({error.strerror}): free space, then run the same command to resume.")
+    return TrainingError(
+        f"{path} can't be written ({error.strerror}): free space, then run the same command to resume."
+    )
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
