@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from matplotlib.transforms import Bbox
 
 from graftlm.evaluation.results import Interval, Metric, Row, value_of, write_atomically
 
@@ -23,7 +19,6 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY, _INK = "#8A8A8A", "#222222"
 _DPI = 150
-_OFFSETS = [(9, 7), (9, -14), (-9, 7), (-9, -14), (0, 12), (0, -19), (9, 20), (9, -27), (-9, 20), (-9, -27)]
 
 Point = tuple[Metric, Metric]  # forgotten, learned
 
@@ -42,12 +37,12 @@ def learn_against_forget(
     for index, row in enumerate(shown):
         colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
         _path(axes, (paths or {}).get(row.id, ()), colour, marker)
-        _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker)
+        _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker, row.label)
     axes.margins(0.16, 0.16)
     axes.text(
         0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
     )
-    _label_points(figure, axes, shown, paths or {})
+    _legend(axes)
     return figure
 
 
@@ -144,10 +139,11 @@ def _path(axes: Axes, points: Sequence[Point], colour: str, marker: str) -> None
     axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
 
 
-def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str) -> None:
+def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str, label: str) -> None:
     axes.errorbar(
         value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), color=colour, elinewidth=1.3, capsize=2.5,
         marker=marker, markersize=8.5, markeredgecolor="white", markeredgewidth=0.9, linestyle="none", zorder=4,
+        label=label,
     )  # fmt: skip
 
 
@@ -155,67 +151,6 @@ def _errors(metric: Metric) -> list[list[float]] | None:
     if not isinstance(metric, Interval):
         return None
     return [[max(0.0, metric.mean - metric.low)], [max(0.0, metric.high - metric.mean)]]
-
-
-def _label_points(figure: Figure, axes: Axes, rows: Sequence[Row], paths: Mapping[str, Sequence[Point]]) -> None:
-    """Put each label where it covers least: of other labels, markers, intervals and paths, and of the space outside."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    frame = axes.get_window_extent(renderer)
-    taken = [box for row in rows for box in [*_boxes(axes, row), *_path_boxes(axes, paths.get(row.id, ()))]]
-    for index, row in enumerate(rows):
-        colour = PALETTE[index % len(PALETTE)]
-        point = (value_of(row.metrics["forgotten"]), value_of(row.metrics["learned"]))
-        places = []
-        for rank, offset in enumerate(_OFFSETS):
-            text = _annotate(axes, row.label, point, offset, colour)
-            box = text.get_window_extent(renderer).padded(2)
-            text.remove()
-            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            places.append((sum(_overlap(box, other) for other in taken) + 1e6 * outside + rank, offset, box))
-        _, offset, box = min(places, key=lambda place: place[0])
-        _annotate(axes, row.label, point, offset, colour)
-        taken.append(box)
-
-
-def _annotate(axes: Axes, label: str, point: tuple[float, float], offset: tuple[int, int], colour: str) -> Any:
-    side = "left" if offset[0] > 0 else "right" if offset[0] < 0 else "center"
-    return axes.annotate(
-        label, point, xytext=offset, textcoords="offset points", ha=side, fontsize=9.5, color=colour, zorder=5,
-        annotation_clip=False, path_effects=[withStroke(linewidth=2.5, foreground="white")],
-    )  # fmt: skip
-
-
-def _boxes(axes: Axes, row: Row) -> list[Bbox]:
-    """What a row's marker and interval cover, in pixels."""
-    x, y = row.metrics["forgotten"], row.metrics["learned"]
-    to_pixels, x_mid, y_mid = axes.transData.transform, value_of(x), value_of(y)
-    centre = to_pixels((x_mid, y_mid))
-    boxes = [_box(centre - 6, centre + 6)]
-    if isinstance(x, Interval):
-        boxes.append(_box(to_pixels((x.low, y_mid)) - 2, to_pixels((x.high, y_mid)) + 2))
-    if isinstance(y, Interval):
-        boxes.append(_box(to_pixels((x_mid, y.low)) - 2, to_pixels((x_mid, y.high)) + 2))
-    return boxes
-
-
-def _path_boxes(axes: Axes, points: Sequence[Point]) -> list[Bbox]:
-    """Small boxes along a path, in pixels."""
-    corners = [axes.transData.transform((value_of(x), value_of(y))) for x, y in points]
-    along = np.linspace(0, 1, 40)[:, None]
-    spots = [spot for a, b in pairwise(corners) for spot in a + (b - a) * along]
-    return [_box(spot - 3, spot + 3) for spot in spots]
-
-
-def _box(low: np.ndarray, high: np.ndarray) -> Bbox:
-    return Bbox([low, high])
-
-
-def _overlap(a: Bbox, b: Bbox) -> float:
-    width = min(a.x1, b.x1) - max(a.x0, b.x0)
-    height = min(a.y1, b.y1) - max(a.y0, b.y0)
-    return width * height if width > 0 and height > 0 else 0.0
 
 
 def _as_layers(values: Any) -> list[np.ndarray]:
