@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, Tap, Wiring
@@ -163,6 +163,7 @@ class GraftedModel(nn.Module):
             self._give_back()
             raise
         self._carrying.add(backbone.model)
+        self._detached = False
 
     def _each(self) -> Iterator[Graft]:
         for graft in self.grafts.values():
@@ -202,6 +203,8 @@ class GraftedModel(nn.Module):
                 it would make transformers forget where documents begin.
         """
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
+        if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
         said = {"domain": domain, "token_mask": token_mask, "totals": totals, "extras": dict(extras or {})}
         with self._wiring.announce(**said) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
@@ -270,10 +273,12 @@ class GraftedModel(nn.Module):
         return self.model.dtype
 
     def detach(self) -> Backbone:
-        """Take every tap off and give the backbone back as it was."""
-        self._wiring.remove()
-        self._give_back()
-        self._carrying.discard(self.backbone.model)
+        """Take every tap off and give the backbone back as it was; once detached, nothing more happens."""
+        if not self._detached:
+            self._detached = True
+            self._wiring.remove()
+            self._give_back()
+            self._carrying.discard(self.backbone.model)
         return self.backbone
 
     def _give_back(self) -> None:
