@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -334,13 +333,16 @@ def main() -> None:
 
 def _settle() -> None:
     """Keep the terminal for our own lines: progress goes to stderr, libraries speak of errors only."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns of what torchao does
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import rich
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
     rich.reconfigure(stderr=True)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # Read by the processes that this one starts: here, downloads still show their progress.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _is_main() -> bool:

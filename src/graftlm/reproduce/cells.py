@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
@@ -47,7 +49,6 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dic
     """
     wanted = {cell.id: cell for cell in cells}
     done: dict[str, Measurement] = {}
-    context = multiprocessing.get_context("spawn")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -55,13 +56,29 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dic
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with Progress(*columns) as progress, _workers(jobs) as pool:
         task = progress.add_task(title, total=len(wanted))
         futures = {pool.submit(_run_cell, cell.model_dump_json(), str(out)): cell.id for cell in wanted.values()}
         for future in as_completed(futures):
             done[futures[future]] = Measurement.from_json(json.loads(future.result()))
             progress.advance(task)
     return {cell_id: done[cell_id] for cell_id in wanted}
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that stop at once when the block is left by an error or an interrupt, whatever still waits for them."""
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    # An interrupt from the terminal reaches every process; this one stops the others.
+    with ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
 
 
 def _run_cell(text: str, out: str) -> str:
