@@ -81,6 +81,14 @@ class Tap:
     function: Callable[..., Tensor | None]
 
 
+class _Local(threading.local):
+    """What one thread has under way: the passes it is in, innermost last, and what was announced of the next ones."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.announced: tuple[dict[str, Any], list[Call]] | None = None
+
+
 class Wiring:
     """The hooks that carry taps on one live model.
 
@@ -103,7 +111,7 @@ class Wiring:
     ) -> None:
         _check_conflicts(sites, taps)
         self._prepare = prepare
-        self._local = threading.local()
+        self._local = _Local()
         self._handles: list[RemovableHandle] = []
         try:
             base = model.base_model
@@ -128,7 +136,7 @@ class Wiring:
     def announce(self, **values: Any) -> Iterator[list[Call]]:
         """Give the next forward passes of this thread what the batch says; yields the calls that were made."""
         calls: list[Call] = []
-        outer = getattr(self._local, "announced", None)
+        outer = self._local.announced
         self._local.announced = (values, calls)
         try:
             yield calls
@@ -137,29 +145,23 @@ class Wiring:
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """`context_fn` for torch's activation checkpointing: recomputation sees the call of its own forward pass."""
-        return nullcontext(), self._resume(self._calls[-1])
-
-    @property
-    def _calls(self) -> list[Call]:
-        if not hasattr(self._local, "calls"):
-            self._local.calls = []
-        return self._local.calls
+        return nullcontext(), self._resume(self._local.calls[-1])
 
     @contextmanager
     def _resume(self, call: Call) -> Iterator[None]:
         # A recomputed block must not count twice in what the forward pass gathered.
         gathered = dict(call.scratch)
-        self._calls.append(call)
+        self._local.calls.append(call)
         try:
             yield
         finally:
-            self._calls.pop()
+            self._local.calls.pop()
             call.scratch.clear()
             call.scratch.update(gathered)
 
     @_untraced
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values, made = getattr(self._local, "announced", None) or ({}, [])
+        values, made = self._local.announced or ({}, [])
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -168,13 +170,13 @@ class Wiring:
             length = ids.shape[1] if ids is not None else mask.shape[1]
             call.token_mask = mask[:, -length:].bool()
         made.append(call)
-        self._calls.append(call)
+        self._local.calls.append(call)
         self._prepare(call)
 
     @_untraced
     def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._calls:
-            self._calls.pop()
+        if self._local.calls:
+            self._local.calls.pop()
 
     def _connect(self, sites: Sites, tap: Tap) -> None:
         enter, leave = sites.module(tap.site)
@@ -224,7 +226,8 @@ class Wiring:
 
     def _current(self) -> Call:
         # A module called on its own, outside the model's forward pass, still meets its taps.
-        return self._calls[-1] if self._calls else Call()
+        calls = self._local.calls
+        return calls[-1] if calls else Call()
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

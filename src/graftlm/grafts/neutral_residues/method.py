@@ -6,8 +6,8 @@ One block reads the FFN's input x and adds to the FFN's output
 
     r(x) = g(x) * A(x),    g(x) = act_g(w . x + b),    A(x) = W_o (act(W_g x) * W_i x)
 
-with the backbone's own activation, and without W_g where the backbone's FFN is not a gated linear unit. Where a ReLU gate
-is closed r(x) is exactly zero, and so is its gradient: only open tokens are ever computed.
+with the backbone's own activation, and without W_g where the backbone's FFN is not a gated linear unit. Where a ReLU
+gate is closed r(x) is exactly zero, and so is its gradient: of many tokens, only the open ones are ever computed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from graftlm.grafts.base import Graft, GraftConfig
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
 
+# Few tokens, as in decoding, take as long as one, for it is reading the weights that takes it: picking the open ones
+# would gain nothing.
+_FEW_TOKENS = 16
+
 
 class NeutralResiduesConfig(GraftConfig):
     """Config of neutral residues.
@@ -36,8 +40,8 @@ class NeutralResiduesConfig(GraftConfig):
         width: the adapters' inner width; given, it is used instead of `capacity`.
         gate: the block gate's activation; `none` leaves the adapter ungated.
         gate_bias: whether the gate has a bias.
-        local_loss: `l1` holds the output near zero on the old domain; `cross-entropy` teaches the gate to tell the domains
-            apart. By default the one that belongs to the gate.
+        local_loss: `l1` holds the output near zero on the old domain; `cross-entropy` teaches the gate to tell the
+            domains apart. By default the one that belongs to the gate.
         alpha: weight of the local loss.
         init: `low-variance` (1 / (d * layers)) or `he` (2 / d), for the input and gating matrices.
     """
@@ -54,7 +58,9 @@ class NeutralResiduesConfig(GraftConfig):
     @model_validator(mode="after")
     def _gate_can_learn(self) -> Self:
         if self.gate == "none" and self.local_loss == "cross-entropy":
-            raise ValueError("the local loss cross-entropy teaches a gate, and gate is none: use relu, sigmoid, or another local_loss")
+            raise ValueError(
+                "the local loss cross-entropy teaches a gate, and gate is none: use relu, sigmoid or another local_loss"
+            )
         return self
 
     def loss_kind(self) -> LocalLoss:
@@ -108,9 +114,11 @@ class GatedAdapter(nn.Module):
             if self.gate.bias is not None:
                 self.gate.bias.zero_()
 
-    def scores(self, x_ND: Tensor) -> Tensor | None:
-        """w . x + b, (N,); None without a gate."""
-        return None if self.gate is None else self.gate(x_ND).squeeze(-1)
+    def scores(self, x: Tensor) -> Tensor | None:
+        """The gate's w . x + b, (N,), of inputs (..., D); None without a gate."""
+        gate = self.gate
+        # Every layer asks at every decoded token, so the way is short: not through the Linear's own call.
+        return None if gate is None else functional.linear(x, gate.weight, gate.bias).view(-1)
 
     def adapt(self, x_ND: Tensor) -> Tensor:
         """A(x), (N, D)."""
@@ -119,11 +127,33 @@ class GatedAdapter(nn.Module):
             return self.w_o(self.activation(inner))
         return self.w_o(self.activation(self.w_g(x_ND)) * inner)
 
+    def residue(self, x_ND: Tensor, scores_N: Tensor | None) -> Tensor:
+        """r(x), (N, D)."""
+        if scores_N is None:
+            return self.adapt(x_ND)
+        if self.kind == "sigmoid":
+            return torch.sigmoid(scores_N)[:, None] * self.adapt(x_ND)
+        if len(scores_N) <= _FEW_TOKENS:
+            return scores_N.relu()[:, None] * self.adapt(x_ND)
+        open_O = (scores_N > 0).nonzero().squeeze(-1)
+        if len(open_O) == len(scores_N):
+            return scores_N[:, None] * self.adapt(x_ND)
+        out_OD = scores_N.index_select(0, open_O)[:, None] * self.adapt(x_ND.index_select(0, open_O))
+        return out_OD.new_zeros(x_ND.shape).index_copy(0, open_O, out_OD)
+
+    def is_closed(self, scores_N: Tensor | None) -> bool:
+        """Whether r(x) is zero for every token."""
+        if scores_N is None or self.kind != "relu":
+            return False
+        highest = scores_N if len(scores_N) == 1 else scores_N.max()
+        return not highest.item() > 0
+
 
 class NeutralResidues(Graft):
     """Gated adapters in every layer of a backbone."""
 
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
+    label = "neutral residues"
     config: NeutralResiduesConfig
 
     def __init__(self, config: NeutralResiduesConfig, backbone: Backbone) -> None:
@@ -139,54 +169,47 @@ class NeutralResidues(Graft):
     def taps(self) -> list[Tap]:
         return [Tap(Site("ffn", layer), "after", "add", self._tap(layer)) for layer in range(len(self.blocks))]
 
+    def prepare(self, call: Call) -> None:
+        if call.domain is not None and self.config.alpha > 0 and self.config.loss_kind() == "l1":
+            call.scratch[self, "old tokens"] = _tokens_of(call, 0).nonzero().squeeze(-1)
+
     def _tap(self, layer: int) -> Any:
         block = self.blocks[layer]
         assert isinstance(block, GatedAdapter)
 
         def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            x_ND = inputs.reshape(-1, inputs.shape[-1])
-            residue = self._residue(call, layer, block, x_ND.to(block.w_i.weight.dtype))
-            return None if residue is None else residue.to(outputs.dtype).view_as(outputs)
+            dtype = self._working_dtype(call)
+            x = inputs if inputs.dtype == dtype else inputs.to(dtype)
+            scores_N = block.scores(x)
+            call.scratch[self, "scores", layer] = scores_N
+            if block.is_closed(scores_N):
+                return None
+            out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N)
+            self._note_l1(call, layer, out_ND)
+            return out_ND.to(outputs.dtype).view_as(outputs)
 
         return add
 
-    def _residue(self, call: Call, layer: int, block: GatedAdapter, x_ND: Tensor) -> Tensor | None:
-        scores_N = block.scores(x_ND)
-        if scores_N is None:
-            out_ND = block.adapt(x_ND)
-            self._note(call, layer, out_ND, None, None)
-            return out_ND
-        if block.kind == "sigmoid":
-            out_ND = torch.sigmoid(scores_N)[:, None] * block.adapt(x_ND)
-            self._note(call, layer, out_ND, None, scores_N)
-            return out_ND
-        open_O = (scores_N > 0).nonzero().squeeze(-1)
-        if len(open_O) == 0:
-            self._note(call, layer, None, open_O, scores_N)
-            return None
-        if len(open_O) == len(scores_N):
-            out_ND = scores_N[:, None] * block.adapt(x_ND)
-            self._note(call, layer, out_ND, None, scores_N)
-            return out_ND
-        out_OD = scores_N[open_O, None] * block.adapt(x_ND[open_O])
-        self._note(call, layer, out_OD, open_O, scores_N)
-        return torch.zeros_like(x_ND, dtype=out_OD.dtype).index_copy(0, open_O, out_OD)
+    def _working_dtype(self, call: Call) -> torch.dtype:
+        """What the adapters compute in; inputs are cast to it once, rather than by each Linear under autocast."""
+        key = (self, "dtype")
+        if key not in call.scratch:
+            weight = next(self.parameters())
+            autocast = torch.is_autocast_enabled(weight.device.type)
+            call.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        return call.scratch[key]
 
-    def _note(self, call: Call, layer: int, out: Tensor | None, open_O: Tensor | None, scores_N: Tensor | None) -> None:
-        """Keep what the local loss and `observe` need; `out` holds all tokens, or those of `open_O`."""
-        call.scratch[self, "scores", layer] = scores_N
-        if call.domain is None or out is None or self.config.loss_kind() != "l1":
-            return
-        old_N = _tokens_of(call, 0)
-        rows = (old_N if open_O is None else old_N[open_O]).nonzero().squeeze(-1)
-        if len(rows):
-            call.scratch[self, "l1", layer] = out[rows].float().abs().sum() / out.shape[-1]
+    def _note_l1(self, call: Call, layer: int, out_ND: Tensor) -> None:
+        """Keep |r(x)|_1 / D, summed over the old domain's tokens, for the local loss."""
+        old = call.scratch.get((self, "old tokens"))
+        if old is not None and len(old):
+            call.scratch[self, "l1", layer] = out_ND.index_select(0, old).float().abs().sum() / out_ND.shape[-1]
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """alpha * l_local.
 
-        `l1`: |r(x)|_1 / D, averaged over the old domain's tokens and the layers. `cross-entropy`: of the gate as a classifier of
-        the domain, averaged over tokens and layers.
+        `l1`: |r(x)|_1 / D, averaged over the old domain's tokens and the layers. `cross-entropy`: of the gate as a
+        classifier of the domain, averaged over tokens and layers.
         """
         kind = self.config.loss_kind()
         if call.domain is None or self.config.alpha == 0 or kind == "none":
@@ -219,23 +242,28 @@ class NeutralResidues(Graft):
         real = call.token_mask.reshape(-1) if call.token_mask is not None else slice(None)
         return {"open_share": torch.stack([(score[real] > 0).float().mean() for score in scores if score is not None])}
 
-    def describe(self) -> dict[str, Any]:
-        """`spectrum`: the singular values of each layer's gating matrix, divided by the largest."""
-        matrices = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]  # type: ignore[union-attr]
-        return {"spectrum": [spectrum(matrix.weight) for matrix in matrices]}
+    def describe(self, backbone: Backbone) -> dict[str, Any]:
+        """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
+        own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]  # type: ignore[union-attr]
+        theirs = [backbone.sites.gating_matrix(layer) for layer in range(backbone.sites.n_layers)]
+        matrices: dict[str, list[Any]] = {"graft": own, "backbone": theirs}
+        return {"spectrum": {name: [spectrum(one.weight) for one in found] for name, found in matrices.items()}}
 
 
 class VanillaAdapter(NeutralResidues):
     """The same adapters without gate and local loss: the usual parallel adapter, as a baseline."""
 
     Config: ClassVar[type[GraftConfig]] = VanillaAdapterConfig
+    label = "vanilla adapter"
 
 
 def width_for(capacity: float, backbone: Backbone) -> int:
     """The inner width F at which all layers together hold `capacity` times the backbone's weights."""
     matrices = 3 if backbone.sites.family.gated else 2
     weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
-    return max(1, round(weights / (backbone.sites.n_layers * matrices * backbone.sites.width)))
+    width = weights / (backbone.sites.n_layers * matrices * backbone.sites.width)
+    # Tensor cores want rows of whole 16 bytes; of a narrow adapter that would change the size by more than a percent.
+    return round(width / 8) * 8 if width >= 512 else max(1, round(width))
 
 
 def spectrum(weight: Tensor) -> list[float]:
