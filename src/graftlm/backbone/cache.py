@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from graftlm.errors import GraftError
+
 _SLOTS = "_graft_slots"
 
 
@@ -73,6 +75,18 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, which a state can't.
+
+        Raises:
+            GraftError: there is a token to take back.
+        """
+        if tokens_to_remove and self.is_initialized:
+            raise GraftError(
+                "A graft keeps a state here that can't be taken back by some tokens, as assisted decoding asks: decode "
+                "greedily, with beams or by sampling, without an assistant or prompt_lookup_num_tokens."
+            )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._apply(lambda state: state.index_select(0, beam_idx.to(state.device)))
