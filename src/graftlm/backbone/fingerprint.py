@@ -67,14 +67,18 @@ def _hash_config(model: PreTrainedModel) -> str:
 
 def _sample(model: PreTrainedModel) -> str:
     named = _own_parameters(model)
-    chosen = [named[(i * len(named)) // _TENSORS] for i in range(min(_TENSORS, len(named)))] if named else []
-    values = [_pick(tensor) for tensor in chosen]
+    count = min(_TENSORS, len(named))
+    values = [_pick(named[i * len(named) // count]) for i in range(count)]
     flat = torch.cat(values) if values else torch.zeros(0)
     return base64.b64encode(flat.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
 
 
 def _own_parameters(model: PreTrainedModel) -> list[Tensor]:
-    """The checkpoint's own weights, by name; what PEFT put around and beside them does not count."""
+    """The checkpoint's own weights, by name.
+
+    What PEFT put around and beside them does not count, nor does the second name of tied weights, which a quantiser
+    unties.
+    """
     wrapped = {
         f"{name}.": f"{inner}."
         for name, module in model.named_modules()
@@ -82,13 +86,14 @@ def _own_parameters(model: PreTrainedModel) -> list[Tensor]:
         if hasattr(module, inner)
     }
     named: dict[str, Tensor] = {}
-    for name, tensor in model.named_parameters():
+    for name, tensor in model.named_parameters(remove_duplicate=False):
         within = [(outer, inner) for outer, inner in wrapped.items() if name.startswith(outer)]
         if all(name.startswith(outer + inner) for outer, inner in within):
             for outer, inner in sorted(within, reverse=True):
                 name = outer + name.removeprefix(outer + inner)
             named[name] = tensor
-    return [named[name] for name in sorted(named)]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return [named[name] for name in sorted(named) if name not in tied]
 
 
 def _pick(tensor: Tensor) -> Tensor:
