@@ -133,12 +133,18 @@ def load_backbone(
 
 
 def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    how = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
-        return _LOADERS[kind].from_pretrained(
-            name, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
-        )
+        model, found = _LOADERS[kind].from_pretrained(name, output_loading_info=True, **how)
     except Exception as error:  # transformers, safetensors and the hub each raise their own
         raise BackboneError(_why_not(name, error)) from error
+    # transformers would go on with random numbers; only an encoder's pooler may be missing, as nothing reads it
+    if missing := sorted(key for key in found["missing_keys"] if not key.startswith("pooler.")):
+        raise BackboneError(
+            f"The model {name} lacks the weight {missing[0]} (and {len(missing) - 1} more): restore its files, or load "
+            f"it as another kind than {kind}."
+        )
+    return model
 
 
 def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

@@ -1,0 +1,177 @@
+"""Loading: what comes back, and one sentence for everything that is not a whole model with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, BertModel, LlamaForCausalLM
+
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.errors import BackboneError, UnknownFamilyError
+from tiny import FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tiny_backbone: BackboneFolder, tmp_path: Path) -> Path:
+    """A tiny Llama of one's own, to be damaged."""
+    return Path(shutil.copytree(tiny_backbone("llama"), tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_saved_comes_back(family: str, tiny_backbone: BackboneFolder) -> None:
+    kind = "masked-lm" if family in ("bert", "roberta") else "causal-lm"
+    backbone = load_backbone(tiny_backbone(family), kind=kind)
+    with torch.no_grad():
+        assert torch.equal(backbone.model(tiny_ids()).logits, tiny_model(family)(tiny_ids()).logits)
+    assert not backbone.model.training
+    assert backbone.name == str(tiny_backbone(family))
+    assert backbone.need_tokenizer()("thin forest").input_ids == tiny_tokenizer()("thin forest").input_ids
+    assert backbone.device.type == "cpu"
+
+
+def test_dtype_and_kind_are_as_asked(tiny_backbone: BackboneFolder) -> None:
+    assert load_backbone(tiny_backbone("llama"), dtype=torch.bfloat16).model.dtype == torch.bfloat16
+    assert load_backbone(tiny_backbone("llama")).model.dtype == torch.float32
+    assert isinstance(load_backbone(tiny_backbone("bert"), kind="encoder").model, BertModel)
+
+
+def test_models_in_wrappers_are_reached() -> None:
+    live = tiny_model("llama")
+    assert Backbone.wrap(torch.compile(live, backend="eager")).model is live
+    adapted = get_peft_model(live, LoraConfig(target_modules=["q_proj"]))
+    assert Backbone.wrap(adapted).model is live
+    assert Backbone.wrap(torch.compile(adapted, backend="eager")).model is live
+    assert Backbone.wrap(live).name == "in memory"
+
+
+def test_other_modules_are_refused() -> None:
+    with pytest.raises(BackboneError, match="Linear is not a transformers model: pass a PreTrainedModel"):
+        Backbone.wrap(nn.Linear(2, 2))
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def pickled_only(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    def shorten(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(len(content) * share)])
+
+    return shorten
+
+
+def one_tensor_less(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+
+
+def unknown_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "lama"}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no tokenizer": (without_tokenizer, r"has no tokenizer, and text is to be read: put tokenizer.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json, so it is not a transformers"),
+    "broken config": (cut("config.json", 0.5), "can't be loaded .*: restore its files"),
+    "empty config": (cut("config.json", 0), "can't be loaded .*: restore its files"),
+    "pickled weights only": (pickled_only, r"pickled weights \(.bin\) only, which GraftLM never reads: convert them"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "can't be loaded .*: restore its files"),
+    "half the weights": (cut("model.safetensors", 0.5), "can't be loaded .*: restore its files"),
+    "almost all weights": (cut("model.safetensors", 0.999), "can't be loaded .*: restore its files"),
+    "empty weights": (cut("model.safetensors", 0), "can't be loaded .*: restore its files"),
+    "one tensor less": (one_tensor_less, r"lacks the weight model.layers.1.mlp.up_proj.weight"),
+    "other shape": (other_shape, "can't be loaded .*: restore its files"),
+    "unknown type": (unknown_type, "can't be loaded .*: restore its files"),
+    "a graft": (lambda folder: (folder / "graft.json").write_text("{}"), "is a graft, but a backbone is expected"),
+    "broken tokenizer": (cut("tokenizer.json", 0.5), r"The tokenizer of .* can't be loaded .*: restore its files"),
+    "empty tokenizer": (cut("tokenizer.json", 0), r"The tokenizer of .* can't be loaded .*: restore its files"),
+    "broken tokenizer config": (cut("tokenizer_config.json", 0.5), r"The tokenizer of .* can't be loaded"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_damage_is_one_sentence(damage: str, folder: Path) -> None:
+    harm, message = DAMAGE[damage]
+    harm(folder)
+    with pytest.raises(BackboneError, match=message) as caught:
+        load_backbone(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_may_be_missing_until_text_is_read(folder: Path) -> None:
+    without_tokenizer(folder)
+    backbone = load_backbone(folder, tokenizer_required=False)
+    assert backbone.tokenizer is None
+    with pytest.raises(BackboneError, match="has no tokenizer"):
+        backbone.need_tokenizer()
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
+def test_a_folder_that_is_not_there(name: str) -> None:
+    with pytest.raises(
+        BackboneError, match=f"There is no folder {name}: give a model's folder, or its name on the hub"
+    ):
+        load_backbone(name)
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(BackboneError, match="There is no folder"):
+        load_backbone(folder / "config.json")
+
+
+def test_a_name_that_the_hub_does_not_give() -> None:
+    with pytest.raises(BackboneError, match="The hub does not give the model nobody/nothing") as caught:
+        load_backbone("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_the_checkpoint_does_not_have_is_not_made_up(tmp_path: Path) -> None:
+    tiny_model("llama").model.save_pretrained(tmp_path / "headless")
+    tiny_tokenizer().save_pretrained(tmp_path / "headless")
+    with pytest.raises(BackboneError, match=r"lacks the weight lm_head.weight"):
+        load_backbone(tmp_path / "headless")
+    load_backbone(tmp_path / "headless", kind="encoder")
+
+
+def test_a_family_without_a_row(tmp_path: Path) -> None:
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 304}
+    config = StableLmConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    StableLmForCausalLM(config).save_pretrained(tmp_path / "stablelm")
+    tiny_tokenizer().save_pretrained(tmp_path / "stablelm")
+    with pytest.raises(UnknownFamilyError, match="no row for the model type 'stablelm'"):
+        load_backbone(tmp_path / "stablelm")
+
+
+def test_remote_code_is_never_run_unasked(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('ran')\n")
+    config = json.loads((folder / "config.json").read_text())
+    remote = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": remote}))
+    assert isinstance(load_backbone(folder).model, LlamaForCausalLM)
+    assert AutoConfig.from_pretrained(folder).model_type == "llama"
