@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class History:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what `append` could not write is tried again here, in vain
+            self._file.close()
 
 
 def _unwritable(path: Path, error: OSError) -> TrainingError:

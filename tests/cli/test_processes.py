@@ -1,0 +1,98 @@
+"""What only a process of its own can show: signals, pipes, launchers, and how long help takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli.tools import Graft
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def wait_for_steps(history: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    """Until the run has logged so many steps."""
+    deadline = time.monotonic() + 240
+    while not history.exists() or history.read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not begin"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start, home: Path) -> None:
+    settings = ("training.schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=1")
+    endless = ("train", "recipe.yaml", "training.steps=1000000", *settings, "out=runs/cut")
+    history = home / "runs/cut/history.jsonl"
+
+    first = new_process(*endless)
+    wait_for_steps(history, 3, first)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=60)
+    assert (first.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted: the same command goes on where it stopped."
+    assert "Traceback" not in err
+
+    done = history.read_text().count("\n")
+    second = new_process(*endless)
+    wait_for_steps(history, done + 3, second)
+    second.kill()
+    second.communicate()
+
+    steps = int(next((home / "runs/cut/checkpoints").glob("step-*")).name.removeprefix("step-")) + 2
+    last = graft("train", "recipe.yaml", f"training.steps={steps}", *settings, "out=runs/cut", "--quiet")
+    assert last.code == 0, last.err
+    assert [json.loads(line)["step"] for line in history.read_text().splitlines()] == list(range(1, steps + 1))
+    whole = graft("train", "recipe.yaml", f"training.steps={steps}", *settings, "out=runs/whole", "--quiet")
+    assert whole.code == 0, whole.err
+    ours, theirs = (load_file(home / f"runs/{name}/graft/graft.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.slow
+def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
+    process = new_process("schema")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.wait(120)
+
+
+@pytest.mark.slow
+def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> None:
+    options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+    launcher = ("-m", "accelerate.commands.launch", *options.split(), "-m", "graftlm.cli")
+    outcome = fresh_graft("train", "recipe.yaml", "out=runs/launched", launcher=launcher)
+    assert outcome.code == 0, outcome.err[-2000:]
+    assert outcome.out.count("neutral residues") == 1
+    assert outcome.err.count("Training neutral residues") == 1
+    assert json.loads((home / "runs/launched/results.json").read_text())["command"].startswith(
+        "graft train recipe.yaml"
+    )
+
+
+def test_help_is_quick_and_imports_nothing_heavy(new_process: Start) -> None:
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = new_process("--help", launcher=("-X", "importtime", "-m", "graftlm"))
+        out, err = process.communicate(timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert process.returncode == 0
+        assert "reproduce" in out
+    imported = set(re.findall(r"\| +(\w+)", err))
+    assert "typer" in imported
+    assert imported.isdisjoint({"torch", "transformers", "pydantic", "numpy", "matplotlib"})
+    assert min(seconds) < 0.5
