@@ -1,4 +1,4 @@
-"""The growable cache: layers of grafts beside the backbone's, and what reordering, repeating, selecting and cropping do."""
+"""The growable cache: layers of grafts beside the backbone's, through beams, batches and cropping."""
 
 from __future__ import annotations
 
