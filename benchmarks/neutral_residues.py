@@ -1,0 +1,273 @@
+"""How fast neutral residues are: training beside LoRA of equal size, decoding beside the bare backbone.
+
+    python benchmarks/neutral_residues.py --out DIR [--quick]
+
+What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
+does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
+largest. The backbone is a random Llama: what is timed does not depend on what its weights say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graftlm.backbone import Backbone
+from graftlm.evaluation import Aim, Interval, Results, Row, write_report
+from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
+from graftlm.training import TrainingConfig
+from graftlm.training.schedule import make_optimiser
+
+NAME = "bench-neutral-residues"
+CAPACITY = 0.2
+ROWS = {  # row id -> label, aim
+    "train": ("training, over PEFT LoRA of equal size on the FFN", 1.0),
+    "decode_closed": ("decoding with closed gates, over the bare backbone", 0.97),
+    "decode_open": ("decoding with open gates, over the bare backbone", 0.8),
+}
+Speeds = dict[str, list[float]]
+"""Tokens per second of each turn, by name."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the backbone and the work are; one row of a batch in ten is of the old domain."""
+
+    width: int = 768
+    ffn: int = 2048
+    layers: int = 12
+    heads: int = 12
+    vocabulary: int = 32_000
+    rows: int = 10
+    length: int = 128
+    prompt: int = 16
+    new_tokens: int = 32
+    train_rounds: int = 9
+    decode_rounds: int = 15
+
+
+QUICK = Size(64, 128, 2, 4, 512, rows=10, length=16, prompt=4, new_tokens=8, train_rounds=3, decode_rounds=3)
+
+
+class Training:
+    """Training of one graft on a backbone of its own, in bfloat16 autocast."""
+
+    def __init__(self, config: GraftConfig, size: Size, device: torch.device) -> None:
+        backbone = random_backbone(size, device)
+        torch.manual_seed(1)
+        self.graft = build_graft(config, backbone)
+        self.model = GraftedModel(backbone, {"graft": self.graft}).train()
+        parameters = self.model.trainable_parameters()
+        self.parameters = sum(parameter.numel() for parameter in parameters.values())
+        self.optimiser = make_optimiser(parameters, TrainingConfig(steps=1, learning_rate=1e-4))
+        self.batch = random_batch(size, device)
+
+    def speed(self) -> float:
+        """Tokens per second of one update."""
+        return self.batch["input_ids"].numel() / seconds(self._step, self.model.device)
+
+    def _step(self) -> None:
+        with torch.autocast(self.model.device.type, torch.bfloat16):
+            loss = self.model(**self.batch).loss
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+
+def decoding_speed(backbone: Backbone, graft: Graft | None, prompt: Tensor, new_tokens: int) -> float:
+    """New tokens per second of greedy decoding of one sequence with a cache, prefill included; None: the bare model."""
+
+    def decode() -> None:
+        mask = torch.ones_like(prompt)
+        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
+        backbone.model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)  # type: ignore[operator]
+
+    if graft is None:
+        return new_tokens / seconds(decode, backbone.device)
+    with GraftedModel(backbone, {"graft": graft}):
+        return new_tokens / seconds(decode, backbone.device)
+
+
+def random_backbone(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> Backbone:
+    """A Llama with tied embeddings, as models of this size have; it never ends a text."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return Backbone.wrap(LlamaForCausalLM(config).to(device, dtype), name="a random Llama")
+
+
+def random_batch(size: Size, device: torch.device) -> dict[str, Tensor]:
+    """Random tokens and their domain marks."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=generator).to(device)
+    domain = torch.ones(size.rows, dtype=torch.long, device=device)
+    domain[: size.rows // 10] = 0
+    return {"input_ids": ids, "labels": ids, "domain": domain}
+
+
+def gated(**changes: Any) -> GraftConfig:
+    """Neutral residues at the capacity that is measured."""
+    return graft_config({"kind": "neutral-residues", "capacity": CAPACITY} | changes)
+
+
+@torch.no_grad()
+def hold(graft: Graft, bias: float) -> None:
+    """Let a bias decide all gates, which are computed all the same."""
+    for name, parameter in graft.named_parameters():
+        if name.endswith("gate.bias"):
+            parameter.fill_(bias)
+
+
+@torch.no_grad()
+def held_graft(backbone: Backbone, bias: float) -> Graft:
+    """An adapter with random weights everywhere, in the backbone's own precision, its gates held open or closed."""
+    graft = build_graft(gated(gate_bias=True, init="he"), backbone)
+    for name, parameter in graft.named_parameters():
+        if name.endswith("w_o.weight"):
+            parameter.normal_(0, 0.02)
+    hold(graft, bias)
+    return graft.to(backbone.model.dtype).eval()
+
+
+def open_share(model: GraftedModel, ids: Tensor) -> float:
+    """The share of open gates, over tokens and layers."""
+    return model.observe(input_ids=ids, use_cache=False)["graft"]["open_share"].mean().item()
+
+
+def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> Speeds:
+    """Take all turns `count` times after a warm-up, every other time in reverse."""
+    for turn in turns.values():
+        turn()
+    speeds: Speeds = {name: [] for name in turns}
+    for index in range(count):
+        for name in list(turns)[:: -1 if index % 2 else 1]:
+            speeds[name].append(turns[name]())
+    return speeds
+
+
+def seconds(work: Callable[[], None], device: torch.device) -> float:
+    """How long `work` takes, what it leaves to a GPU included."""
+    start = _now(device)
+    work()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_training(size: Size, device: torch.device) -> tuple[Speeds, dict[str, Any]]:
+    """Speeds of `lora`, of `gated` as training starts, and of `open`: the same with all gates held open."""
+    trainings = {
+        "lora": Training(graft_config({"kind": "lora", "capacity": CAPACITY}), size, device),
+        "gated": Training(gated(), size, device),
+        "open": Training(gated(gate_bias=True), size, device),
+    }
+    hold(trainings["open"].graft, 10.0)
+    ids = trainings["gated"].batch["input_ids"]
+    shares = {f"open_share_{name}": open_share(trainings[name].model, ids) for name in ("gated", "open")}
+    speeds = rounds({name: training.speed for name, training in trainings.items()}, size.train_rounds)
+    shares["open_share_gated_at_the_end"] = open_share(trainings["gated"].model, ids)
+    sizes = {f"parameters_{name}": training.parameters for name, training in trainings.items()}
+    return speeds, shares | sizes
+
+
+def measure_decoding(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Speeds, dict[str, Any]]:
+    """Speeds of the `bare` backbone, and with all gates `closed` and `open`."""
+    backbone = random_backbone(size, device, dtype)
+    prompt = random_batch(size, device)["input_ids"][:1, : size.prompt]
+    grafts = {"bare": None, "closed": held_graft(backbone, -10.0), "open": held_graft(backbone, 10.0)}
+    details: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    for name, graft in grafts.items():
+        if graft is not None:
+            with GraftedModel(backbone, {"graft": graft}) as model:
+                details[f"open_share_{name}"] = open_share(model, prompt)
+    turns = {
+        name: lambda graft=graft: decoding_speed(backbone, graft, prompt, size.new_tokens)
+        for name, graft in grafts.items()
+    }
+    details["bound_open"] = weight_bound(backbone, grafts["open"])
+    return rounds(turns, size.decode_rounds), details
+
+
+def weight_bound(backbone: Backbone, graft: Graft | None) -> float:
+    """The ratio to expect of decoding that waits for weights alone: those of the bare backbone over those of both."""
+    bare = sum(parameter.numel() for parameter in backbone.model.parameters())
+    return bare / (bare + sum(parameter.numel() for parameter in graft.parameters())) if graft is not None else 1.0
+
+
+def ratios(speeds: Speeds, over: str, under: str) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(speeds[over], speeds[under], strict=True)]
+
+
+def interval(values: list[float]) -> Interval:
+    """The median, the smallest and the largest."""
+    return Interval(mean=statistics.median(values), low=min(values), high=max(values))
+
+
+def benchmark(size: Size, device: torch.device) -> Results:
+    """All rows, with their aims and what belongs to them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    training, of_training = measure_training(size, device)
+    decoding, of_decoding = measure_decoding(size, device, dtype)
+    found = {
+        "train": ratios(training, "gated", "lora"),
+        "decode_closed": ratios(decoding, "closed", "bare"),
+        "decode_open": ratios(decoding, "open", "bare"),
+    }
+    rows = [Row(id=name, label=ROWS[name][0], metrics={"ratio": interval(values)}) for name, values in found.items()]
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    aims = [Aim(text=label, metric="ratio", aim=aim) for label, aim in ROWS.values()]
+    if size != QUICK:  # a small model says nothing about the aims
+        aims = [
+            aim.model_copy(update={"measured": medians[name], "met": medians[name] >= aim.aim})
+            for name, aim in zip(ROWS, aims, strict=True)
+        ]
+    details = {
+        "size": asdict(size),
+        "capacity": CAPACITY,
+        "threads": torch.get_num_threads(),
+        "training": of_training | {"all_gates_open_over_lora": statistics.median(ratios(training, "open", "lora"))},
+        "decoding": of_decoding,
+        "tokens_per_s": {"training": training, "decoding": decoding},
+    }
+    return Results.here(NAME, rows, aims=aims, details=details)
+
+
+def main() -> None:
+    """Measure, print, and write `results.json` and `report.md`."""
+    arguments = argparse.ArgumentParser(description="How fast neutral residues are, in ratios.")
+    arguments.add_argument("--out", type=Path, default=Path("runs/bench-neutral-residues"))
+    arguments.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    chosen = arguments.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = benchmark(QUICK if chosen.quick else Size(), device)
+    write_report(results, chosen.out)
+    for row in results.rows:
+        ratio = row.metrics["ratio"]
+        assert isinstance(ratio, Interval)
+        print(f"{row.label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}), aim {ROWS[row.id][1]}")
+    print(f"written to {chosen.out}")
+
+
+if __name__ == "__main__":
+    main()

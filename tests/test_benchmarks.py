@@ -1,0 +1,43 @@
+"""Benchmarks run, and write results of the common form; whether they are fast is not for a test to say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graftlm.evaluation import Interval, Results
+
+ROOT = Path(__file__).parents[1]
+ROWS = {"neutral_residues": ["train", "decode_closed", "decode_open"]}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(tmp_path), "--quick"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_form(Results.read(tmp_path), name)
+    assert (tmp_path / "report.md").is_file()
+    assert all(aim.met is None for aim in Results.read(tmp_path).aims), "a small model says nothing about the aims"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_committed_results_are_of_the_same_form(name: str) -> None:
+    results = Results.read(ROOT / "benchmarks" / "results" / name)
+    check_form(results, name)
+    assert all(aim.met is not None for aim in results.aims)
+
+
+def check_form(results: Results, name: str) -> None:
+    assert results.name == f"bench-{name.replace('_', '-')}"
+    assert [row.id for row in results.rows] == ROWS[name]
+    for row in results.rows:
+        ratio = row.metrics["ratio"]
+        assert isinstance(ratio, Interval)
+        assert 0 < ratio.low <= ratio.mean <= ratio.high
+    assert [aim.metric for aim in results.aims] == ["ratio"] * len(results.rows)
