@@ -227,11 +227,11 @@ def small_disk(home: Path) -> Iterator[Callable[[int], Path]]:
     [
         (
             4,
-            r"disk/run/history.jsonl can't be written \(No space left on device\): free space, then run the same command",
+            r"disk/run/history.jsonl can't be written \(No space left on device\): free space, then run the same",
         ),
         (
             64,
-            r"The checkpoint disk/run/checkpoints/step-000002 can't be written \(.*\), .*: free space or mend the disk, ",
+            r"The checkpoint disk/run/checkpoints/step-000002 can't be written \(.*\), .*: free space or mend",
         ),
         (
             400,

@@ -20,10 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "example" in metafunc.fixturenames:
+    given = " ".join(str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "example" in metafunc.fixturenames and "example" not in given:
         metafunc.parametrize("example", examples(), ids=str)
-    given = [mark for mark in metafunc.definition.iter_markers("parametrize") if "name" in mark.args[0]]
-    if "name" in metafunc.fixturenames and not given:
+    if "name" in metafunc.fixturenames and "name" not in given:
         metafunc.parametrize("name", BACKBONES if metafunc.definition.get_closest_marker("encoders") else CAUSAL)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.backbone import Call, Site, Tap
-from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from laws.examples import Example, backbone, examples
-from laws.tools import bare_logits, digest, graft_onto, hooks_of, logits, randomise, tensors_of
+from laws.tools import Bomb, bare_logits, calls_under_way, digest, graft_onto, hooks_of, logits, randomise, tensors_of
 from tiny import ENCODERS, tiny_ids
 
 pytestmark = pytest.mark.encoders
@@ -81,28 +80,10 @@ def test_detached_graft_leaves_no_bit(example: Example, name: str) -> None:
     assert not any(hooks_of(module) for module in live.modules())
 
 
-class _Bomb(Graft):
-    """Raises in one tap of one pass."""
-
-    def __init__(self, passes: int) -> None:
-        super().__init__()
-        self.passes_left = passes
-
-    def prepare(self, call: Call) -> None:
-        self.passes_left -= 1
-
-    def taps(self) -> list[Tap]:
-        return [Tap(Site("ffn", 1), "after", "add", self._explode)]
-
-    def _explode(self, call: Call, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        if self.passes_left == 0:
-            raise ZeroDivisionError
-
-
 def _with_bomb(example: Example, name: str, passes: int) -> GraftedModel:
     host = backbone(name)
     graft = build_graft(graft_config(example.values()), host)
-    return randomise(GraftedModel(host, {"graft": graft, "bomb": _Bomb(passes)}), example.spread)
+    return randomise(GraftedModel(host, {"graft": graft, "bomb": Bomb(passes)}), example.spread)
 
 
 def test_exception_in_a_tap_leaves_no_trace(example: Example, name: str) -> None:
@@ -113,7 +94,7 @@ def test_exception_in_a_tap_leaves_no_trace(example: Example, name: str) -> None
         with pytest.raises(ZeroDivisionError):
             logits(model, tiny_ids(seed=3))
         assert torch.equal(logits(model, tiny_ids()), wanted), "the model no longer says what it said"
-        assert not model._wiring._calls, "a call stayed on the stack, with its cache"
+        assert not calls_under_way(model), "a call stayed on the stack, with its cache"
     assert torch.equal(logits(backbone(name).model, tiny_ids()), before)
 
 

@@ -11,37 +11,15 @@ import torch
 from torch import Tensor
 
 from laws.examples import Example
-from laws.tools import logits, padded, positions
-from tiny import WINDOW, tiny_ids
+from laws.tools import NEW, generate, prompts, recomputed
+from tiny import tiny_ids
 
-NEW = 8  # tokens that are generated
-LENGTHS = (2 * WINDOW, 5)  # of the prompts: one that fills the sliding windows twice, one that is mostly padding
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5},
     "beam": {"do_sample": False, "num_beams": 3},
     "beams-of-samples": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
 }
-
-
-def prompts() -> tuple[Tensor, Tensor]:
-    """A batch of two prompts, padded on the left, and its mask."""
-    return padded([tiny_ids(1, length, seed=length)[0] for length in LENGTHS], "left")
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None, **how: Any) -> Any:
-    """Exactly `NEW` tokens a row, with the logits that they were chosen by."""
-    torch.manual_seed(7)
-    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(ids, attention_mask=mask, **fixed, **how)
-
-
-def recomputed(model: Any, sequences: Tensor, mask: Tensor) -> Tensor:
-    """(rows, NEW, V): the logits that each new token was chosen by, from one pass over whole sequences."""
-    rows = len(sequences) // len(mask)
-    whole = torch.cat([mask.repeat_interleave(rows, 0), torch.ones(len(sequences), NEW, dtype=mask.dtype)], 1)
-    found = logits(model, sequences, attention_mask=whole, position_ids=positions(whole))
-    return found[:, -NEW - 1 : -1]
 
 
 @pytest.mark.parametrize("way", WAYS)

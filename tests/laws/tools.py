@@ -10,15 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.backbone import Backbone, Call, Site, Tap
+from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
 from laws.examples import Example, backbone
-from tiny import tiny_ids
+from tiny import WINDOW, tiny_ids
+
+NEW = 8  # tokens that are generated
+LENGTHS = (2 * WINDOW, 5)  # of the prompts: one that fills the sliding windows twice, one that is mostly padding
 
 
 def graft_onto(host: Backbone, example: Example) -> GraftedModel:
-    """A fresh, untrained graft on a backbone."""
-    return GraftedModel(host, {"graft": build_graft(graft_config(example.values()), host)})
+    """A fresh, untrained graft on a backbone; always the same one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        graft = build_graft(graft_config(example.values()), host)
+        return GraftedModel(host, {"graft": graft})
 
 
 @torch.no_grad()
@@ -50,6 +56,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def hooks_of(module: nn.Module) -> list[Any]:
     """Every forward hook of one module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def calls_under_way(model: GraftedModel) -> list[Call]:
+    """The forward passes that this thread has not ended."""
+    return model._wiring._local.calls
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -95,3 +106,41 @@ def gradients(model: GraftedModel, **inputs: Any) -> dict[str, Tensor]:
     found = {name: p.grad.clone() for name, p in model.trainable_parameters().items() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """A batch of two prompts, padded on the left, and its mask."""
+    return padded([tiny_ids(1, length, seed=length)[0] for length in LENGTHS], "left")
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None, **how: Any) -> Any:
+    """Exactly `NEW` tokens a row, with the logits that they were chosen by."""
+    torch.manual_seed(7)
+    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(ids, attention_mask=mask, **fixed, **how)
+
+
+def recomputed(model: Any, sequences: Tensor, mask: Tensor) -> Tensor:
+    """(rows, NEW, V): the logits that each new token was chosen by, from one pass over whole sequences."""
+    rows = len(sequences) // len(mask)
+    whole = torch.cat([mask.repeat_interleave(rows, 0), torch.ones(len(sequences), NEW, dtype=mask.dtype)], 1)
+    found = logits(model, sequences, attention_mask=whole, position_ids=positions(whole))
+    return found[:, -NEW - 1 : -1]
+
+
+class Bomb(Graft):
+    """Raises in one tap of one pass."""
+
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self.passes_left = passes
+
+    def prepare(self, call: Call) -> None:
+        self.passes_left -= 1
+
+    def taps(self) -> list[Tap]:
+        return [Tap(Site("ffn", 1), "after", "add", self._explode)]
+
+    def _explode(self, call: Call, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        if self.passes_left == 0:
+            raise ZeroDivisionError

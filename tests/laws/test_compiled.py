@@ -1,0 +1,143 @@
+"""The laws on a compiled backbone: hooks come and go after compilation, and compiled code must follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graftlm.backbone import Backbone
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from laws.examples import Example, examples
+from laws.tools import (
+    Bomb,
+    calls_under_way,
+    digest,
+    generate,
+    gradients,
+    graft_onto,
+    logits,
+    prompts,
+    randomise,
+    recomputed,
+    tensors_of,
+)
+from tiny import tiny_ids, tiny_model
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+GATED = next(example for example in examples() if example.kind == "neutral-residues")
+REPLACING = next(example for example in examples() if example.kind == "lora")  # it puts modules in place of others
+DOMAIN = torch.tensor([0, 1])
+
+
+def in_place(model: Any, backend: str) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def wrapped(model: Any, backend: str) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Compiled code of one test is not for the next."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def frozen(family: str) -> Any:
+    """Without gradients from the start, so that nothing but the hooks tells compiled code that a graft came."""
+    return tiny_model(family).requires_grad_(False)
+
+
+def grafted(compiled: Any, example: Example) -> GraftedModel:
+    host = Backbone.wrap(compiled)
+    return randomise(graft_onto(host, example), example.spread).eval()
+
+
+@pytest.mark.parametrize(
+    ("example", "family", "way"),
+    [(GATED, "llama", in_place), (GATED, "gpt2", wrapped), (REPLACING, "llama", in_place)],
+    ids=["gated-llama-in-place", "gated-gpt2-wrapped", "replacing-llama-in-place"],
+)
+def test_grafts_come_and_go_after_compilation(example: Example, family: str, way: Callable[[Any, str], Any]) -> None:
+    ids = tiny_ids()
+    bare = logits(frozen(family), ids)
+    with grafted(frozen(family), example) as eager:
+        wanted = logits(eager, ids)
+    model = frozen(family)
+    before = digest(tensors_of(model))
+    compiled = way(model, "eager")
+    assert torch.equal(logits(compiled, ids), bare)
+    untrained = graft_onto(Backbone.wrap(compiled), example).eval()
+    assert torch.equal(logits(compiled, ids), bare), "untrained, but it changes bits"
+    untrained.detach()
+    with grafted(compiled, example) as live:
+        torch.testing.assert_close(logits(compiled, ids), wanted, **CLOSE)
+        torch.testing.assert_close(logits(live, ids), wanted, **CLOSE)
+    assert torch.equal(logits(compiled, ids), bare), "detached, but compiled code does not know it"
+    assert digest(tensors_of(model)) == before
+
+
+@pytest.mark.parametrize("example", [GATED, REPLACING], ids=str)
+def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> None:
+    batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
+    with grafted(frozen("llama"), example) as eager:
+        wanted, wanted_loss = gradients(eager.train(), **batch), eager(**batch)
+    with grafted(in_place(frozen("llama"), "aot_eager"), example) as model:
+        found, loss = gradients(model.train(), **batch), model(**batch)
+    torch.testing.assert_close(loss.loss, wanted_loss.loss, **CLOSE)
+    torch.testing.assert_close(loss.auxiliary_loss, wanted_loss.auxiliary_loss, **CLOSE)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(
+            found[key], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_cached_decoding_equals_recomputation(family: str) -> None:
+    with grafted(in_place(frozen(family), "eager"), GATED) as model:
+        ids, mask = prompts()
+        out = generate(model, ids, mask, do_sample=False)
+        wanted = recomputed(model, out.sequences, mask)
+    torch.testing.assert_close(torch.stack(out.logits, 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
+    ids = tiny_ids()
+    changed = ids.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 250 + 4
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with grafted(in_place(frozen("llama"), "eager"), GATED) as model:
+        torch.testing.assert_close(logits(model, changed)[:, :12], logits(model, ids)[:, :12], **CLOSE)
+        padded = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+        torch.testing.assert_close(padded[0, 5:], logits(model, ids[:1, 5:])[0], rtol=1e-5, atol=2e-5)
+
+
+def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
+    bare = logits(frozen("llama"), tiny_ids())
+    model = grafted(frozen("llama"), GATED)
+    wanted = logits(model, tiny_ids())
+    live = in_place(model.model, "eager")
+    torch.testing.assert_close(logits(live, tiny_ids()), wanted, **CLOSE)
+    model.detach()
+    assert torch.equal(logits(live, tiny_ids()), bare)
+
+
+def test_an_exception_in_a_tap_leaves_no_trace() -> None:
+    model = in_place(frozen("llama"), "eager")
+    bare = logits(model, tiny_ids())
+    host = Backbone.wrap(model)
+    graft = build_graft(graft_config(GATED.values()), host)
+    with GraftedModel(host, {"graft": graft, "bomb": Bomb(passes=1)}) as live:
+        with pytest.raises(ZeroDivisionError):
+            logits(live.eval(), tiny_ids())
+        assert torch.equal(logits(live, tiny_ids()), bare)
+        assert not calls_under_way(live)
+    assert torch.equal(logits(model, tiny_ids()), bare)
