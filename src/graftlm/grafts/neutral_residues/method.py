@@ -72,7 +72,7 @@ class NeutralResiduesConfig(GraftConfig):
 class VanillaAdapterConfig(NeutralResiduesConfig):
     """Config of plain parallel adapters: no gate, no local loss, He's initialisation."""
 
-    kind: Literal["adapter"] = "adapter"  # type: ignore[assignment]  # a narrower literal on purpose
+    kind: Literal["adapter"] = "adapter"
     gate: GateKind = "none"
     alpha: float = Field(0.0, ge=0)
     init: Literal["low-variance", "he"] = "he"
@@ -244,7 +244,7 @@ class NeutralResidues(Graft):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
-        own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]  # type: ignore[union-attr]
+        own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]
         theirs = [backbone.sites.gating_matrix(layer) for layer in range(backbone.sites.n_layers)]
         matrices: dict[str, list[Any]] = {"graft": own, "backbone": theirs}
         return {"spectrum": {name: [spectrum(one.weight) for one in found] for name, found in matrices.items()}}
