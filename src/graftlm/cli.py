@@ -185,7 +185,7 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to continue; - reads stdin.", show_default=False)
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How far.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to add, at most.")] = 64,
     sample: Annotated[
         bool, typer.Option("--sample/--greedy", help="Choose tokens at random, or the likeliest.")
     ] = False,

@@ -50,7 +50,7 @@ class Inspection(Config):
         backbone: its name, model type and the id of its fingerprint.
         training: steps, tokens and settings of the run.
         measured: the metrics at its end.
-        layers: {quantity: {whose or on which text: one number a layer}}.
+        layers: {quantity: {whose or on which text: one number a layer}}, those of the run's own tests among them.
         described: what else the graft tells of itself.
     """
 
@@ -109,7 +109,9 @@ def inspect_graft(
     if backbone is None and not texts:
         return found
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    return found.model_copy(update=_at_work(live, load_graft(folder, live), texts or {}, length))
+    layers, described = _at_work(live, load_graft(folder, live), texts or {}, length)
+    both = {key: found.layers.get(key, {}) | layers.get(key, {}) for key in {**found.layers, **layers}}
+    return found.model_copy(update={"layers": both, "described": described})
 
 
 def _still(folder: Path, manifest: Manifest) -> Inspection:
@@ -130,6 +132,7 @@ def _still(folder: Path, manifest: Manifest) -> Inspection:
             "parameters": manifest.parameters,
             "tensors": _groups(read_tensors(folder)),
             "measured": training.pop("measured", {}),
+            "layers": training.pop("observed", {}),
             "training": training,
         },
         where=str(folder),
@@ -154,7 +157,7 @@ def _groups(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
 
 def _at_work(
     backbone: Backbone, graft: Graft, texts: Mapping[str, Sequence[Document]], length: int
-) -> dict[str, dict[str, Any]]:
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, Any]]:
     """Layers and descriptions that need the backbone."""
     described = dict(graft.describe(backbone))
     layers: dict[str, dict[str, list[float]]] = {}
@@ -167,7 +170,7 @@ def _at_work(
             for name in texts:
                 for key, values in bench.observe(model, name).items():
                     layers.setdefault(key, {})[name] = values
-    return {"layers": layers, "described": described}
+    return layers, described
 
 
 def effective_rank(matrix: Tensor) -> float:

@@ -118,7 +118,7 @@ def test_inspect_says_what_the_files_say(graft: Graft, trained: str, home: Path)
     assert document["kind"] == "neutral-residues"
     assert document["training"]["steps"] == 3
     assert document["measured"]["forgotten"]["low"] <= document["measured"]["forgotten"]["mean"]
-    assert document["layers"] == {}
+    assert document["layers"]["open_share"].keys() == {"old", "new"}, "as the run's tests showed it"
     ranks = next(group["effective_rank"] for group in document["tensors"] if "w_i" in group["name"])
     assert len(ranks) == 2
     assert all(1 < rank < 48 for rank in ranks)
@@ -127,12 +127,12 @@ def test_inspect_says_what_the_files_say(graft: Graft, trained: str, home: Path)
 def test_inspect_watches_the_graft_on_texts(graft: Graft, trained: str) -> None:
     texts = ("--text", "old=old/test.txt", "--text", "new/train.txt")
     layers = json.loads(graft("inspect", trained, *texts, "--json").out)["layers"]
-    assert layers["open_share"].keys() == {"old", "train"}
+    assert layers["open_share"].keys() == {"old", "new", "train"}
     assert all(0 <= share <= 1 for shares in layers["open_share"].values() for share in shares)
     assert len(layers["effective_rank"]["graft"]) == len(layers["effective_rank"]["backbone"]) == 2
     shown = graft("inspect", trained, "--backbone", "llama").out
     assert "effective rank" in shown
-    assert "open share" not in shown
+    assert "open share, new" in shown
 
 
 def test_inspect_shows_a_report_again(graft: Graft, trained: str, home: Path) -> None:

@@ -187,13 +187,14 @@ class Bench:
         return {key: value.tolist() for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items()}
 
     def _rows(self, name: str) -> torch.Tensor | None:
-        """(rows, length) tokens of the start of a test set; None when it is too short."""
+        """(rows, length) tokens of the start of a test set, one shorter row of a short one; None for no tokens."""
         text = "\n".join(document.text[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
         ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
-        rows = min(len(ids), _OBSERVED_TOKENS) // self.length
-        if rows == 0:
+        if not ids:
             return None
-        return torch.tensor(ids[: rows * self.length], device=self.backbone.device).view(rows, self.length)
+        length = min(len(ids), self.length)
+        rows = max(1, min(len(ids), _OBSERVED_TOKENS) // length)
+        return torch.tensor(ids[: rows * length], device=self.backbone.device).view(rows, length)
 
 
 def graft_label(config: GraftConfig) -> str:
@@ -213,7 +214,14 @@ def _summary(summary: TrainingSummary, training: TrainingConfig, measurement: Me
         "tokens": summary.tokens,
         "training": training.model_dump(mode="json"),
         "measured": metrics,
+        "observed": {key: value for key, value in measurement.statistics.items() if _is_per_layer(value)},
     }
+
+
+def _is_per_layer(value: Any) -> bool:
+    """Whether a statistic is of the form {text: one number a layer}, as those that `observe` gives."""
+    each = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(layers, list) and all(isinstance(one, float) for one in layers) for layers in each)
 
 
 def _card(backbone: Backbone, config: GraftConfig, measurement: Measurement) -> str:
