@@ -64,7 +64,8 @@ def print_methods(methods: Sequence[Method], console: Console | None = None) -> 
 def _summary(found: Inspection) -> Iterable[tuple[str, str]]:
     yield "graft", f"{found.folder}, written by graftlm {found.library}"
     yield "kind", f"{found.kind} ({found.label})"
-    yield "config", _pairs({key: value for key, value in found.config.items() if key != "kind"})
+    if len(found.config) > 1:
+        yield "config", _pairs({key: value for key, value in found.config.items() if key != "kind"})
     yield "backbone", "{name} ({model_type}), fingerprint {fingerprint}".format(**found.backbone)
     yield "parameters", f"{found.parameters:,}"
     plain = {key: value for key, value in found.training.items() if not isinstance(value, dict)}
