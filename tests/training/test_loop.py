@@ -217,7 +217,8 @@ def test_a_typo_in_the_config() -> None:
 
 def test_the_progress_bar_shows_loss_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(toy_model(), toy_mixture(), toy_config(), tmp_path, progress=True)
-    shown = capsys.readouterr().out
+    captured = capsys.readouterr()
+    shown = captured.out + captured.err  # the command line moves rich's console of this process to stderr
     assert "6/6" in shown
     assert "loss" in shown
     assert "tokens/s" in shown
