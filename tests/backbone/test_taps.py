@@ -1,0 +1,219 @@
+"""What a `Call` says, and that each forward pass has its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlm.backbone import Backbone, Call, Site, Sites, Tap, Wiring
+from graftlm.grafts import Graft, GraftedModel
+from tiny import DECODERS, tiny_ids, tiny_model
+
+LAYERS = 2
+
+
+class Probe(Graft):
+    """Looks at calls in its taps, and changes nothing."""
+
+    def __init__(self, look: Callable[[Call, Tensor], Any], layer: int = 1) -> None:
+        super().__init__()
+        self.look, self.layer = look, layer
+
+    def taps(self) -> list[Tap]:
+        return [Tap(Site("ffn", self.layer), "after", "add", self._tap)]
+
+    def _tap(self, call: Call, inputs: Tensor, outputs: Tensor) -> None:
+        self.look(call, inputs)
+
+
+def probed(look: Callable[[Call, Tensor], Any], family: str = "llama") -> GraftedModel:
+    return GraftedModel(Backbone.wrap(tiny_model(family)), {"probe": Probe(look)}).eval()
+
+
+def test_a_call_says_what_the_caller_said() -> None:
+    seen: list[Call] = []
+    ids, mask = tiny_ids(), torch.ones_like(tiny_ids())
+    mask[1, 20:] = 0
+    said = {
+        "attention_mask": mask,
+        "position_ids": torch.arange(24).expand(2, -1),
+        "domain": torch.tensor([0, 1]),
+        "totals": torch.tensor([46.0, 24, 20]),
+        "extras": {"task": "translate"},
+    }
+    probed(lambda call, _: seen.append(call))(ids, labels=ids, **said)
+    (call,) = seen
+    assert torch.equal(call.input_ids, ids)
+    assert all(getattr(call, key) is value for key, value in said.items() if key != "extras")
+    assert call.extras == {"task": "translate"}
+    assert torch.equal(call.token_mask, mask.bool())
+    assert call.cache is None
+    assert not call.training
+
+
+def test_a_call_that_is_told_nothing_knows_nothing() -> None:
+    seen: list[Call] = []
+    with probed(lambda call, _: seen.append(call)) as model, torch.no_grad():
+        model.model(tiny_ids())
+    assert (seen[0].domain, seen[0].totals, seen[0].token_mask, seen[0].extras) == (None, None, None, {})
+
+
+def test_training_is_training_with_gradients() -> None:
+    seen: list[bool] = []
+    model = probed(lambda call, _: seen.append(call.training))
+    model.train()(tiny_ids())
+    model.eval()(tiny_ids())
+    with torch.no_grad():
+        model.train()(tiny_ids())
+    assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_generation_shows_its_cache_and_the_new_tokens_mask(family: str) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def look(call: Call, inputs: Tensor) -> None:
+        shape = None if call.token_mask is None else tuple(call.token_mask.shape)
+        seen.append((tuple(call.input_ids.shape), inputs.shape[1], shape, id(call.cache)))
+
+    mask = torch.ones_like(tiny_ids())
+    mask[0, :4] = 0
+    probed(look, family).generate(tiny_ids(), attention_mask=mask, max_new_tokens=3, min_new_tokens=3)
+    assert [part[:3] for part in seen] == [((2, 24), 24, (2, 24)), ((2, 1), 1, (2, 1)), ((2, 1), 1, (2, 1))]
+    assert len({part[3] for part in seen}) == 1, "one cache a generation"
+
+
+def test_marks_are_for_one_pass_alone() -> None:
+    seen: list[Any] = []
+    model = probed(lambda call, _: seen.append(call.domain))
+    model(tiny_ids(), domain=torch.tensor([0, 1]))
+    model(tiny_ids())
+    model.generate(tiny_ids(), max_new_tokens=1)
+    assert seen[0].tolist() == [0, 1]
+    assert seen[1:] == [None, None]
+
+
+def test_scratch_is_for_one_pass_alone() -> None:
+    seen: list[dict[Any, Any]] = []
+
+    def look(call: Call, _: Tensor) -> None:
+        seen.append(dict(call.scratch))
+        call.scratch["mine"] = True
+
+    model = probed(look)
+    model(tiny_ids())
+    model(tiny_ids())
+    assert seen == [{}, {}]
+
+
+def test_passes_of_two_threads_do_not_see_each_other() -> None:
+    """Both threads stand in the middle of a pass at the same time, at every step."""
+    together, wrong = threading.Barrier(2, timeout=60), []
+
+    def look(call: Call, inputs: Tensor) -> None:
+        mine = threading.current_thread().name
+        together.wait()
+        if call.extras.get("who") != mine or call.input_ids.shape != inputs.shape[:2]:
+            wrong.append(mine)
+        together.wait()
+
+    model = probed(look)
+    rows = {"first": tiny_ids(1, 7), "second": tiny_ids(3, 9)}
+
+    def run() -> None:
+        name = threading.current_thread().name
+        with torch.no_grad():
+            for _ in range(3):
+                model(rows[name], extras={"who": name})
+
+    threads = [threading.Thread(target=run, name=name) for name in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_pass_within_a_pass_has_its_own_call() -> None:
+    """As when a graft asks the same backbone something before each pass."""
+    seen: list[tuple[int, Any]] = []
+
+    class Asking(Probe):
+        def prepare(self, call: Call) -> None:
+            if call.input_ids.shape[1] == 24:
+                host.model(tiny_ids(1, 5), use_cache=False)
+
+    host = Backbone.wrap(tiny_model("llama"))
+    with GraftedModel(host, {"probe": Asking(lambda call, x: seen.append((x.shape[1], call.domain)))}) as model:
+        model(tiny_ids(), domain=torch.tensor([0, 1]))
+    assert [length for length, _ in seen] == [5, 24]
+    assert seen[1][1].tolist() == [0, 1]
+
+
+def test_the_loss_is_that_of_the_outer_pass() -> None:
+    class Asking(Probe):
+        def prepare(self, call: Call) -> None:
+            if call.input_ids.shape[1] == 24:
+                host.model(tiny_ids(1, 5), use_cache=False)
+
+        def auxiliary_loss(self, call: Call) -> Tensor:
+            return torch.tensor(float(call.input_ids.shape[1]))
+
+    host = Backbone.wrap(tiny_model("llama"))
+    with GraftedModel(host, {"probe": Asking(lambda call, x: None)}) as model:
+        assert model(tiny_ids(), labels=tiny_ids()).auxiliary_loss == 24
+
+
+def test_embeddings_instead_of_ids() -> None:
+    seen: list[Call] = []
+    mask = torch.ones(2, 24, dtype=torch.long)
+    with probed(lambda call, _: seen.append(call)) as model, torch.no_grad():
+        inputs = model.model.get_input_embeddings()(tiny_ids())
+        found = model(inputs_embeds=inputs, attention_mask=mask).logits
+        torch.testing.assert_close(found, model(tiny_ids(), attention_mask=mask).logits)
+    assert seen[0].input_ids is None
+    assert seen[0].token_mask.shape == (2, 24)
+
+
+def test_a_module_called_on_its_own_meets_its_taps() -> None:
+    seen: list[Call] = []
+    with probed(lambda call, _: seen.append(call)) as model:
+        model.backbone.sites.layers[1].mlp(torch.zeros(1, 3, 48))
+    assert seen[0].input_ids is None
+
+
+def test_taps_of_several_owners_act_in_order() -> None:
+    live, order = tiny_model("llama"), []
+    taps = {
+        name: [Tap(Site("ffn", 0), "after", "add", lambda call, inputs, outputs, name=name: order.append(name))]
+        for name in ("first", "second", "third")
+    }
+    wiring = Wiring(live, Sites(live), taps, lambda call: order.append("prepare"))
+    live(tiny_ids())
+    wiring.remove()
+    live(tiny_ids())
+    assert order == ["prepare", "first", "second", "third"]
+
+
+def test_hooks_of_others_stay() -> None:
+    live, runs = tiny_model("llama"), []
+    live.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append("theirs"))
+    host = Backbone.wrap(live)
+    with GraftedModel(host, {"probe": Probe(lambda call, x: runs.append("ours"), layer=0)}) as model:
+        model(tiny_ids())
+    live(tiny_ids())
+    assert runs == ["theirs", "ours", "theirs"]
+
+
+def test_detaching_twice_is_detaching_once() -> None:
+    host = Backbone.wrap(tiny_model("llama"))
+    first = GraftedModel(host, {"probe": Probe(lambda call, x: None)})
+    first.detach()
+    with GraftedModel(host, {"probe": Probe(lambda call, x: None)}):
+        first.detach()
+        assert not any(parameter.requires_grad for parameter in host.model.parameters())
