@@ -42,8 +42,8 @@ class Size(Config):
     layers: int = 4
     length: int = 256
     batch_size: int = Field(8, ge=1)
-    pretraining_steps: int = 400
-    steps: int = 120
+    pretraining_steps: int = 300
+    steps: int = 100
     scored_tokens: int = 12_000
 
 
