@@ -80,7 +80,7 @@ def fresh_graft(new_process: Callable[..., subprocess.Popen[str]]) -> Graft:
 
     def run(*arguments: str, stdin: str | None = None, **more: Any) -> Outcome:
         process = new_process(*arguments, **more)
-        out, err = process.communicate(stdin, timeout=300)
+        out, err = process.communicate(stdin, timeout=900)
         return Outcome(process.returncode, out, err)
 
     return run
