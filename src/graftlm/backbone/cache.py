@@ -44,8 +44,8 @@ def slots(
 class StateLayer(CacheLayerMixin):
     """A cache layer for a recurrent state of fixed size, batch first, such as a state-space model's.
 
-    The state is kept in `keys`; `values` is an empty view, so that every batch operation of `CacheLayerMixin` applies.
-    A state can't be cropped back in time, and says so.
+    The state is kept in `keys`, a second one where needed in `values`, so that every batch operation of
+    `CacheLayerMixin` applies. A state can't be cropped back in time, and says so.
     """
 
     is_croppable = False
@@ -56,11 +56,11 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor | None = None, *args: object, **kwargs: object):
-        """Replace the state by `key_states` (B, ...)."""
+        """Replace the state by `key_states` (B, ...), and the second one by `value_states` (B, ...)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states)
         self.keys = key_states
-        self.values = key_states.new_empty((key_states.shape[0], 0))
+        self.values = key_states.new_empty((key_states.shape[0], 0)) if value_states is None else value_states
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -44,6 +44,7 @@ class Family:
         gated: whether the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
         activation: the config's field that names the activation.
         text_config: the config's field that holds the text model's config, for models of several modalities.
+        causal: whether a token sees none that come after it.
     """
 
     layers: str
@@ -56,6 +57,7 @@ class Family:
     gated: bool
     activation: str = "hidden_act"
     text_config: str | None = None
+    causal: bool = True
 
 
 def _llama_like(**changes: object) -> Family:
@@ -82,6 +84,7 @@ def _bert_like() -> Family:
         ffn_in=("intermediate.dense",),
         ffn_out="output.dense",
         gated=False,
+        causal=False,
     )
 
 

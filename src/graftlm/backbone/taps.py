@@ -36,9 +36,11 @@ class Call:
         domain: (B,) domain mark of each sequence (0 old, 1 new), or None when the batch does not say.
         token_mask: (B, T) True for tokens that are not padding; None when all are real.
         totals: (1 + domains,) counts over the whole optimiser step: target tokens, then input tokens of each domain.
+        prompt: (B, T) True for tokens that were given rather than to be predicted; None when the batch does not say.
         extras: whatever else the batch says (task, context), by name.
         scratch: what a graft keeps between its taps in this pass, by the graft's own keys.
         training: whether this pass will be differentiated for training.
+        observing: whether this pass is run for `Graft.observe`, which may cost more.
     """
 
     input_ids: Tensor | None = None
@@ -48,9 +50,11 @@ class Call:
     domain: Tensor | None = None
     token_mask: Tensor | None = None
     totals: Tensor | None = None
+    prompt: Tensor | None = None
     extras: dict[str, Any] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
     training: bool = False
+    observing: bool = False
 
 
 Action = Literal["add", "replace"]

@@ -59,6 +59,10 @@ class Graft(nn.Module):
         """What the parameters show beside the backbone's, without any text; plain numbers and lists."""
         return {}
 
+    def augmenting(self) -> Mapping[str, Backbone]:
+        """The other frozen models that this graft reads, by name; an artefact remembers what they were."""
+        return {}
+
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model to run with this graft: the backbone itself, but for baselines that need their own."""
         return model
@@ -184,6 +188,7 @@ class GraftedModel(nn.Module):
         domain: Tensor | None = None,
         token_mask: Tensor | None = None,
         totals: Tensor | None = None,
+        prompt: Tensor | None = None,
         extras: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> GraftedOutput:
@@ -198,6 +203,7 @@ class GraftedModel(nn.Module):
             domain: (B,) domain marks, 0 old and 1 new.
             token_mask: (B, T) True for tokens that are not padding, where `attention_mask` does not say it.
             totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
+            prompt: (B, T) True for tokens that were given rather than to be predicted.
             extras: whatever else the batch says, by name.
             kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it:
                 it would make transformers forget where documents begin.
@@ -205,7 +211,8 @@ class GraftedModel(nn.Module):
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        said = {"domain": domain, "token_mask": token_mask, "totals": totals, "extras": dict(extras or {})}
+        said = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        said["extras"] = dict(extras or {})
         with self._wiring.announce(**said) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
@@ -228,8 +235,8 @@ class GraftedModel(nn.Module):
     @torch.no_grad()
     def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
         """Run one pass and return what each graft saw in it, by the graft's name."""
-        said = {key: inputs.pop(key, None) for key in ("domain", "token_mask")}
-        with self._wiring.announce(**said) as calls:
+        said = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
+        with self._wiring.announce(**said, observing=True) as calls:
             self.model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in zip(self.grafts, self._each(), strict=True)}
 
@@ -297,6 +304,19 @@ class GraftedModel(nn.Module):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def working_dtype(graft: Graft, call: Call) -> torch.dtype:
+    """What a graft computes in: its weights' dtype, or autocast's.
+
+    Inputs are cast to it once, rather than by each Linear under autocast.
+    """
+    key = (graft, "dtype")
+    if key not in call.scratch:
+        weight = next(graft.parameters())
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        call.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+    return call.scratch[key]
 
 
 def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:

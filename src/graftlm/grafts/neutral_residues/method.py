@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.grafts.base import Graft, GraftConfig
+from graftlm.grafts.base import Graft, GraftConfig, working_dtype
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
@@ -178,7 +178,7 @@ class NeutralResidues(Graft):
         assert isinstance(block, GatedAdapter)
 
         def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            dtype = self._working_dtype(call)
+            dtype = working_dtype(self, call)
             x = inputs if inputs.dtype == dtype else inputs.to(dtype)
             scores_N = block.scores(x)
             call.scratch[self, "scores", layer] = scores_N
@@ -189,15 +189,6 @@ class NeutralResidues(Graft):
             return out_ND.to(outputs.dtype).view_as(outputs)
 
         return add
-
-    def _working_dtype(self, call: Call) -> torch.dtype:
-        """What the adapters compute in; inputs are cast to it once, rather than by each Linear under autocast."""
-        key = (self, "dtype")
-        if key not in call.scratch:
-            weight = next(self.parameters())
-            autocast = torch.is_autocast_enabled(weight.device.type)
-            call.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        return call.scratch[key]
 
     def _note_l1(self, call: Call, layer: int, out_ND: Tensor) -> None:
         """Keep |r(x)|_1 / D, summed over the old domain's tokens, for the local loss."""
