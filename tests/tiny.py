@@ -91,10 +91,10 @@ def _randomise(model: PreTrainedModel) -> None:
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `TOKENS` tokens: any text goes there and back without loss."""
+def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of so many tokens: any text goes there and back without loss."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer(tokens)),
         pad_token=SPECIAL[PAD],
         eos_token=SPECIAL[EOS],
         bos_token=SPECIAL[BOS],
@@ -106,12 +106,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def _trained_tokenizer() -> str:
+def _trained_tokenizer(tokens: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS,
+        vocab_size=tokens,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

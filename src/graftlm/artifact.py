@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graftlm.backbone import Backbone, Fingerprint, load_backbone
-from graftlm.config import Config
+from graftlm.config import Config, apply_override
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
 from graftlm.version import __version__
@@ -32,11 +32,16 @@ JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.
 
 
 class BackboneRecord(Config):
-    """What a graft remembers of its backbone."""
+    """What a graft remembers of its backbone, or of another frozen model that it reads."""
 
     name: str
     model_type: str
     fingerprint: dict[str, str]
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> BackboneRecord:
+        """The record of a live model."""
+        return cls(name=backbone.name, model_type=backbone.sites.model_type, fingerprint=asdict(backbone.fingerprint))
 
     def matches(self, backbone: Backbone) -> str | None:
         """What sets `backbone` apart, in words; None when it is the one."""
@@ -51,6 +56,7 @@ class Manifest(Config):
     config: dict[str, JsonValue]
     library: str
     backbone: BackboneRecord
+    augmenting: dict[str, BackboneRecord] = Field(default_factory=dict)
     tensors: int
     parameters: int
     training: dict[str, JsonValue] = Field(default_factory=dict)
@@ -96,9 +102,8 @@ def save_graft(
         kind=graft.config.kind,
         config=graft.config.model_dump(mode="json"),
         library=__version__,
-        backbone=BackboneRecord(
-            name=backbone.name, model_type=backbone.sites.model_type, fingerprint=asdict(backbone.fingerprint)
-        ),
+        backbone=BackboneRecord.of(backbone),
+        augmenting={name: BackboneRecord.of(model) for name, model in graft.augmenting().items()},
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         training=dict(training or {}),
@@ -145,12 +150,18 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise ArtifactError(f"{error} Copy or train the graft again.") from None
 
 
-def load_graft(folder: str | Path, backbone: Backbone) -> Graft:
+def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> Graft:
     """The graft in a folder, built for `backbone` and not yet attached.
 
+    Args:
+        folder: the graft's folder.
+        backbone: the one that it was trained on.
+        changes: of the graft's config, as `KEY=VALUE`, such as where another model that it reads lies now.
+
     Raises:
-        WrongBackboneError: it was trained on another backbone.
+        WrongBackboneError: it was trained on another backbone, or beside other models.
         ArtifactError: the folder is damaged or foreign.
+        RecipeError: a change does not fit.
     """
     manifest = read_manifest(folder)
     difference = manifest.backbone.matches(backbone)
@@ -159,9 +170,28 @@ def load_graft(folder: str | Path, backbone: Backbone) -> Graft:
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
         )
-    graft = build_graft(manifest.graft_config(), backbone)
+    config = manifest.graft_config()
+    if changes:
+        values = config.model_dump(mode="json")
+        for change in changes:
+            apply_override(values, change)
+        config = graft_config(values, where=JSON_NAME)
+    graft = build_graft(config, backbone)
+    _check_augmenting(folder, manifest, graft)
     graft.load_tensors(dict(read_tensors(folder)))
     return graft.eval()
+
+
+def _check_augmenting(folder: str | Path, manifest: Manifest, graft: Graft) -> None:
+    """Raise `WrongBackboneError` unless a graft reads the models that it was trained with."""
+    for name, live in graft.augmenting().items():
+        record = manifest.augmenting.get(name)
+        difference = record.matches(live) if record else "it was not there then"
+        if difference:
+            raise WrongBackboneError(
+                f"The graft {folder} was trained with {record.name if record else 'no model'} as {name}, but "
+                f"{live.name} was found and {difference}: pass the model that it was trained with."
+            )
 
 
 def backbone_of(

@@ -72,7 +72,7 @@ class Method(Config):
     """One registered kind of graft.
 
     Args:
-        config: its keys with their defaults.
+        config: its keys with their defaults, None for a key without one.
     """
 
     kind: str
@@ -292,5 +292,5 @@ def methods() -> list[Method]:
 def _method(kind: str, room: type[Graft]) -> Method:
     summary = (inspect.getdoc(room) or "").partition("\n")[0]
     fields = {name: field for name, field in room.Config.model_fields.items() if name != "kind"}
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    defaults = {n: None if f.is_required() else f.get_default(call_default_factory=True) for n, f in fields.items()}
     return Method(kind=kind, label=room.label or kind, summary=summary, config=defaults)

@@ -33,11 +33,10 @@ def _exceptions(request: pytest.FixtureRequest) -> None:
     values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if not isinstance(example := values.get("example"), Example):
         return
-    host = str(values.get("name", "")).partition("+")[2]
     law = next((mark.args[0] for mark in request.node.iter_markers("law")), "")
-    for word in (host, law):
-        if word in example.exceptions:
-            pytest.skip(f"{example}, {word}: {example.exceptions[word]}")
+    why = example.exception(str(values.get("name", "")), law)
+    if why is not None:
+        pytest.skip(f"{example}, {why}")
 
 
 @pytest.fixture

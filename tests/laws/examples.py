@@ -6,7 +6,10 @@ can't hold for it, `EXAMPLES` says so, with the reason.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +20,7 @@ from torch import nn
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import REGISTRY
-from tiny import DECODERS, ENCODERS, SPREAD, tiny_model, tiny_tokenizer
+from tiny import DECODERS, ENCODERS, SPREAD, TOKENS, tiny_model, tiny_tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Example:
         name: how test ids call it.
         spread: standard deviation of the noise that stands for training.
         learning_rate: at which its loss falls within a few steps.
-        exceptions: law or host of the backbone -> why it can't hold there.
+        exceptions: law or host of the backbone, or encoders -> why it can't hold there.
     """
 
     kind: str
@@ -43,13 +46,54 @@ class Example:
     def __str__(self) -> str:
         return self.name or self.kind
 
+    def exception(self, name: str, law: str = "") -> str | None:
+        """Why it is not for this backbone or law; None when it is."""
+        family, _, host = name.partition("+")
+        words = (host, law, "encoders" if family in ENCODERS else "")
+        return next((f"{word}: {self.exceptions[word]}" for word in words if word in self.exceptions), None)
+
     def values(self) -> dict[str, Any]:
         """The config as a recipe writes it."""
         return {"kind": self.kind, **self.config}
 
 
 _WHOLE = "its tensors are the whole model's: DESIGN's exception"
+_OTHER_TOKENIZER = "its tokens go with another tokenizer's one by one only in causal order, so a GraftError says so"
+_NOT_TAKEN_BACK = "tokens of another tokenizer can't be taken back one by one, so a GraftError says so"
+
+
+@functools.cache
+def _augmenting(family: str, tokens: int = TOKENS) -> str:
+    """The folder of another tiny model, with a tokenizer of so many tokens."""
+    folder = tempfile.mkdtemp(prefix=f"tiny-{family}-{tokens}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tiny_model(family, seed=7).save_pretrained(folder)
+    tiny_tokenizer(tokens).save_pretrained(folder)
+    return folder
+
+
 EXAMPLES: dict[str, list[Example]] = {
+    "composition": [
+        Example("composition", {"stride": 1, "augmenting": {"one": {"name": _augmenting("llama")}}}),
+        Example(
+            "composition",
+            {
+                "norm": "pre",
+                "augmenting": {
+                    "one": {"name": _augmenting("gemma3"), "pairs": [[2, 0], [0, 0]]},
+                    "two": {"name": _augmenting("gpt2"), "pairs": [[1, 1]]},
+                },
+                "heads": 2,
+            },
+            name="two-models",
+        ),
+        Example(
+            "composition",
+            {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
+            name="two-tokenizers",
+            exceptions={"encoders": _OTHER_TOKENIZER, "taken back": _NOT_TAKEN_BACK},
+        ),
+    ],
     # The local losses weigh as much as the language-modelling loss, so that a mistake in them shows.
     "neutral-residues": [
         Example("neutral-residues", {"alpha": 1.0}),

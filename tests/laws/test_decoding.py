@@ -36,6 +36,7 @@ def test_cached_decoding_equals_recomputation(example: Example, name: str, way: 
     torch.testing.assert_close(cached, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.law("taken back")
 def test_speculative_decoding_crops_the_cache(example: Example, name: str, attach: Any) -> None:
     model = attach(example, name)
     ids = tiny_ids(1, 6).repeat(1, 3)  # a repetitive prompt, so that its tokens are drafts worth trying

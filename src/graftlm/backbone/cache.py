@@ -95,7 +95,7 @@ class StateLayer(CacheLayerMixin):
         self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._apply(lambda state: state[indices, ...])
+        self._apply(lambda state: state[indices.to(state.device), ...])
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:

@@ -10,6 +10,7 @@ from graftlm.errors import RecipeError, did_you_mean
 from graftlm.grafts.base import Graft, GraftConfig, GraftedModel, GraftedOutput, grafted
 
 REGISTRY: dict[str, str] = {
+    "composition": "graftlm.grafts.composition:Composition",
     "neutral-residues": "graftlm.grafts.neutral_residues:NeutralResidues",
     "adapter": "graftlm.grafts.neutral_residues:VanillaAdapter",
     "lora": "graftlm.grafts.baselines:LowRank",
@@ -46,6 +47,14 @@ def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
     return graft_class(kind).Config.parse(values, where=where)
 
 
+def default_config(kind: str) -> GraftConfig | None:
+    """The config of a kind that needs to be told nothing; None for one that does."""
+    config = graft_class(kind).Config
+    if any(field.is_required() for field in config.model_fields.values()):
+        return None
+    return config()  # type: ignore[call-arg]  # `kind` has a default in every room's config
+
+
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
     """A fresh graft for a backbone; random choices come from torch's generator."""
     return graft_class(config.kind)(config, backbone)
@@ -58,6 +67,7 @@ __all__ = [
     "GraftedModel",
     "GraftedOutput",
     "build_graft",
+    "default_config",
     "graft_class",
     "graft_config",
     "grafted",

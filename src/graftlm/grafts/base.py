@@ -211,7 +211,7 @@ class GraftedModel(nn.Module):
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        said = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        said: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         said["extras"] = dict(extras or {})
         with self._wiring.announce(**said) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)

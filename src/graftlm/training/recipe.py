@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig
-from graftlm.grafts import GraftConfig, graft_class, graft_config, kinds
+from graftlm.grafts import GraftConfig, default_config, graft_class, graft_config, kinds
 from graftlm.training.config import TrainingConfig
 
 
@@ -87,13 +87,14 @@ class Recipe(Config):
         return chosen.graft, method_training(self.training, chosen.training, f"methods.{name}.training")
 
     def comparison(self) -> Self:
-        """The recipe with the methods to compare: its own, or its graft beside every registered kind."""
+        """The recipe with the methods to compare: its own, or its graft beside every kind that needs no settings."""
         if self.methods:
             return self
         assert self.graft is not None
         rows = {self.graft.kind: MethodConfig(graft=self.graft)}
         for kind in kinds():
-            rows.setdefault(kind, MethodConfig(graft=graft_class(kind).Config()))  # type: ignore[call-arg]
+            if (config := default_config(kind)) is not None:
+                rows.setdefault(kind, MethodConfig(graft=config))
         return self.model_copy(update={"methods": rows})
 
 

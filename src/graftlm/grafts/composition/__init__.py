@@ -1,0 +1,7 @@
+"""Composition: two or more frozen models that solve together what none can alone. See README.md."""
+
+from __future__ import annotations
+
+from graftlm.grafts.composition.method import AugmentingConfig, Composition, CompositionConfig
+
+__all__ = ["AugmentingConfig", "Composition", "CompositionConfig"]
