@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graftlm.data.packing import PADDING, Boundaries, unmark
+from graftlm.data.packing import PADDING, Boundaries, is_prompt, is_start, unmark
 
 IGNORED = -100
 
@@ -21,12 +21,13 @@ class Batch:
 
     Attributes:
         input_ids: long, (B, L).
-        labels: long, (B, L); -100 where nothing is predicted: the row's first token, padding and, when documents are
-            separate, the first token of each.
+        labels: long, (B, L); -100 where nothing is predicted: the row's first token, padding, prompts and, unless
+            documents are joined, the first token of each.
         attention_mask: long, (B, L), 0 at padding; None when there is no padding.
         position_ids: long, (B, L), from 0 at each document and at the padding; None unless a row holds several
-            documents that are kept separate.
+            documents that are kept apart.
         domain: long, (B,): 0 = old, 1 = new.
+        prompt: bool, (B, L), True where the token belongs to a prompt; None when there is none in the batch.
     """
 
     input_ids: Tensor
@@ -34,6 +35,7 @@ class Batch:
     attention_mask: Tensor | None
     position_ids: Tensor | None
     domain: Tensor
+    prompt: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -54,6 +56,8 @@ class Batch:
         more document, which no other sees, and `token_mask` names it.
         """
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels, "domain": self.domain}
+        if self.prompt is not None:
+            inputs["prompt"] = self.prompt
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
             if self.attention_mask is not None:
@@ -78,17 +82,19 @@ class Batch:
 def assemble(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
     """The batch of some marked rows, shape (B, L), and their domains, shape (B,)."""
     padding = marked == PADDING
-    starts = (marked < 0) & ~padding
+    starts, prompt = is_start(marked), is_prompt(marked)
     input_ids = unmark(marked, pad_id).astype(np.int64)
-    unpredicted = padding | starts if boundaries == "separate" else padding.copy()
+    apart = boundaries != "joined"
+    unpredicted = padding | prompt | starts if apart else padding | prompt
     unpredicted[:, 0] = True
-    several = boundaries == "separate" and bool(starts[:, 1:].any())
+    several = apart and bool(starts[:, 1:].any())
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(np.where(unpredicted, IGNORED, input_ids)),
         attention_mask=torch.from_numpy((~padding).astype(np.int64)) if padding.any() else None,
         position_ids=torch.from_numpy(_positions(starts, padding)) if several else None,
         domain=torch.from_numpy(domain.astype(np.int64)),
+        prompt=torch.from_numpy(prompt) if prompt.any() else None,
     )
 
 

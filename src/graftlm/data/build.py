@@ -24,8 +24,9 @@ class DataConfig(Config):
     old: list[SourceConfig] = Field([], description="Text like the backbone's own training data.")
     old_share: float = Field(0.1, ge=0, le=1, description="Share p of rows that are old; 0 ignores the old sources.")
     length: int = Field(256, ge=2, description="Tokens per row.")
-    boundaries: Literal["separate", "joined"] = Field(
-        "separate", description="Whether documents of a row are kept apart, or make one stream."
+    boundaries: Literal["separate", "joined", "whole"] = Field(
+        "separate",
+        description="Whether documents of a row are kept apart, make one stream, or are kept apart and never cut.",
     )
     validation: dict[str, list[SourceConfig]] = Field({}, description="Held-out texts by name ('old', 'new', others).")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")

@@ -1,12 +1,15 @@
-"""Documents out of local files: plain text (one document each), JSON lines, JSON lists and parquet (one per row)."""
+"""Documents out of local files: plain text (one each), and tables (one a row): JSON lines, JSON lists, parquet, CSV."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +23,9 @@ from graftlm.errors import DataError
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
-SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES)
+CSV_SUFFIXES = (".csv",)
+TABLE_SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES, *CSV_SUFFIXES)
+SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES)  # of what a folder is searched for
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -62,20 +67,71 @@ def _suffix(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def read_file(path: Path, text_column: str = "text") -> Iterator[Document]:
+def read_file(path: Path, text_column: str = "text", prompt_column: str | None = None) -> Iterator[Document]:
     """The documents of one file, chosen by its suffix; a file with an unknown suffix is read as plain text.
 
     Raises:
         DataError: the file can't be read, or is not what its suffix says; the message names the line, row or byte.
     """
-    suffix = _suffix(path)
-    try:
-        if suffix in PARQUET_SUFFIXES:
-            yield from _read_parquet(path, text_column)
-        elif suffix in JSON_SUFFIXES:
-            yield from _read_json(path, text_column)
-        else:
+    if _suffix(path) in TABLE_SUFFIXES:
+        columns = columns_of(text_column, prompt_column)
+        yield from (document_of(texts, columns, where) for texts, where in read_rows(path, columns))
+    elif prompt_column is not None:
+        raise DataError(
+            f"{path} is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
+            "or leave the prompt_column out."
+        )
+    else:
+        with _whole(path):
             yield Document(_read_text(path), str(path))
+
+
+def columns_of(text_column: str, prompt_column: str | None) -> dict[str, str]:
+    """The columns that a source reads, by the key that names them."""
+    return {"text_column": text_column} | ({} if prompt_column is None else {"prompt_column": prompt_column})
+
+
+def document_of(texts: list[str], columns: Mapping[str, str], where: str) -> Document:
+    """The document of one row, from the texts of its columns.
+
+    Raises:
+        DataError: there is a prompt, and no text that completes it.
+    """
+    text, *prompt = texts
+    if prompt and not text.strip():
+        raise DataError(
+            f"{where} has a prompt and an empty completion in the column {columns['text_column']!r}: "
+            "give it text, or leave the row out."
+        )
+    return Document(text, where, *prompt)
+
+
+def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> Iterator[tuple[list[str], str]]:
+    """The texts of some columns of each row of a table, and where that row is.
+
+    Args:
+        path: a file of JSON lines, a JSON list, parquet or CSV with a header, by its suffix; also gzipped.
+        columns: names of columns by the key that sets each, such as {"text_column": "body"}.
+        owner: whose keys they are, for messages.
+
+    Raises:
+        DataError: the file can't be read, is not what its suffix says, or lacks a text; the message names the row.
+    """
+    suffix = _suffix(path)
+    if suffix not in TABLE_SUFFIXES:
+        raise DataError(f"{path} is no table: a file ending in {' '.join(TABLE_SUFFIXES)} (or .gz) is expected.")
+    read = _read_json
+    if suffix in (*PARQUET_SUFFIXES, *CSV_SUFFIXES):
+        read = _read_parquet if suffix in PARQUET_SUFFIXES else _read_csv
+    with _whole(path):
+        yield from read(path, columns, owner)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Say in one sentence that a file can't be read to its end."""
+    try:
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise DataError(f"{path} is not a whole gzip file: fetch it again, or unpack it first.") from None
     except OSError as error:
@@ -108,13 +164,13 @@ def _decode(data: bytes, where: str) -> str:
         ) from None
 
 
-def _read_json(path: Path, text_column: str) -> Iterator[Document]:
+def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
     with _open(path) as file:
         is_list = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
         file.seek(0)
         rows = _list_rows(file, path) if is_list else _line_rows(file, path)
         for row, where in rows:
-            yield Document(text_of(row, text_column, where), where)
+            yield texts_of(row, columns, where, owner), where
 
 
 def _list_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
@@ -139,50 +195,68 @@ def _parse(text: str, where: str) -> Any:
         ) from None
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[Document]:
+def _read_csv(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
+    with _open(path) as file:
+        reader = csv.reader(io.StringIO(_decode(file.read(), str(path)), newline=""), strict=True)
+    try:
+        head = next(reader, [])
+        check_columns(head, columns, str(path), owner)
+        for number, cells in enumerate(filter(None, reader), start=1):
+            where = f"{path}: row {number}"
+            if len(cells) != len(head):
+                raise DataError(f"{where} has {len(cells)} cells, but the header has {len(head)}: mend the row.")
+            yield texts_of(dict(zip(head, cells, strict=True)), columns, where, owner), where
+    except csv.Error as error:
+        raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): mend that line.") from None
+
+
+def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
+    names = list(columns.values())
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            check_columns(file.schema_arrow.names, text_column, str(path))
+            check_columns(file.schema_arrow.names, columns, str(path), owner)
             number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[text_column]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=1024, columns=names):
+                for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     number += 1
-                    yield Document(check_text(value, text_column, f"{path}: row {number}"), f"{path}: row {number}")
+                    where = f"{path}: row {number}"
+                    yield [check_text(value, name, where) for value, name in zip(values, names, strict=True)], where
     except (pyarrow.ArrowException, EOFError) as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{path} is not a whole parquet file ({cause}): fetch it again.") from None
 
 
-def text_of(row: Any, text_column: str, where: str) -> str:
-    """The text of one row.
+def texts_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "source") -> list[str]:
+    """The texts of some columns of one row.
 
     Raises:
         DataError: the row is no mapping, has no such column, or its value is no text.
     """
     if not isinstance(row, dict):
-        found = type(row).__name__
-        raise DataError(f"{where} is of type {found}, but an object with the column {text_column!r} is expected.")
-    check_columns(list(row), text_column, where)
-    return check_text(row[text_column], text_column, where)
+        found, first = type(row).__name__, next(iter(columns.values()))
+        raise DataError(f"{where} is of type {found}, but an object with the column {first!r} is expected.")
+    check_columns(list(row), columns, where, owner)
+    return [check_text(row[name], name, where) for name in columns.values()]
 
 
-def check_columns(columns: list[str], text_column: str, where: str) -> None:
-    """Raise `DataError` unless `text_column` is among the columns."""
-    if text_column not in columns:
-        found = ", ".join(map(str, columns)) or "none"
-        raise DataError(f"{where} has no column {text_column!r} (found: {found}): set the source's text_column.")
+def check_columns(found: list[str], columns: Mapping[str, str], where: str, owner: str = "source") -> None:
+    """Raise `DataError` unless all `columns` are among those found."""
+    for key, name in columns.items():
+        if name not in found:
+            names = ", ".join(map(str, found)) or "none"
+            raise DataError(f"{where} has no column {name!r} (found: {names}): set the {owner}'s {key}.")
 
 
-def check_text(value: Any, text_column: str, where: str) -> str:
+def check_text(value: Any, column: str, where: str) -> str:
     """`value`, when it is a string of whole characters; else raise `DataError`."""
     if not isinstance(value, str):
         found = "nothing" if value is None else f"a value of type {type(value).__name__}"
-        raise DataError(f"{where} has {found} in the column {text_column!r}, but a string is expected.")
+        raise DataError(f"{where} has {found} in the column {column!r}, but a string is expected.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has half a surrogate pair at character {error.start} of the column {text_column!r}, "
+            f"{where} has half a surrogate pair at character {error.start} of the column {column!r}, "
             "which is not text: mend the row."
         ) from None
     return value

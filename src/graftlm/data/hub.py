@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from graftlm.data.documents import Document
-from graftlm.data.files import check_columns, text_of
+from graftlm.data.files import check_columns, document_of, texts_of
 from graftlm.errors import DataError, did_you_mean
 
 
@@ -18,8 +18,10 @@ def is_saved_dataset(path: Path) -> bool:
     )
 
 
-def read_dataset(name: str, *, subset: str | None, split: str, text_column: str, streaming: bool) -> Iterator[Document]:
-    """The rows of a dataset, one document each.
+def read_dataset(
+    name: str, *, subset: str | None, split: str, columns: Mapping[str, str], streaming: bool
+) -> Iterator[Document]:
+    """The rows of a dataset, one document each; `columns` as `columns_of` gives them.
 
     Raises:
         DataError: the dataset, its subset, split or column is not there, or it can't be reached.
@@ -27,10 +29,10 @@ def read_dataset(name: str, *, subset: str | None, split: str, text_column: str,
     path = Path(name).expanduser()
     rows = _load_saved(path, split) if is_saved_dataset(path) else _load(name, subset, split, streaming)
     if rows.column_names is not None:
-        check_columns(rows.column_names, text_column, f"The dataset {name}")
+        check_columns(rows.column_names, columns, f"The dataset {name}")
     for number, row in enumerate(_rows_of(rows, name)):
         where = f"{name}: row {number}"
-        yield Document(text_of(row, text_column, where), where)
+        yield document_of(texts_of(row, columns, where), columns, where)
 
 
 def _load_saved(path: Path, split: str) -> Any:

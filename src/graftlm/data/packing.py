@@ -1,10 +1,13 @@
 """Documents to rows of token ids.
 
 Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of
-all documents make one stream, cut into rows of `length`; the last row is filled up with padding.
+all documents make one stream, cut into rows of `length`; the last row is filled up with padding. Where documents stay
+whole, a row ends before the first one that it has no room for, and every row is filled up.
+
+A prompt is tokenised apart from the text that completes it, as it is when text is generated; the BOS belongs to it.
 
 A stream is held as *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after
-the last. So one array carries ids, document starts and padding.
+the last, and the bit `PROMPT` in the ids of a prompt. So one array carries ids, prompts, document starts and padding.
 """
 
 from __future__ import annotations
@@ -19,26 +22,39 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.data.documents import Document
 from graftlm.errors import DataError
 
-Boundaries = Literal["separate", "joined"]
+Boundaries = Literal["separate", "joined", "whole"]
 Progress = Callable[[int], None]
 
 PADDING = np.iinfo(np.int32).min
+PROMPT = 1 << 30  # far above every vocabulary, and ~(id | PROMPT) is never PADDING
 PIECE_CHARACTERS = 1 << 18
 GROUP_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A document, or a part of a very long one."""
+    """A document's prompt or text, or a part of a very long one."""
 
     text: str
     first: bool
     last: bool
+    prompt: bool = False
+    where: str = ""
 
 
 def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
     """Plain ids of marked ids of any shape."""
-    return np.where(marked == PADDING, pad_id, np.where(marked < 0, ~marked, marked))
+    return np.where(marked == PADDING, pad_id, np.where(marked < 0, ~marked, marked) & ~PROMPT)
+
+
+def is_start(marked: np.ndarray) -> np.ndarray:
+    """Which marked ids are the first of a document."""
+    return (marked < 0) & (marked != PADDING)
+
+
+def is_prompt(marked: np.ndarray) -> np.ndarray:
+    """Which marked ids belong to a prompt."""
+    return (np.where(marked < 0, ~marked, marked) & PROMPT).astype(bool) & (marked != PADDING)
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -48,17 +64,22 @@ def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def cut_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """Documents of at most `PIECE_CHARACTERS` whole; longer ones cut at line ends, which bounds the memory.
+    """Prompts and texts of at most `PIECE_CHARACTERS` whole; longer ones cut at line ends, which bounds the memory.
 
     A cut lies between a line's last character and the next line's first, where tokenizers split anyway; one that
     marks the start of a text may add a single token per cut.
     """
     for document in documents:
-        start, text = 0, document.text
-        while start < len(text):
-            stop = _line_end(text, start, start + PIECE_CHARACTERS)
-            yield Piece(text[start:stop], first=start == 0, last=stop == len(text))
-            start = stop
+        if not document.text:
+            continue
+        first = True
+        for text, prompt in ((document.prompt, True), (document.text, False)):
+            start = 0
+            while start < len(text):
+                stop = _line_end(text, start, start + PIECE_CHARACTERS)
+                last = not prompt and stop == len(text)
+                yield Piece(text[start:stop], first, last, prompt, document.where)
+                start, first = stop, False
 
 
 def _line_end(text: str, start: int, stop: int) -> int:
@@ -74,21 +95,21 @@ def _line_end(text: str, start: int, stop: int) -> int:
 
 
 def group_pieces(pieces: Iterable[Piece], characters: int = GROUP_CHARACTERS) -> Iterator[list[Piece]]:
-    """Pieces in lists of about so many characters, since tokenizers are fastest on batches."""
+    """Pieces in lists of about so many characters, since tokenizers are fastest on batches; a prompt ends none."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
         size += len(piece.text)
-        if size >= characters:
+        if size >= characters and not piece.prompt:
             yield group
             group, size = [], 0
     if group:
         yield group
 
 
-def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The marked ids of a group of pieces, shape (tokens,)."""
+def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """The marked ids of each of a group's pieces, of shape (its tokens,)."""
     texts = [piece.text for piece in group]
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
@@ -96,7 +117,14 @@ def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> np.ndarr
     all_ids: list[list[int]] = encoded["input_ids"]
     eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
     bos_id = leading_bos(tokenizer)
-    return np.concatenate([_marked(ids, piece, bos_id, eos_id) for ids, piece in zip(all_ids, group, strict=True)])
+    streams, starts = [], False
+    for ids, piece in zip(all_ids, group, strict=True):
+        stream = _marked(ids, piece, bos_id, eos_id)
+        starts = starts or piece.first
+        if starts and len(stream):  # a prompt of blanks may have no token, and the text after it begins the document
+            stream[0], starts = ~stream[0], False
+        streams.append(stream)
+    return streams
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -115,9 +143,41 @@ def _marked(ids: list[int], piece: Piece, bos_id: int | None, eos_id: int | None
     begin = [bos_id] if piece.first and bos_id is not None else []
     end = [eos_id] if piece.last and eos_id is not None else []
     stream = np.array([*begin, *ids, *end], dtype=np.int32)
-    if piece.first and len(stream):
-        stream[0] = ~stream[0]
-    return stream
+    return stream | np.int32(PROMPT) if piece.prompt else stream
+
+
+def check_fits(group: list[Piece], streams: list[np.ndarray], length: int, begun: int) -> int:
+    """Make sure that every document fits into a row; gives how many tokens the last one has so far.
+
+    Args:
+        begun: how many tokens of the group's first document stand before the group.
+
+    Raises:
+        DataError: one does not fit.
+    """
+    for piece, stream in zip(group, streams, strict=True):
+        begun = len(stream) + (0 if piece.first else begun)
+        if begun > length:
+            raise DataError(
+                f"{piece.where} takes {begun} tokens or more, but a row holds {length} and documents stay whole: "
+                "raise the length, leave the document out, or set boundaries to separate."
+            )
+    return begun
+
+
+def row_end(stream: np.ndarray, length: int, boundaries: Boundaries) -> int:
+    """How many of a stream's first tokens make the next row; where documents stay whole, those of all that fit.
+
+    The stream holds more tokens than a row, or is the last of its kind.
+    """
+    if boundaries != "whole" or len(stream) <= length:
+        return min(length, len(stream))
+    return 1 + int(np.flatnonzero(is_start(stream[1 : length + 1]))[-1])
+
+
+def filled(row: np.ndarray, length: int) -> np.ndarray:
+    """A row of `length` marked ids, padded at its end."""
+    return np.concatenate([row, np.full(length - len(row), PADDING, dtype=np.int32)])
 
 
 class TokenBlocks:
@@ -126,7 +186,8 @@ class TokenBlocks:
     Attributes:
         marked: int32, shape (N, length).
         length: tokens per row.
-        boundaries: "separate" (no document sees or predicts another) or "joined" (one plain stream).
+        boundaries: "separate" (no document sees or predicts another), "whole" (nor is cut) or "joined" (one plain
+            stream).
         pad_id: the id that stands where `marked` is padding.
     """
 
@@ -147,7 +208,12 @@ class TokenBlocks:
     @property
     def starts(self) -> np.ndarray:
         """Where a document starts, bool, shape (N, length)."""
-        return (self.marked < 0) & (self.marked != PADDING)
+        return is_start(self.marked)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Which tokens belong to a prompt, bool, shape (N, length)."""
+        return is_prompt(self.marked)
 
     @property
     def n_tokens(self) -> int:
@@ -191,18 +257,32 @@ def pack(
         name: what to call the documents in an error.
 
     Raises:
-        DataError: the documents hold too few tokens for one row.
+        DataError: the documents hold too few tokens for one row, or one that is to stay whole does not fit into a row.
     """
-    streams: list[np.ndarray] = []
+    collected: list[np.ndarray] = []
+    begun = 0
     for group in group_pieces(cut_pieces(documents)):
-        streams.append(tokenise(group, tokenizer))
+        streams = tokenise(group, tokenizer)
+        if boundaries == "whole":
+            begun = check_fits(group, streams, length, begun)
+        collected += streams
         if progress is not None:
             progress(sum(len(piece.text) for piece in group))
-    stream = np.concatenate(streams) if streams else np.empty(0, dtype=np.int32)
-    if len(stream) < length:
+    stream = np.concatenate(collected) if collected else np.empty(0, dtype=np.int32)
+    if len(stream) < (1 if boundaries == "whole" else length):
         raise DataError(
             f"{name}: {len(stream)} tokens in all, but one row takes {length}: add text, or lower the length."
         )
-    padding = np.full(-len(stream) % length, PADDING, dtype=np.int32)
-    marked = np.concatenate([stream, padding]).reshape(-1, length)
-    return TokenBlocks(marked, boundaries=boundaries, pad_id=pad_id_of(tokenizer))
+    return TokenBlocks(_rows(stream, length, boundaries), boundaries=boundaries, pad_id=pad_id_of(tokenizer))
+
+
+def _rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
+    """All rows of a whole stream, shape (N, length)."""
+    if boundaries != "whole":
+        return filled(stream, len(stream) + -len(stream) % length).reshape(-1, length)
+    rows, start = [], 0
+    while start < len(stream):
+        stop = start + row_end(stream[start : start + length + 1], length, boundaries)
+        rows.append(filled(stream[start:stop], length))
+        start = stop
+    return np.stack(rows)

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from graftlm.config import Config
 from graftlm.data.documents import Document
-from graftlm.data.files import find_files, read_file
+from graftlm.data.files import columns_of, find_files, read_file
 from graftlm.data.hub import is_saved_dataset, read_dataset
 from graftlm.errors import DataError
 
@@ -25,7 +25,10 @@ class SourceConfig(Config):
     dataset: str | None = Field(None, description="A dataset's name on the hub, or a local dataset folder.")
     subset: str | None = Field(None, description="The dataset's configuration, such as 'en'.")
     split: str = Field("train", description="The dataset's split.")
-    text_column: str = Field("text", description="The column of JSON, parquet and datasets that holds the text.")
+    text_column: str = Field("text", description="The column of JSON, parquet, CSV and datasets that holds the text.")
+    prompt_column: str | None = Field(
+        None, description="The column of what is given before that text; only the text itself is to be predicted."
+    )
     streaming: bool = Field(False, description="Read while training instead of packing everything first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="At most so many documents.")
@@ -45,6 +48,10 @@ class SourceConfig(Config):
             raise ValueError("a source has either a path or a dataset")
         if self.streaming and "-" in (self.documents or ""):
             raise ValueError("a streaming source can't count documents from its end: use numbers from the start")
+        if self.prompt_column is not None and (self.skip_characters or self.limit_characters):
+            raise ValueError("prompts and completions are never cut: leave out skip_characters and limit_characters")
+        if self.prompt_column == self.text_column:
+            raise ValueError(f"prompt_column and text_column are both {self.text_column!r}: name two columns")
         return self
 
     @property
@@ -91,13 +98,13 @@ def _read_all(config: SourceConfig) -> Iterator[Document]:
     path = Path(config.name).expanduser()
     if config.path is not None and not is_saved_dataset(path):
         for file in find_files(path, config.pattern):
-            yield from read_file(file, config.text_column)
+            yield from read_file(file, config.text_column, config.prompt_column)
         return
     yield from read_dataset(
         config.name,
         subset=config.subset,
         split=config.split,
-        text_column=config.text_column,
+        columns=columns_of(config.text_column, config.prompt_column),
         streaming=config.streaming,
     )
 

@@ -11,7 +11,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.data.documents import Document
-from graftlm.data.packing import Boundaries, Piece, cut_pieces, group_pieces, pad_id_of, tokenise
+from graftlm.data.packing import (
+    Boundaries,
+    Piece,
+    check_fits,
+    cut_pieces,
+    filled,
+    group_pieces,
+    is_start,
+    pad_id_of,
+    row_end,
+    tokenise,
+)
 from graftlm.errors import DataError
 
 STREAM_GROUP_CHARACTERS = 1 << 16
@@ -48,7 +59,8 @@ class StreamingBlocks:
         """The next `count` rows as marked ids, shape (count, length).
 
         Raises:
-            DataError: row `first` is not the next one, or the source gives no text.
+            DataError: row `first` is not the next one, the source gives no text, or a document that is to stay whole
+                does not fit into a row.
         """
         if first != self._drawn:
             raise DataError(
@@ -67,12 +79,23 @@ class StreamingBlocks:
         return row
 
     def _next_row(self) -> np.ndarray:
-        while len(self._tail) < self.length:
+        # Whether a document ends with the row shows in the token after it.
+        needed = self.length + (self.boundaries == "whole")
+        while len(self._tail) < needed:
             group = self._next_group()
-            self._tail = np.concatenate([self._tail, tokenise(group, self._tokenizer)])
+            streams = tokenise(group, self._tokenizer)
+            if self.boundaries == "whole":
+                check_fits(group, streams, self.length, self._begun())
+            self._tail = np.concatenate([self._tail, *streams])
             self._pieces += len(group)
-        row, self._tail = self._tail[: self.length], self._tail[self.length :]
+        stop = row_end(self._tail, self.length, self.boundaries)
+        row, self._tail = filled(self._tail[:stop], self.length), self._tail[stop:]
         return row
+
+    def _begun(self) -> int:
+        """How many tokens the last document in the tail has so far."""
+        starts = np.flatnonzero(is_start(self._tail))
+        return len(self._tail) - int(starts[-1]) if len(starts) else 0
 
     def _next_group(self) -> list[Piece]:
         if self._groups is None:

@@ -1,0 +1,369 @@
+"""Prompts and completions: only completions are predicted, and documents that stay whole are never cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.data import (
+    NEW,
+    Batch,
+    DataConfig,
+    Document,
+    Mixture,
+    SourceConfig,
+    StreamingBlocks,
+    build_documents,
+    build_mixture,
+    pack,
+    packing,
+)
+from graftlm.data.batch import assemble
+from graftlm.errors import DataError, RecipeError
+from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
+
+words = st.text(st.sampled_from("abc déf\n"), max_size=6)
+documents = st.builds(Document, words.filter(bool), st.just("in memory"), words)
+corpora = st.lists(documents, min_size=1, max_size=10)
+boundary = st.sampled_from(["separate", "joined", "whole"])
+LENGTH = 26  # no document of a corpus takes more: é is two tokens
+
+
+def with_bos() -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{SPECIAL[BOS]} $A", special_tokens=[(SPECIAL[BOS], BOS)]
+    )
+    return tokenizer
+
+
+PLAIN, BEGINS = tiny_tokenizer(), with_bos()
+tokenizers = st.sampled_from([PLAIN, BEGINS])
+
+
+def literal(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """A document's ids, and which of them are its prompt's."""
+    prompt = tokenizer(document.prompt, add_special_tokens=False)["input_ids"]
+    text = tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    begin = [BOS] if tokenizer is BEGINS else []
+    given = [bool(document.prompt)] * len(begin) + [True] * len(prompt)
+    return [*begin, *prompt, *text, EOS], [*given, *[False] * (len(text) + 1)]
+
+
+def literal_rows(corpus: list[Document], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
+    """Rows of whole documents without their padding: a document goes into the row if it fits, else begins the next."""
+    rows: list[list[int]] = []
+    for document in corpus:
+        ids, _ = literal(document, tokenizer)
+        if not rows or len(rows[-1]) + len(ids) > length:
+            rows.append([])
+        rows[-1] += ids
+    return rows
+
+
+def batch_of(marked: np.ndarray, boundaries: packing.Boundaries) -> Batch:
+    return assemble(marked, np.ones(len(marked)), boundaries=boundaries, pad_id=0)
+
+
+@settings(max_examples=40)
+@given(corpora, boundary, tokenizers)
+def test_every_token_once_and_prompts_are_marked(
+    corpus: list[Document], boundaries: packing.Boundaries, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    corpus = [*corpus, Document("a" * LENGTH * 2, prompt="b")] if boundaries != "whole" else corpus
+    blocks = pack(corpus, tokenizer, LENGTH, boundaries=boundaries)
+    expected = [literal(document, tokenizer) for document in corpus]
+    real = blocks.marked != packing.PADDING
+    assert blocks.input_ids[real].tolist() == [token for ids, _ in expected for token in ids]
+    assert blocks.prompt[real].tolist() == [given for _, givens in expected for given in givens]
+    assert not blocks.prompt[~real].any()
+    assert (
+        np.flatnonzero(blocks.starts[real]).tolist() == np.cumsum([0, *(len(ids) for ids, _ in expected)])[:-1].tolist()
+    )
+
+
+@settings(max_examples=40)
+@given(corpora, boundary, tokenizers)
+def test_completions_alone_are_predicted(
+    corpus: list[Document], boundaries: packing.Boundaries, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    corpus = [*corpus, Document("a" * LENGTH * 2, prompt="b")] if boundaries != "whole" else corpus
+    blocks = pack(corpus, tokenizer, LENGTH, boundaries=boundaries)
+    batch = batch_of(blocks.marked, boundaries)
+    predicted = (blocks.marked != packing.PADDING) & ~blocks.prompt
+    if boundaries != "joined":
+        predicted &= ~blocks.starts
+    predicted[:, 0] = False
+    assert np.array_equal(batch.labels.numpy() != -100, predicted)
+    assert torch.equal(batch.labels[torch.from_numpy(predicted)], batch.input_ids[torch.from_numpy(predicted)])
+    if batch.prompt is None:
+        assert not blocks.prompt.any()
+    else:
+        assert np.array_equal(batch.prompt.numpy(), blocks.prompt)
+        assert torch.equal(batch.inputs()["prompt"], batch.prompt)
+        assert batch.rows(slice(1)).prompt is not None
+
+
+@settings(max_examples=40)
+@given(corpora, tokenizers)
+def test_whole_documents_are_never_cut_and_rows_are_as_full_as_that_allows(
+    corpus: list[Document], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    blocks = pack(corpus, tokenizer, LENGTH, boundaries="whole")
+    expected = literal_rows(corpus, tokenizer, LENGTH)
+    assert [
+        row[kept].tolist() for row, kept in zip(blocks.input_ids, blocks.marked != packing.PADDING, strict=True)
+    ] == expected
+    assert blocks.marked.shape == (len(expected), LENGTH)
+    assert ((blocks.marked[:, 1:] != packing.PADDING) <= (blocks.marked[:, :-1] != packing.PADDING)).all()
+    batch = batch_of(blocks.marked, "whole")
+    several = bool(blocks.starts[:, 1:].any())
+    assert (batch.position_ids is not None) == several, "documents of a row do not see each other"
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("abc d", min_size=1, max_size=30), min_size=1, max_size=6), st.integers(2, 24))
+def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None:
+    corpus = [*corpus, "a" * 2 * length]
+    ids = [PLAIN(text, add_special_tokens=False)["input_ids"] for text in corpus]
+    stream = np.array([value for one in ids for value in (~one[0], *one[1:], EOS)], dtype=np.int32)
+    stream = np.append(stream, np.full(-len(stream) % length, np.iinfo(np.int32).min, dtype=np.int32))
+    blocks = pack([Document(text) for text in corpus], PLAIN, length)
+    assert blocks.marked.dtype == np.int32
+    assert blocks.marked.tobytes() == stream.tobytes()
+    batch = batch_of(blocks.marked, "separate")
+    assert batch.prompt is None
+    assert "prompt" not in batch.inputs()
+
+
+@settings(max_examples=30)
+@given(corpora, boundary, st.sampled_from([1, 10, 10**6]))
+def test_a_stream_gives_the_rows_of_the_packed_documents(
+    corpus: list[Document], boundaries: packing.Boundaries, group: int
+) -> None:
+    twice = [*corpus, *corpus]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+        stream = StreamingBlocks(lambda: corpus, PLAIN, LENGTH, boundaries=boundaries, buffer_rows=1)
+        if boundaries != "whole" and sum(len(literal(document, PLAIN)[0]) for document in twice) < LENGTH:
+            return
+        packed = pack(twice, PLAIN, LENGTH, boundaries=boundaries).marked[:-1]  # the last row goes on in the stream
+        assert np.array_equal(stream.take(0, len(packed), (0, NEW)), packed)
+
+
+EXAMPLES = [Document("la réponse " * (1 + i % 3), f"row {i}", f"question {i}: ") for i in range(20)]
+
+
+def streamed() -> Mixture:
+    return Mixture({NEW: StreamingBlocks(lambda: EXAMPLES, PLAIN, 48, boundaries="whole", buffer_rows=3)}, {NEW: 1}, 4)
+
+
+@pytest.mark.parametrize("group", [1, 100])
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_stream_of_prompts_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    unbroken, broken, resumed = streamed(), streamed(), streamed()
+    expected = [unbroken.batch(step) for step in range(12)]
+    for step in range(stop):
+        broken.batch(step)
+    resumed.load_state_dict(json.loads(json.dumps(broken.state_dict())))
+    for step in range(stop, 12):
+        found = resumed.batch(step)
+        assert torch.equal(found.input_ids, expected[step].input_ids)
+        assert found.prompt is not None
+        assert torch.equal(found.prompt, expected[step].prompt)  # type: ignore[arg-type]
+
+
+def test_long_prompts_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = [Document("one\ntwo\nthree\n" * 5, "a", "four\nfive\n" * 9), Document("six", "b"), Document("x", "c", "y")]
+    expected = pack(corpus, PLAIN, 16).marked
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(packing, "GROUP_CHARACTERS", 1)
+    assert np.array_equal(pack(corpus, PLAIN, 16).marked, expected)
+    pieces = list(packing.cut_pieces(corpus))
+    assert max(len(piece.text) for piece in pieces) <= 30
+    assert [sum(piece.first for piece in pieces), sum(piece.last for piece in pieces)] == [3, 3]
+    assert all(not group[-1].prompt for group in packing.group_pieces(pieces, 1))
+
+
+def test_a_prompt_without_tokens_leaves_the_start_to_the_text() -> None:
+    class Blind:
+        """Sees no blanks."""
+
+        eos_token_id, pad_token_id, bos_token_id = EOS, 0, None
+
+        def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[9] * len(text.strip()) for text in texts]}
+
+    blocks = pack([Document("aa", prompt="  "), Document("b", prompt=" ")], Blind(), 5)  # type: ignore[arg-type]
+    assert blocks.starts.tolist() == [[True, False, False, True, False]]
+
+
+def test_the_fingerprint_tells_a_prompt_from_text() -> None:
+    def fingerprint(document: Document) -> str:
+        return Mixture({NEW: pack([document], PLAIN, 8, boundaries="whole")}, {NEW: 1}, 2).fingerprint()
+
+    prompted, plain = fingerprint(Document("b", prompt="a")), fingerprint(Document("ab"))
+    assert PLAIN("ab")["input_ids"] == PLAIN("a")["input_ids"] + PLAIN("b")["input_ids"]
+    assert prompted != plain
+
+
+# From files
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    import csv
+
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) if path.suffix == ".jsonl" else json.dumps(rows))
+    return path
+
+
+ROWS = [{"question": "Où?\nQuand? ", "id": "7", "answer": 'Ici, "là"'}, {"question": "", "id": "8", "answer": "b\n"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_columns_of_prompts_and_texts(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"rows.{suffix}", ROWS)
+    source = SourceConfig(path=str(path), text_column="answer", prompt_column="question")
+    found = build_documents([source])
+    assert [(document.prompt, document.text) for document in found] == [(r["question"], r["answer"]) for r in ROWS]
+    assert found[1].where == f"{path}: {'line' if suffix == 'jsonl' else 'row'} 2"
+    alone = build_documents([SourceConfig(path=str(path), text_column="answer")])
+    assert [(document.prompt, document.text) for document in alone] == [("", r["answer"]) for r in ROWS]
+
+
+def test_columns_of_a_dataset(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "set"))
+    source = SourceConfig(dataset=str(tmp_path / "set"), text_column="answer", prompt_column="question")
+    assert [document.whole for document in build_documents([source])] == [r["question"] + r["answer"] for r in ROWS]
+
+
+def test_a_recipe_of_examples(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"text": f"answer {i}", "prompt": f"ask {i}:"} for i in range(9)])
+    source = {"path": str(path), "prompt_column": "prompt"}
+    values = {"new": [source], "old_share": 0, "length": 40, "boundaries": "whole"}
+    batch = build_mixture(DataConfig.parse(values), PLAIN, 2).batch(0)
+    assert batch.prompt is not None
+    streamed = values | {"new": [source | {"streaming": True}]}
+    assert build_mixture(DataConfig.parse(streamed), PLAIN, 2).batch(0).prompt is not None
+
+
+def message(path: Path, **values: object) -> str:
+    with pytest.raises(DataError) as caught:
+        build_documents([SourceConfig.parse({"path": str(path), "prompt_column": "prompt"} | values)])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "x"}, " has no column 'prompt' (found: text): set the source's prompt_column."),
+        ({"prompt": "x"}, " has no column 'text' (found: prompt): set the source's text_column."),
+        ({"text": "x", "prompt": 5}, " has a value of type int in the column 'prompt', but a string is expected."),
+        ({"text": None, "prompt": "x"}, " has nothing in the column 'text', but a string is expected."),
+        (
+            {"text": " \n", "prompt": "x"},
+            " has a prompt and an empty completion in the column 'text': give it text, or leave the row out.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_bad_rows(tmp_path: Path, suffix: str, row: dict, expected: str) -> None:
+    path = write(tmp_path / f"rows.{suffix}", [row])
+    where = "" if suffix == "parquet" and "no column" in expected else ": line 1" if suffix == "jsonl" else ": row 1"
+    assert message(path) == f"{path}{where}{expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", " has no column 'text' (found: none): set the source's text_column."),
+        ("text,prompt\na,b\nc\n", ": row 2 has 1 cells, but the header has 2: mend the row."),
+        ('text,prompt\na,"b\n', " is not valid CSV (unexpected end of data, at line 2): mend that line."),
+        ("text,prompt\n,b\n", ": row 1 has a prompt and an empty completion in the column 'text': give it text"),
+    ],
+)
+def test_bad_csv(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    assert message(path).startswith(f"{path}{expected}")
+
+
+def test_plain_text_has_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("x")
+    assert message(path) == (
+        f"{path} is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
+        "or leave the prompt_column out."
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("group", [1, 10**6])
+def test_a_document_longer_than_a_row_is_named(
+    tmp_path: Path, streaming: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr(packing, "GROUP_CHARACTERS", group)
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 6)
+    path = write(tmp_path / "rows.jsonl", [{"text": "abc", "prompt": "d"}, {"text": "a b\n" * 9, "prompt": "zz"}])
+    source = {"path": str(path), "prompt_column": "prompt", "streaming": streaming}
+    config = DataConfig.parse({"new": [source], "old_share": 0, "length": 16, "boundaries": "whole"})
+    with pytest.raises(DataError) as caught:
+        build_mixture(config, PLAIN, 4).batch(0)
+    assert str(caught.value).startswith(f"{path}: line 2 takes ")
+    assert str(caught.value).endswith(
+        " tokens or more, but a row holds 16 and documents stay whole: "
+        "raise the length, leave the document out, or set boundaries to separate."
+    )
+
+
+def test_a_document_may_fill_its_row_to_the_last_token() -> None:
+    exact = Document("b" * 7, prompt="cccccc c")
+    length = len(literal(exact, PLAIN)[0])
+    assert pack([exact, exact], PLAIN, length, boundaries="whole").marked.shape == (2, length)
+    stream = StreamingBlocks(lambda: [exact], PLAIN, length, boundaries="whole", buffer_rows=2)
+    assert (stream.take(0, 5, (0, 0)) != packing.PADDING).all()
+    with pytest.raises(DataError, match="in memory takes"):
+        pack([exact], PLAIN, length - 1, boundaries="whole")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"limit_characters": 9},
+            "prompts and completions are never cut: leave out skip_characters and limit_characters",
+        ),
+        (
+            {"skip_characters": 9},
+            "prompts and completions are never cut: leave out skip_characters and limit_characters",
+        ),
+        ({"prompt_column": "text"}, "prompt_column and text_column are both 'text': name two columns"),
+    ],
+)
+def test_bad_configs(values: dict, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        SourceConfig.parse({"path": "x", "prompt_column": "prompt"} | values)
+    assert expected in str(caught.value)
