@@ -1,6 +1,14 @@
 """How well models predict text, what they learned and forgot, and the report that says so."""
 
 from graftlm.evaluation.cost import MemoryWatch, decode_speed
+from graftlm.evaluation.examples import (
+    Example,
+    chrf,
+    chrf_signature,
+    exact_match,
+    generate_answers,
+    score_answers,
+)
 from graftlm.evaluation.harness import evaluate_tasks
 from graftlm.evaluation.perplexity import Scores, paired_difference, score
 from graftlm.evaluation.report import learning_and_forgetting, write_report
@@ -19,6 +27,7 @@ from graftlm.evaluation.tables import print_table
 
 __all__ = [
     "Aim",
+    "Example",
     "Interval",
     "Machine",
     "MemoryWatch",
@@ -27,13 +36,18 @@ __all__ = [
     "Results",
     "Row",
     "Scores",
+    "chrf",
+    "chrf_signature",
     "combine_seeds",
     "decode_speed",
     "evaluate_tasks",
+    "exact_match",
+    "generate_answers",
     "learning_and_forgetting",
     "paired_difference",
     "print_table",
     "score",
+    "score_answers",
     "value_of",
     "write_report",
 ]

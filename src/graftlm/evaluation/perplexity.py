@@ -8,7 +8,8 @@ begins with the last token of the one before it, which is context there, so each
     bits per byte = nats / (ln 2 · bytes)
 
 When the tokenizer itself begins a text with a BOS token, every window begins with it as well (such models predict badly
-without it), and the document's first token is scored too. Other special tokens are left out.
+without it), and the document's first token is scored too. Other special tokens are left out. A document's prompt is
+context: its tokens are not scored.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
 from graftlm.evaluation.windows import Window, cut_windows, limited
+from graftlm.grafts import GraftedModel
 
 MetricName = Literal["nats_per_token", "bits_per_byte"]
 Precision = Literal["fp32", "bf16"]
@@ -124,14 +126,15 @@ def score(
     limit_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every token of `documents` (strings, or objects with `.text`) in windows of `length` tokens.
+    """Score every token of `documents` (strings, or objects with `.text` and `.prompt`) in windows of `length` tokens.
 
     Args:
         tokenizer: gives the ids, and whether a BOS belongs before a text.
         documents: read once, and never all held in memory.
         length: of a window, in tokens, with its context token and BOS.
         batch_size: windows per call of the model; it changes nothing but speed and memory.
-        model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V).
+        model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V); a
+            `GraftedModel` is also told which tokens are prompts.
         precision: "bf16" computes under autocast; "fp32" leaves the model in its own dtype. Losses are float32 always.
         limit_tokens: stop after so many scored tokens.
         progress: called after each batch with the number of tokens it scored.
@@ -142,6 +145,20 @@ def score(
     """
     _check_length(model, length)
     windows = limited(cut_windows(tokenizer, documents, length), limit_tokens)
+    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
+
+
+def score_windows(
+    model: Any,
+    tokenizer: Any,
+    windows: Iterable[Window],
+    *,
+    batch_size: int = 16,
+    precision: Precision = "fp32",
+    progress: Callable[[int], None] | None = None,
+) -> Scores:
+    """As `score`, of windows that are cut already."""
+    windows = iter(windows)
     parts: list[list[tuple[float, Window]]] = []
     with evaluating(model), torch.inference_mode(), _autocast(model, precision):
         while ahead := list(islice(windows, batch_size * _BATCHES_AHEAD)):
@@ -171,13 +188,16 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, getattr(tokenizer, "pad_token_id", None) or 0)
     mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, _IGNORED)
+    prompt = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(batch):
         size = len(window.ids)
         ids[row, :size] = torch.from_numpy(window.ids)
         mask[row, :size] = 1
+        prompt[row, : window.prompt] = True
         labels[row, window.first - 1 : size - 1] = ids[row, window.first : size]
     device = device_of(model)
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+    said = {"prompt": prompt.to(device)} if prompt.any() and isinstance(model, GraftedModel) else {}
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **said).logits
     nats = _token_losses(logits, labels.to(logits.device)).sum(dim=1).cpu().numpy()
     if not np.isfinite(nats).all():
         raise EvaluationError(

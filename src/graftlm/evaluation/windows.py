@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ class Window:
     first: int  # position of the first scored token
     bytes: np.ndarray  # (T - first,), of each scored token
     document: int
+    prompt: int = 0  # how many of the first tokens are the document's prompt, a BOS before it included
 
     @property
     def tokens(self) -> int:
@@ -27,17 +28,25 @@ class Window:
 
 
 def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterator[Window]:
-    """The windows of all documents, in order, each of at most `length` tokens with its BOS."""
+    """The windows of all documents, in order, each of at most `length` tokens with its BOS.
+
+    Documents are strings, or objects with `.text`; the tokens of a `.prompt` stand before it and are not scored.
+    """
     bos = leading_bos(tokenizer)
     prefix = [] if bos is None else [bos]
     for index, document in enumerate(documents):
         ids, sizes = encode_with_bytes(tokenizer, document if isinstance(document, str) else document.text)
+        given, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
+        ids, sizes = np.concatenate([given, ids]), np.concatenate([np.zeros_like(given), sizes])
         start = 0  # of the window's own tokens; the token at `start` is scored only when a BOS precedes it there
         context = 0 if prefix else 1
         while start + context < len(ids):
             stop = min(len(ids), start + length - len(prefix))
-            window = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
-            yield Window(window, len(prefix) + context, sizes[start + context : stop], index)
+            first = max(start + context, len(given))
+            if first < stop:
+                window = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
+                prompt = len(prefix) + len(given) - start if start < len(given) else 0
+                yield Window(window, len(prefix) + first - start, sizes[first:stop], index, prompt)
             start, context = stop - 1, 1
 
 
@@ -49,7 +58,7 @@ def limited(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
             return
         if window.tokens > left:
             keep = int(left)
-            window = Window(window.ids[: window.first + keep], window.first, window.bytes[:keep], window.document)
+            window = replace(window, ids=window.ids[: window.first + keep], bytes=window.bytes[:keep])
         left -= window.tokens
         yield window
 

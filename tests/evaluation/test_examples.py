@@ -1,0 +1,283 @@
+"""Answers equal a literal greedy loop; scores equal a literal sum; metrics are what their names say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from graftlm.backbone import Backbone
+from graftlm.data import Document
+from graftlm.errors import DataError, EvaluationError
+from graftlm.evaluation import (
+    Example,
+    chrf,
+    chrf_signature,
+    exact_match,
+    generate_answers,
+    paired_difference,
+    score,
+    score_answers,
+)
+from graftlm.evaluation.examples import chrf_counts, chrf_of
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from tiny import BOS, EOS, PAD, SPECIAL, tiny_model, tiny_tokenizer
+
+PROMPTS = ["The quick", "a", "Le renard brun saute par-dessus le chien", "def f(x):", "語 und 🙂", "dog dog dog dog"]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    bos = SPECIAL[BOS]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS)])
+    return tokenizer
+
+
+@torch.no_grad()
+def literal_answer(model: Any, tokenizer: Any, prompt: str, new: int, *, bos: bool = False) -> str:
+    """Greedy, a whole pass for each token: no batch, no padding, no cache."""
+    given = [BOS] * bos + tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = list(given)
+    while len(ids) < len(given) + new:
+        token = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        if token == EOS:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompt)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("bos", [False, True])
+def test_answers_equal_a_literal_loop(
+    model: Any, tokenizer: Any, bos_tokenizer: Any, bos: bool, batch_size: int
+) -> None:
+    chosen = bos_tokenizer if bos else tokenizer
+    seen: list[int] = []
+    found = generate_answers(
+        model, chosen, PROMPTS, max_new_tokens=NEW, stop=(), batch_size=batch_size, progress=seen.append
+    )
+    assert found == [literal_answer(model, tokenizer, prompt, NEW, bos=bos) for prompt in PROMPTS]
+    assert len(set(found)) > 3
+    assert sum(seen) == len(PROMPTS)
+
+
+def test_a_grafted_model_answers_with_its_graft(tokenizer: Any) -> None:
+    backbone = Backbone.wrap(tiny_model("llama"))
+    graft = build_graft(graft_config({"kind": "adapter", "width": 8}), backbone)
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_(std=0.5)
+    bare = generate_answers(backbone.model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    with GraftedModel(backbone, {"graft": graft}) as grafted:
+        grafted.train()
+        found = generate_answers(grafted, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+        assert grafted.training, "the mode is given back"
+        grafted.eval()
+        assert found == [literal_answer(grafted, tokenizer, prompt, NEW) for prompt in PROMPTS]
+    assert found != bare
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_stop_strings_end_an_answer(model: Any, tokenizer: Any, length: int) -> None:
+    whole = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    stop = next(text[3 : 3 + length] for text in whole if len(text) > 3 + length and "\ufffd" not in text)
+    found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=("never", stop))
+    assert found == [text.partition(stop)[0] for text in whole]
+    assert found != whole
+
+
+def test_rows_that_are_done_cost_no_more_steps(tokenizer: Any) -> None:
+    model, calls = tiny_model("llama"), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    whole = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    at = next(i for i, text in enumerate(whole) if text[:1] not in ("", "\ufffd"))
+    calls.clear()
+    assert generate_answers(model, tokenizer, [PROMPTS[at]], max_new_tokens=NEW, stop=(whole[at][0],)) == [""]
+    assert len(calls) <= 2
+
+
+def test_an_end_of_text_token_ends_an_answer(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    ids = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    new = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[:, ids["input_ids"].shape[1] :].tolist()
+    ends = new[0][3]
+    model.generation_config.eos_token_id = [ends, EOS]  # as models with several have them
+    found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    kept = [row[: min((i for i, token in enumerate(row) if token in (ends, EOS)), default=NEW)] for row in new]
+    assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+    assert len(kept[0]) <= 3
+
+
+def test_a_checkpoint_s_own_generation_settings_do_not_count(tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    expected = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, no_repeat_ngram_size=1)
+    assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=()) == expected
+
+
+def test_no_prompts_have_no_answers(model: Any, tokenizer: Any) -> None:
+    assert generate_answers(model, tokenizer, [], max_new_tokens=3) == []
+
+
+def test_prompts_that_can_not_be_continued(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"^The prompt of example 2 has no tokens: give at least one word"):
+        generate_answers(model, tokenizer, ["a", ""], max_new_tokens=3)
+    with pytest.raises(
+        EvaluationError,
+        match=r"^The prompt of example 1 and 600 new tokens make 601, but the model has 512 positions: ",
+    ):
+        generate_answers(model, tokenizer, ["a"], max_new_tokens=600)
+    with pytest.raises(EvaluationError, match="A stop string is empty"):
+        generate_answers(model, tokenizer, ["a"], max_new_tokens=3, stop=("\n", ""))
+
+
+# Scores
+
+EXAMPLES = [
+    Example("The quick brown ", "fox jumps"),
+    Example("a", "b"),
+    Example("", "def f(x): return x"),
+    Example("Où? ", "語 🙂 und naïve façades"),
+]
+
+
+@torch.no_grad()
+def literal_score(model: Any, tokenizer: Any, example: Example, *, bos: bool) -> tuple[float, int]:
+    given = [BOS] * bos + tokenizer(example.prompt, add_special_tokens=False)["input_ids"]
+    answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
+    given, answer = (given, answer) if given else (answer[:1], answer[1:])
+    logits = model(torch.tensor([[*given, *answer]])).logits[0].double()
+    places = range(len(given) - 1, len(given) + len(answer) - 1)
+    nats = sum(-torch.log_softmax(logits[at], -1)[token].item() for at, token in zip(places, answer, strict=True))
+    return nats, len(answer)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("bos", [False, True])
+def test_scores_are_of_the_answer_given_its_prompt(
+    model: Any, tokenizer: Any, bos_tokenizer: Any, bos: bool, batch_size: int
+) -> None:
+    scores = score_answers(model, bos_tokenizer if bos else tokenizer, EXAMPLES, batch_size=batch_size)
+    expected = [literal_score(model, tokenizer, example, bos=bos) for example in EXAMPLES]
+    np.testing.assert_allclose(scores.nats, [nats for nats, _ in expected], rtol=1e-5)
+    assert scores.tokens.tolist() == [tokens for _, tokens in expected]
+    assert scores.document.tolist() == list(range(len(EXAMPLES)))
+    sizes = [len(example.answer.encode()) for example in EXAMPLES]
+    sizes[2] -= 0 if bos else len(tokenizer.decode(tokenizer(EXAMPLES[2].answer)["input_ids"][:1]))
+    assert scores.bytes.tolist() == sizes
+    assert paired_difference(scores, scores, "bits_per_byte").mean == 0
+
+
+@pytest.mark.parametrize("length", [4, 7, 64])
+@pytest.mark.parametrize("bos", [False, True])
+@torch.no_grad()
+def test_prompts_of_documents_are_context_in_every_window(
+    model: Any, tokenizer: Any, bos_tokenizer: Any, length: int, bos: bool
+) -> None:
+    documents = [Document(example.answer, prompt=example.prompt) for example in EXAMPLES]
+    scores = score(model, bos_tokenizer if bos else tokenizer, documents, length=length)
+    for index, example in enumerate(EXAMPLES):
+        given, answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (example.prompt, example.answer)
+        )
+        ids, losses = given + answer, []
+        for i in range(max(len(given), 0 if bos else 1), len(ids)):
+            start = 0  # of the window that scores token i, each beginning with the last token of the one before
+            while i >= start + length - bos:
+                start += length - bos - 1
+            logits = model(torch.tensor([[BOS] * bos + ids[start:i]])).logits[0, -1].double()
+            losses.append(-torch.log_softmax(logits, -1)[ids[i]].item())
+        mine = scores.document == index
+        assert scores.tokens[mine].sum() == len(losses)
+        assert scores.nats[mine].sum() == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_a_graft_is_told_which_tokens_are_prompts(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor | None] = []
+    forward = GraftedModel.forward
+
+    def watch(self: GraftedModel, *arguments: Any, prompt: torch.Tensor | None = None, **more: Any) -> Any:
+        seen.append(prompt)
+        return forward(self, *arguments, prompt=prompt, **more)
+
+    monkeypatch.setattr(GraftedModel, "forward", watch)
+    with GraftedModel(Backbone.wrap(tiny_model("llama"))) as grafted:
+        found = score_answers(grafted, tokenizer, EXAMPLES)
+        np.testing.assert_allclose(found.nats, score_answers(model, tokenizer, EXAMPLES).nats, rtol=1e-5)
+        score(grafted, tokenizer, ["no prompt at all"])
+    assert seen[0] is not None
+    expected = [len(tokenizer(example.prompt)["input_ids"]) for example in EXAMPLES]
+    assert sorted(seen[0].sum(dim=1).tolist()) == sorted(expected)
+    assert seen[1] is None
+
+
+def test_answers_that_can_not_be_scored(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"^The answer of example 2 has no token to score: give it text, or leave"):
+        score_answers(model, tokenizer, [Example("a", "b"), Example("a", "")])
+    with pytest.raises(
+        EvaluationError,
+        match=r"^Prompt and answer of example 1 make 7\d\d tokens, but the model has 512 positions: shorten",
+    ):
+        score_answers(model, tokenizer, [Example("語" * 200, "語" * 50)])
+
+
+# Metrics
+
+
+def test_exact_match_sees_through_white_space_around_the_answer_alone() -> None:
+    examples = [Example("", "12"), Example("", " a b\n"), Example("", "a b"), Example("", "A"), Example("", "")]
+    found = exact_match(["12\n", "a b", "a  b", "a", "\n"], examples)
+    assert found.dtype == np.float64
+    assert found.tolist() == [1, 1, 0, 0, 1]
+
+
+texts = st.lists(st.tuples(st.text("ab é.", max_size=20), st.text("ab é.", max_size=20)), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(texts, st.sampled_from([1, 2]))
+def test_chrf_is_sacrebleu_s(pairs: list[tuple[str, str]], beta: int) -> None:
+    from sacrebleu.metrics.chrf import CHRF
+
+    answers, examples = [given for given, _ in pairs], [Example("", expected) for _, expected in pairs]
+    expected = CHRF(beta=beta).corpus_score(answers, [[example.answer for example in examples]]).score
+    assert chrf(answers, examples, beta=beta) == pytest.approx(expected)
+    assert chrf_of(chrf_counts(answers, examples).sum(axis=0), beta=beta) == pytest.approx(expected)
+
+
+def test_chrf_of_right_and_wrong_answers() -> None:
+    examples = [Example("", "the cat sat"), Example("", "on the mat")]
+    assert chrf(["the cat sat", "on the mat"], examples) == pytest.approx(100)
+    assert chrf(["xyz", ""], examples) == 0
+    assert chrf_counts([], []).shape == (0, 18)
+    assert chrf_signature().startswith("chrF2|nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.")
+    assert chrf_signature(beta=1).startswith("chrF1|")
+
+
+@pytest.mark.parametrize("metric", [exact_match, chrf])
+def test_answers_to_other_examples(metric: Any) -> None:
+    with pytest.raises(EvaluationError, match="^There are 1 answers to 2 examples: give one for each"):
+        metric(["a"], [Example("", "a"), Example("", "b")])
+
+
+def test_examples_are_values() -> None:
+    assert dataclasses.replace(Example("a", "b"), tests="assert a").tests == "assert a"
+    assert PAD != EOS
