@@ -73,6 +73,12 @@ BackboneName = Annotated[
         "--backbone", metavar="NAME", help="A model's name or folder; by default the one the graft was trained on."
     ),
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change keys of the graft's config, as augmenting.french.name=DIR."
+    ),
+]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="As cuda:1; by default the fastest there is.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the backbone.")]
 Column = Annotated[str, typer.Option(metavar="NAME", help="The column of JSON and parquet files that holds the text.")]
@@ -153,6 +159,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Windows per pass.")] = 16,
     text_column: Column = "text",
     backbone: BackboneName = None,
+    changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a report there as well.")] = None,
@@ -167,6 +174,7 @@ def evaluate(
     results = evaluate_graft(
         graft,
         backbone=backbone,
+        changes=changes or (),
         texts=read_texts(text or (), text_column=text_column),
         tasks=[task for task in tasks.split(",") if task],
         limit=limit,
@@ -199,6 +207,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of the random choices.")] = None,
     bare: Annotated[bool, typer.Option("--bare", help="The backbone alone, to compare.")] = False,
     backbone: BackboneName = None,
+    changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -214,7 +223,7 @@ def generate(
     decoding = Decoding.parse(chosen, where="graft generate")
     text = read_prompt(prompt)
     live = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    model = live.model if bare else GraftedModel(live, {"graft": load_graft(graft, live)})
+    model = live.model if bare else GraftedModel(live, {"graft": load_graft(graft, live, changes or ())})
     on_text = None if as_json else lambda piece: typer.echo(piece, nl=False)
     found = generate_text(model, live.need_tokenizer(), text, decoding, on_text=on_text)
     _emit(found.to_json(), as_json, typer.echo)
@@ -234,6 +243,7 @@ def inspect(
             metavar="NAME", help="Compare with this model; with --text, by default the one it was trained on."
         ),
     ] = None,
+    changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -247,7 +257,14 @@ def inspect(
         results = Results.read(folder)
         return _emit(results.model_dump(mode="json"), as_json, lambda: print_table(results, _stdout()))
     texts = read_texts(text or (), text_column=text_column)
-    found = inspect_graft(folder, backbone=backbone, texts=texts, device=device, trust_remote_code=trust_remote_code)
+    found = inspect_graft(
+        folder,
+        backbone=backbone,
+        changes=changes or (),
+        texts=texts,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     return _emit(found.model_dump(mode="json"), as_json, lambda: _display().print_inspection(found, _stdout()))
 
 

@@ -85,6 +85,7 @@ def inspect_graft(
     folder: str | Path,
     *,
     backbone: str | Path | None = None,
+    changes: Sequence[str] = (),
     texts: Mapping[str, Sequence[Document]] | None = None,
     length: int = LENGTH,
     device: str | None = None,
@@ -95,6 +96,7 @@ def inspect_graft(
     Args:
         folder: the graft's folder.
         backbone: the backbone's name or folder; None leaves it out, unless texts need it.
+        changes: of the graft's config, as `KEY=VALUE`.
         texts: documents by name; the graft is watched while it reads the start of each.
         length: tokens per row of what it reads.
         device: where models run; None takes the fastest there is.
@@ -109,7 +111,7 @@ def inspect_graft(
     if backbone is None and not texts:
         return found
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    layers, described = _at_work(live, load_graft(folder, live), texts or {}, length)
+    layers, described = _at_work(live, load_graft(folder, live, changes), texts or {}, length)
     both = {key: found.layers.get(key, {}) | layers.get(key, {}) for key in {**found.layers, **layers}}
     return found.model_copy(update={"layers": both, "described": described})
 
@@ -194,6 +196,7 @@ def evaluate_graft(
     folder: str | Path,
     *,
     backbone: str | Path | None = None,
+    changes: Sequence[str] = (),
     texts: Mapping[str, Sequence[Document]] | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
@@ -206,6 +209,7 @@ def evaluate_graft(
     Args:
         folder: the graft's folder.
         backbone: where the backbone is; None takes the name that the graft remembers.
+        changes: of the graft's config, as `KEY=VALUE`.
         texts: documents by set; `old` and `new` give what was forgotten and learned.
         tasks: tasks of lm-evaluation-harness; their metrics are called `<task>_<metric>`.
         limit: of questions per task.
@@ -222,7 +226,7 @@ def evaluate_graft(
     if not texts and not tasks:
         raise DataError("There is nothing to measure: name a text (--text new=FILE) or a task (--tasks NAME).")
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    graft = load_graft(folder, live)
+    graft = load_graft(folder, live, changes)
     bench = Bench(live, texts or {}, evaluation or EvaluationConfig(decode_prompts=0), LENGTH)
 
     def with_tasks(measured: Measurement, model: Any) -> Measurement:

@@ -74,7 +74,7 @@ def _augmenting(family: str, tokens: int = TOKENS) -> str:
 
 EXAMPLES: dict[str, list[Example]] = {
     "composition": [
-        Example("composition", {"stride": 1, "augmenting": {"one": {"name": _augmenting("llama")}}}),
+        Example("composition", {"stride": 1, "augmenting": {"one": {"name": _augmenting("llama")}}}, spread=0.05),
         Example(
             "composition",
             {
@@ -86,11 +86,13 @@ EXAMPLES: dict[str, list[Example]] = {
                 "heads": 2,
             },
             name="two-models",
+            spread=0.05,
         ),
         Example(
             "composition",
             {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
             name="two-tokenizers",
+            spread=0.05,
             exceptions={"encoders": _OTHER_TOKENIZER, "taken back": _NOT_TAKEN_BACK},
         ),
     ],

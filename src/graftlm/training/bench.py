@@ -106,13 +106,16 @@ class Bench:
         """Train a fresh graft into `out/graft` and measure it; a finished run of the same settings is read back."""
         identity = {"graft": config.model_dump(mode="json"), "data": mixture.fingerprint()}
         identity["backbone"] = self.backbone.fingerprint.id
+        set_seed(training.seed)
+        graft = build_graft(config, self.backbone)
+        if others := graft.augmenting():
+            identity["augmenting"] = {name: one.fingerprint.id for name, one in others.items()}
         key = self._key(row_id, identity, training)
         kept = _read_measurement(out, key)
         if kept is not None:
             return kept
         self.backbone_scores()
-        set_seed(training.seed)
-        with GraftedModel(self.backbone, {"graft": build_graft(config, self.backbone)}) as model:
+        with GraftedModel(self.backbone, {"graft": graft}) as model:
             with MemoryWatch() as memory:
                 summary = train(model, mixture, training, out, identity=identity, progress=progress)
             if not PartialState().is_main_process:

@@ -54,11 +54,8 @@ class ByPosition:
         assert call.input_ids is not None
         if self.prompt_only and past:
             return Reading(None, self._visible_prompt(call, read_before))
-        inputs = {
-            "input_ids": call.input_ids,
-            "attention_mask": call.attention_mask,
-            "position_ids": call.position_ids,
-        }
+        mask = call.attention_mask
+        inputs = {"input_ids": call.input_ids, "attention_mask": mask, "position_ids": positions(call)}
         return Reading(inputs, self._visible(call, past))
 
     def _visible(self, call: Call, past: int) -> Visible:
@@ -98,6 +95,23 @@ class ByPosition:
         if real_BS is None:
             real_BS = torch.ones(rows, read_before, dtype=torch.bool, device=call.input_ids.device)
         return Visible.of(real_BS[:, None].expand(-1, length, -1))
+
+
+def positions(call: Call) -> Tensor | None:
+    """(B, T) each token's place in its document, from 0; None where columns say it.
+
+    Not the anchor's own positions, which some families count from another number.
+    """
+    assert call.input_ids is not None
+    if call.attention_mask is not None:
+        places = call.attention_mask.long().cumsum(-1) - 1
+        return places.clamp(min=0)[:, -call.input_ids.shape[1] :]
+    document_BT = documents(call)
+    if document_BT is None:
+        return None
+    columns = torch.arange(document_BT.shape[1], device=document_BT.device).expand_as(document_BT)
+    begins = torch.diff(document_BT, prepend=document_BT[:, :1] - 1, dim=-1) != 0
+    return columns - torch.where(begins, columns, 0).cummax(-1).values
 
 
 def real_columns(call: Call, length: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
 from graftlm.grafts.composition.alignment import ByPosition, Reading
 from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 from graftlm.grafts.composition.spelling import Spelling
-
-if TYPE_CHECKING:
-    from graftlm.grafts.composition.method import AugmentingConfig, CompositionConfig
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,8 @@ Shape suffixes: B rows, T anchor tokens of this pass, N new augmenting tokens, S
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,19 +22,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from graftlm.backbone import Call
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
 from graftlm.grafts.composition.alignment import Reading, documents
 from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.characters import leading_bos, spellers
 
 # A run of more characters without white space is cut there, so that one "word" can't take as long as a text.
 _LONGEST_WORD = 48
 _PADDING = -1
-Speller = Callable[[int], str]
-"""Takes the next token of a text, gives the characters that are whole with it."""
 
 
 class Spelling:
@@ -69,7 +63,7 @@ class Spelling:
         self.ends: dict[int, list[int]] = {}
         if anchor.eos_token_id is not None and augmenting.eos_token_id is not None:
             self.ends = {int(anchor.eos_token_id): [int(augmenting.eos_token_id)]}  # type: ignore[arg-type]
-        self.begin = _leading_bos(augmenting)
+        self.begin = leading_bos(augmenting)
         # A copy of the rules alone: transformers' object changes while it is used, which threads would meet.
         self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._tokenizer.no_padding()
@@ -290,54 +284,3 @@ def _end_of_word(text: str) -> int | None:
         if at >= _LONGEST_WORD:
             return at
     return None
-
-
-def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS token that the tokenizer puts before every text by itself, or None."""
-    bos: Any = tokenizer.bos_token_id
-    ids = tokenizer("a")["input_ids"]
-    return int(bos) if bos is not None and ids and ids[0] == bos else None
-
-
-def spellers(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Speller]:
-    """Makes a speller for each text; what a token adds depends on no later token."""
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}  # type: ignore[attr-defined]
-    if decoder.get("type") == "ByteLevel":
-        return _byte_spellers(tokenizer)
-    return lambda: _decoding_speller(tokenizer)
-
-
-def _byte_spellers(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Speller]:
-    """For byte-level tokenizers, whose tokens stand for the same bytes wherever they are."""
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    added = {token: str(one).encode() for token, one in tokenizer.added_tokens_decoder.items()}
-    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))  # type: ignore[assignment]
-    table = [
-        added.get(i, bytes(byte_of[c] for c in name if c in byte_of)) if name is not None else b""
-        for i, name in enumerate(names)
-    ]
-
-    def new() -> Speller:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: decoder.decode(table[token]) if token < len(table) else ""
-
-    return new
-
-
-def _decoding_speller(tokenizer: PreTrainedTokenizerBase) -> Speller:
-    """For any tokenizer: what the text gains by a token, decoded behind the token before it."""
-    before: list[int] = []
-    pending: list[int] = []
-
-    def spell(token: int) -> str:
-        nonlocal before
-        pending.append(token)
-        known = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
-        whole = str(tokenizer.decode(before + pending, clean_up_tokenization_spaces=False))
-        if whole.endswith("\ufffd") and len(pending) < 8:  # a character whose last bytes are still to come
-            return ""
-        before = pending.copy()
-        pending.clear()
-        return whole[len(known) :]
-
-    return spell
