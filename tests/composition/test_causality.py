@@ -1,0 +1,51 @@
+"""No label leaks: on tokens that nothing announces, training comes down to their entropy and no further."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from composition.tools import composition
+from graftlm.backbone import Backbone
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.composition import alignment
+from graftlm.grafts.composition.attention import Visible
+from tiny import tiny_model
+
+VOCABULARY, FIRST = 12, 4  # eight tokens beside the special ones, each as likely as the others whatever came before
+FLOOR = math.log(VOCABULARY - FIRST)
+
+
+def trained_loss(steps: int = 250) -> float:
+    """The mean loss of the last 50 steps, each on fresh rows, so short that a glance ahead tells much: 12,800 labels."""
+    anchor, one = (Backbone.wrap(tiny_model("llama", seed=seed, vocab_size=VOCABULARY)) for seed in (0, 1))
+    graft = composition(anchor, {"one": one}, spread=0.0)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    with GraftedModel(anchor, {"graft": graft}) as model:
+        model.train()
+        optimiser = torch.optim.AdamW(graft.parameters(), lr=1e-2)
+        for _ in range(steps):
+            ids = torch.randint(FIRST, VOCABULARY, (64, 5), generator=generator)
+            loss = model(ids, labels=ids).loss
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    return sum(losses[-50:]) / 50
+
+
+def test_training_stops_at_the_entropy() -> None:
+    assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
+
+
+def test_a_mask_that_shows_the_future_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything(self: alignment.ByPosition, call: alignment.Call, past: int) -> Visible:
+        assert call.input_ids is not None
+        length = call.input_ids.shape[1]
+        return Visible.of(torch.ones(1, length, length, dtype=torch.bool))
+
+    monkeypatch.setattr(alignment.ByPosition, "_visible", everything)
+    assert trained_loss() < FLOOR - 0.05
