@@ -39,23 +39,15 @@ class Read:
 
 
 class _Kept(DynamicLayer):
-    """Keys and values of tokens that do not go one by one with the anchor's, so that those can't be taken back."""
+    """Keys and values that do not go one by one with the anchor's tokens, so that those can't be taken back."""
 
     is_croppable = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise GraftError(
-                "Assisted decoding takes tokens back, which an augmenting model with another tokenizer can't: decode "
-                "greedily, with beams or by sampling, without an assistant or prompt_lookup_num_tokens."
-            )
-
-
-class _Prompt(DynamicLayer):
-    """Keys and values of the prompt, which stays whatever is taken back behind it."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        pass
+        raise GraftError(
+            "Assisted decoding tries tokens and takes them back, which a composition of two tokenizers, or one that "
+            "reads the prompt alone, can't: decode without an assistant or prompt_lookup_num_tokens."
+        )
 
 
 def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -> Backbone:
@@ -195,7 +187,7 @@ class Augmenting:
 
     def _fresh_layers(self) -> Iterator[CacheLayerMixin]:
         spelled = isinstance(self._aligned, Spelling)
-        kind = _Kept if spelled else _Prompt if self._prompt_only else DynamicLayer
+        kind = _Kept if spelled or self._prompt_only else DynamicLayer
         if spelled and not self._prompt_only:
             yield from (_Kept() for _ in range(self.backbone.sites.n_layers))
         elif not self._prompt_only:

@@ -1,0 +1,192 @@
+"""Pairs and parameters, and what does not fit: one sentence each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composition.tools import OTHER_TOKENS, composition, live
+from graftlm.artifact import load_graft, read_manifest, save_graft
+from graftlm.backbone import Backbone
+from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.composition import Composition
+from graftlm.grafts.composition.method import CompositionConfig, pairs_of
+from tiny import BackboneFolder, save_tiny_backbone, tiny_model
+
+
+def values(folder: Any, **more: Any) -> dict[str, Any]:
+    return {"kind": "composition", "stride": 1, "augmenting": {"one": {"name": str(folder)}}} | more
+
+
+class Depth:
+    """As many layers as one likes."""
+
+    def __init__(self, layers: int) -> None:
+        self.sites = type("Sites", (), {"n_layers": layers})
+
+
+@given(mine=st.integers(1, 60), theirs=st.integers(1, 60), stride=st.integers(1, 12))
+def test_pairs_are_evenly_spaced_and_end_with_both_models(mine: int, theirs: int, stride: int) -> None:
+    config = CompositionConfig.parse({"stride": stride, "augmenting": {"one": {"name": "x"}}})
+    depths: Any = Depth(theirs), Depth(mine)
+    count = theirs // stride
+    if not 0 < count <= mine:
+        with pytest.raises(GraftError, match="stride"):
+            pairs_of(config, "one", *depths)
+        return
+    pairs = pairs_of(config, "one", *depths)
+    assert len(pairs) == count
+    assert pairs[-1] == (theirs - 1, mine - 1)
+    assert {b[0] - a[0] for a, b in zip(pairs, pairs[1:], strict=False)} <= {stride}
+    gaps = [b[1] - a[1] for a, b in zip(pairs, pairs[1:], strict=False)]
+    assert not gaps or 1 <= min(gaps) <= max(gaps) <= min(gaps) + 1
+    assert min(i for pair in pairs for i in pair) >= 0
+
+
+def test_the_papers_stride() -> None:
+    config = CompositionConfig.parse({"augmenting": {"one": {"name": "x"}}})
+    depths: Any = Depth(12), Depth(24)
+    assert pairs_of(config, "one", *depths) == [(3, 7), (7, 15), (11, 23)]
+
+
+def test_parameters_are_those_of_the_formula() -> None:
+    anchor, one = live("llama"), live("phi", 1)
+    graft = composition(anchor, {"one": one})
+    d_A, d_B, n = 64, 48, 2
+    shown = graft.describe(anchor)
+    formula, output = shown["one: paper's n(D_A D_B + 3 D_B^2)"], shown["one: and W_O's n D_B^2"]
+    assert (formula, output) == (n * (d_A * d_B + 3 * d_B**2), n * d_B**2)
+    assert shown["one: parameters"] == formula + output == sum(p.numel() for p in graft.parameters())
+    assert shown["one: pairs of layers"] == "0 to 0, 1 to 1"
+
+
+def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
+    anchor = live("llama")
+    moved = tiny_backbone("gpt2")
+    folder = save_tiny_backbone(tmp_path / "one", "gpt2")
+    save_graft(build_graft(graft_config(values(folder)), anchor), anchor, tmp_path / "graft")
+    manifest = read_manifest(tmp_path / "graft")
+    assert manifest.augmenting["one"].name == str(folder)
+    assert manifest.config["augmenting"]["one"]["pairs"] == [[0, 0], [1, 1]]  # type: ignore[index, call-overload]
+    assert manifest.parameters == 2 * 5 * 48 * 48
+
+    (tmp_path / "one").rename(tmp_path / "two")
+    with pytest.raises(BackboneError, match=r"The augmenting model one can't be used.*augmenting\.one\.name"):
+        load_graft(tmp_path / "graft", anchor)
+    graft = load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={moved}"])
+    assert isinstance(graft, Composition)
+    other = save_tiny_backbone(tmp_path / "other", "gpt2", seed=1)
+    with pytest.raises(
+        WrongBackboneError, match=r"was trained with .*one as one, but .*other was found and its weights"
+    ):
+        load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={other}"])
+    with pytest.raises(RecipeError, match="unknown key nam"):
+        load_graft(tmp_path / "graft", anchor, ["augmenting.one.nam=x"])
+
+
+def test_frozen_models_get_no_gradient_and_the_graft_owns_none_of_them() -> None:
+    anchor, one = live("llama"), live("gpt2", 1)
+    graft = composition(anchor, {"one": one})
+    assert {name.split(".")[0] for name, _ in graft.named_parameters()} == {"blocks"}
+    assert not list(graft.buffers())
+    assert not any(parameter.requires_grad for parameter in one.model.parameters())
+    graft.to(torch.float64)
+    assert one.model.dtype == torch.float64, "it goes where the graft goes"
+
+
+BAD = {
+    "a layer out of range": ({"pairs": [[2, 0]]}, {}, "names layer 2 of one, which has layers 0 to 1"),
+    "the anchor's too": ({"pairs": [[0, -1]]}, {}, "names layer -1 of the anchor, which has layers 0 to 1"),
+    "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, r"\[0, 1\] of one is named twice"),
+    "heads that do not divide": ({}, {"heads": 7}, "7 heads do not divide the anchor's width 48: set heads to one of"),
+    "a long stride": ({"stride": 9}, {}, "A stride of 9 passes over all 2 layers of one: set stride to 2 or less"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit(case: str, tiny_backbone: BackboneFolder) -> None:
+    model, more, message = BAD[case]
+    config = values(tiny_backbone("gpt2"), **more)
+    config["augmenting"]["one"] |= model
+    with pytest.raises(GraftError, match=message) as caught:
+        build_graft(graft_config(config), live("llama"))
+    assert "\n" not in str(caught.value)
+
+
+def test_more_pairs_than_the_anchor_has_layers() -> None:
+    with pytest.raises(GraftError, match="pairs 3 layers of one, but the anchor has 2: set stride to 2 or more"):
+        composition(live("llama"), {"one": live("gemma3")})
+
+
+RECIPES = {
+    "no model": ({"augmenting": {}}, "augmenting"),
+    "no name": ({"augmenting": {"one": {}}}, "augmenting.one.name"),
+    "a name of two words": ({"augmenting": {"my model": {"name": "x"}}}, "'my model' can't be used"),
+    "a module's own name": ({"augmenting": {"keys": {"name": "x"}}}, "'keys' can't be used"),
+    "a pair of three": ({"augmenting": {"one": {"name": "x", "pairs": [[1, 2, 3]]}}}, "pairs"),
+    "no heads": ({"heads": 0}, "heads"),
+    "an unknown start": ({"init": "ones"}, "init"),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_recipes(case: str) -> None:
+    more, message = RECIPES[case]
+    with pytest.raises(RecipeError, match=message) as caught:
+        graft_config(values("x") | more)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_are_no_causal_language_models(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
+    with pytest.raises(GraftError, match=r"one \(bert\) lets a token see those after it"):
+        build_graft(graft_config(values(tiny_backbone("bert"))), live("llama"))
+    from transformers import ViTConfig, ViTForImageClassification
+
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "image_size": 16,
+    }
+    ViTForImageClassification(ViTConfig(**small)).save_pretrained(tmp_path / "vision")
+    with pytest.raises(BackboneError, match="The augmenting model one can't be used") as caught:
+        build_graft(graft_config(values(tmp_path / "vision")), live("llama"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_backbone_itself() -> None:
+    anchor = live("llama")
+    with pytest.raises(GraftError, match="is the backbone itself"):
+        composition(anchor, {"one": anchor})
+
+
+def test_a_vocabulary_that_is_too_small() -> None:
+    one = Backbone.wrap(tiny_model("llama", vocab_size=100))
+    with pytest.raises(GraftError, match="tokens go up to 299, and the augmenting model one knows 100: set alignment"):
+        composition(live("llama"), {"one": one})
+
+
+def test_tokenizers_without_offsets(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    one = Backbone.wrap(tiny_model("llama", vocab_size=400), ByT5Tokenizer())
+    with pytest.raises(GraftError, match="The tokenizer of one gives no character offsets"):
+        composition(live("llama"), {"one": one})
+
+
+def test_no_tokenizer_at_all() -> None:
+    one = Backbone.wrap(tiny_model("llama"))
+    with pytest.raises(BackboneError, match="has no tokenizer"):
+        composition(live("llama"), {"one": one}, alignment="characters")
+
+
+def test_an_encoder_with_another_tokenizer() -> None:
+    with pytest.raises(GraftError, match="for causal language models only"):
+        composition(live("bert"), {"one": live("llama", 1, OTHER_TOKENS)})
