@@ -19,7 +19,7 @@ FLOOR = math.log(VOCABULARY - FIRST)
 
 
 def trained_loss(steps: int = 250) -> float:
-    """The mean loss of the last 50 steps, each on fresh rows, so short that a glance ahead tells much: 12,800 labels."""
+    """The mean loss of the last 50 steps (12,800 labels), on fresh rows, so short that a glance ahead tells much."""
     anchor, one = (Backbone.wrap(tiny_model("llama", seed=seed, vocab_size=VOCABULARY)) for seed in (0, 1))
     graft = composition(anchor, {"one": one}, spread=0.0)
     generator = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def test_pairs_are_evenly_spaced_and_end_with_both_models(mine: int, theirs: int
     pairs = pairs_of(config, "one", *depths)
     assert len(pairs) == count
     assert pairs[-1] == (theirs - 1, mine - 1)
-    assert {b[0] - a[0] for a, b in zip(pairs, pairs[1:], strict=False)} <= {stride}
-    gaps = [b[1] - a[1] for a, b in zip(pairs, pairs[1:], strict=False)]
+    assert {b[0] - a[0] for a, b in pairwise(pairs)} <= {stride}
+    gaps = [b[1] - a[1] for a, b in pairwise(pairs)]
     assert not gaps or 1 <= min(gaps) <= max(gaps) <= min(gaps) + 1
     assert min(i for pair in pairs for i in pair) >= 0
 
@@ -82,11 +83,9 @@ def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_back
     graft = load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={moved}"])
     assert isinstance(graft, Composition)
     other = save_tiny_backbone(tmp_path / "other", "gpt2", seed=1)
-    with pytest.raises(
-        WrongBackboneError, match=r"was trained with .*one as one, but .*other was found and its weights"
-    ):
+    with pytest.raises(WrongBackboneError, match=r"trained with .*one as one, but .*other was found and its w"):
         load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={other}"])
-    with pytest.raises(RecipeError, match="unknown key nam"):
+    with pytest.raises(RecipeError, match=r"unknown key augmenting\.one\.nam "):
         load_graft(tmp_path / "graft", anchor, ["augmenting.one.nam=x"])
 
 
