@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -45,10 +45,24 @@ def print_inspection(found: Inspection, console: Console | None = None) -> None:
         for key, by in found.layers.items()
         for whose, values in by.items()
     ]
-    if columns:
-        count = max(len(values) for _, values in columns)
-        lines = [[str(layer), *(_at(values, layer) for _, values in columns)] for layer in range(count)]
-        _print(["layer", *(head for head, _ in columns)], lines, console, title=True)
+    for fitting in _abreast(columns, console.width):
+        count = max(len(values) for _, values in fitting)
+        lines = [[str(layer), *(_at(values, layer) for _, values in fitting)] for layer in range(count)]
+        _print(["layer", *(head for head, _ in fitting)], lines, console, title=True)
+
+
+def _abreast(columns: Sequence[tuple[str, Sequence[float]]], width: int) -> Iterator[list[tuple[str, Sequence[float]]]]:
+    """The columns in groups whose heads fit beside each other."""
+    group: list[tuple[str, Sequence[float]]] = []
+    used = first = len("layer ")
+    for head, values in columns:
+        if group and used + len(head) + 2 > width:
+            yield group
+            group, used = [], first
+        group.append((head, values))
+        used += len(head) + 2
+    if group:
+        yield group
 
 
 def print_methods(methods: Sequence[Method], console: Console | None = None) -> None:
