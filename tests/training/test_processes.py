@@ -25,9 +25,11 @@ JOBS = [
     {"name": "ddp-micro", "training": {"micro_batch_size": 1}},
     {"name": "ddp-lora", "graft": "lora"},
     {"name": "ddp-finetune", "graft": "finetune"},
+    {"name": "ddp-composition", "graft": "composition"},
     {"name": "fsdp", "training": SHARDED},
     {"name": "fsdp-micro", "training": SHARDED | {"micro_batch_size": 3}},
     {"name": "fsdp-lora", "graft": "lora", "training": SHARDED},
+    {"name": "fsdp-composition", "graft": "composition", "training": SHARDED},
     {"name": "fsdp-finetune", "graft": "finetune", "training": SHARDED},
 ]
 NAMES = [str(job["name"]) for job in JOBS]

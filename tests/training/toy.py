@@ -16,6 +16,7 @@ from graftlm.backbone import Backbone
 from graftlm.data import Mixture, TokenBlocks
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.training import TrainingConfig, train
+from laws import examples
 from tiny import TOKENS, tiny_model
 
 LENGTH = 12
@@ -30,7 +31,13 @@ GRAFTS: dict[str, dict[str, Any]] = {
 def toy_model(kind: str = "neutral-residues", backbone: Backbone | None = None) -> GraftedModel:
     backbone = backbone or Backbone.wrap(tiny_model("llama"))
     torch.manual_seed(0)
-    return GraftedModel(backbone, {"graft": build_graft(graft_config(GRAFTS[kind]), backbone)})
+    return GraftedModel(backbone, {"graft": build_graft(graft_config(_values(kind)), backbone)})
+
+
+def _values(kind: str) -> dict[str, Any]:
+    if kind == "composition":  # whose other model lies in a folder
+        return examples.EXAMPLES[kind][0].values()
+    return GRAFTS[kind]
 
 
 def toy_mixture(batch_size: int = 8, old_share: float = 0.25) -> Mixture:
