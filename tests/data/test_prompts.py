@@ -32,6 +32,7 @@ from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
 
 words = st.text(st.sampled_from("abc déf\n"), max_size=6)
 documents = st.builds(Document, words.filter(bool), st.just("in memory"), words)
+long_texts = st.builds(Document, st.text("ab c", min_size=30, max_size=90).filter(str.strip))
 corpora = st.lists(documents, min_size=1, max_size=10)
 boundary = st.sampled_from(["separate", "joined", "whole"])
 LENGTH = 26  # no document of a corpus takes more: é is two tokens
@@ -59,13 +60,18 @@ def literal(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[lis
 
 
 def literal_rows(corpus: list[Document], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
-    """Rows of whole documents without their padding: a document goes into the row if it fits, else begins the next."""
+    """Rows without their padding: a document goes into the row if it fits, else begins the next; long ones go on."""
     rows: list[list[int]] = []
     for document in corpus:
         ids, _ = literal(document, tokenizer)
         if not rows or len(rows[-1]) + len(ids) > length:
             rows.append([])
-        rows[-1] += ids
+        while ids:
+            if len(rows[-1]) == length:
+                rows.append([])
+            room = length - len(rows[-1])
+            rows[-1] += ids[:room]
+            ids = ids[room:]
     return rows
 
 
@@ -113,8 +119,8 @@ def test_completions_alone_are_predicted(
 
 
 @settings(max_examples=40)
-@given(corpora, tokenizers)
-def test_whole_documents_are_never_cut_and_rows_are_as_full_as_that_allows(
+@given(st.lists(documents | long_texts, min_size=1, max_size=10), tokenizers)
+def test_whole_documents_are_cut_only_where_no_row_holds_them_and_rows_are_as_full_as_that_allows(
     corpus: list[Document], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     blocks = pack(corpus, tokenizer, LENGTH, boundaries="whole")
@@ -145,7 +151,7 @@ def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None
 
 
 @settings(max_examples=30)
-@given(corpora, boundary, st.sampled_from([1, 10, 10**6]))
+@given(st.lists(documents | long_texts, min_size=1, max_size=10), boundary, st.sampled_from([1, 10, 10**6]))
 def test_a_stream_gives_the_rows_of_the_packed_documents(
     corpus: list[Document], boundaries: packing.Boundaries, group: int
 ) -> None:
@@ -334,8 +340,8 @@ def test_a_document_longer_than_a_row_is_named(
         build_mixture(config, PLAIN, 4).batch(0)
     assert str(caught.value).startswith(f"{path}: line 2 takes ")
     assert str(caught.value).endswith(
-        " tokens or more, but a row holds 16 and documents stay whole: "
-        "raise the length, leave the document out, or set boundaries to separate."
+        " tokens or more with its prompt, but a row holds 16 and documents stay whole: "
+        "raise the length, leave the row out, or set boundaries to separate."
     )
 
 

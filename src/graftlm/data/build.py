@@ -26,7 +26,8 @@ class DataConfig(Config):
     length: int = Field(256, ge=2, description="Tokens per row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",
-        description="Whether documents of a row are kept apart, make one stream, or are kept apart and never cut.",
+        description="Whether documents of a row are kept apart, make one stream, or are kept apart and begin the next "
+        "row where they don't fit into one; plain text that is longer than a row is cut all the same.",
     )
     validation: dict[str, list[SourceConfig]] = Field({}, description="Held-out texts by name ('old', 'new', others).")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")

@@ -2,7 +2,8 @@
 
 Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of
 all documents make one stream, cut into rows of `length`; the last row is filled up with padding. Where documents stay
-whole, a row ends before the first one that it has no room for, and every row is filled up.
+whole, a row ends before the first one that it has no room for, and every row is filled up; plain text that is longer
+than a row is cut all the same, and a document with a prompt never.
 
 A prompt is tokenised apart from the text that completes it, as it is when text is generated; the BOS belongs to it.
 
@@ -146,21 +147,28 @@ def _marked(ids: list[int], piece: Piece, bos_id: int | None, eos_id: int | None
     return stream | np.int32(PROMPT) if piece.prompt else stream
 
 
-def check_fits(group: list[Piece], streams: list[np.ndarray], length: int, begun: int) -> int:
-    """Make sure that every document fits into a row; gives how many tokens the last one has so far.
+def check_fits(group: list[Piece], streams: list[np.ndarray], length: int, begun: int | None) -> int | None:
+    """Make sure that every document with a prompt fits into a row.
 
     Args:
-        begun: how many tokens of the group's first document stand before the group.
+        begun: how many tokens such a document, with which the group goes on, has before the group; None for none.
+
+    Returns:
+        What `begun` is for the next group.
 
     Raises:
         DataError: one does not fit.
     """
     for piece, stream in zip(group, streams, strict=True):
-        begun = len(stream) + (0 if piece.first else begun)
+        if piece.first:
+            begun = 0 if piece.prompt else None
+        if begun is None:
+            continue
+        begun += len(stream)
         if begun > length:
             raise DataError(
-                f"{piece.where} takes {begun} tokens or more, but a row holds {length} and documents stay whole: "
-                "raise the length, leave the document out, or set boundaries to separate."
+                f"{piece.where} takes {begun} tokens or more with its prompt, but a row holds {length} and documents "
+                "stay whole: raise the length, leave the row out, or set boundaries to separate."
             )
     return begun
 
@@ -172,7 +180,8 @@ def row_end(stream: np.ndarray, length: int, boundaries: Boundaries) -> int:
     """
     if boundaries != "whole" or len(stream) <= length:
         return min(length, len(stream))
-    return 1 + int(np.flatnonzero(is_start(stream[1 : length + 1]))[-1])
+    starts = np.flatnonzero(is_start(stream[1 : length + 1]))
+    return 1 + int(starts[-1]) if len(starts) else length
 
 
 def filled(row: np.ndarray, length: int) -> np.ndarray:
@@ -186,8 +195,8 @@ class TokenBlocks:
     Attributes:
         marked: int32, shape (N, length).
         length: tokens per row.
-        boundaries: "separate" (no document sees or predicts another), "whole" (nor is cut) or "joined" (one plain
-            stream).
+        boundaries: "separate" (no document sees or predicts another), "whole" (nor is one cut that fits into a row) or
+            "joined" (one plain stream).
         pad_id: the id that stands where `marked` is padding.
     """
 
@@ -257,10 +266,10 @@ def pack(
         name: what to call the documents in an error.
 
     Raises:
-        DataError: the documents hold too few tokens for one row, or one that is to stay whole does not fit into a row.
+        DataError: the documents hold too few tokens for one row, or one with a prompt is to stay whole and can't.
     """
     collected: list[np.ndarray] = []
-    begun = 0
+    begun = None
     for group in group_pieces(cut_pieces(documents)):
         streams = tokenise(group, tokenizer)
         if boundaries == "whole":

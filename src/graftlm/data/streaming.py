@@ -18,6 +18,7 @@ from graftlm.data.packing import (
     cut_pieces,
     filled,
     group_pieces,
+    is_prompt,
     is_start,
     pad_id_of,
     row_end,
@@ -59,8 +60,8 @@ class StreamingBlocks:
         """The next `count` rows as marked ids, shape (count, length).
 
         Raises:
-            DataError: row `first` is not the next one, the source gives no text, or a document that is to stay whole
-                does not fit into a row.
+            DataError: row `first` is not the next one, the source gives no text, or a document with a prompt is to stay
+                whole and does not fit into a row.
         """
         if first != self._drawn:
             raise DataError(
@@ -92,10 +93,11 @@ class StreamingBlocks:
         row, self._tail = filled(self._tail[:stop], self.length), self._tail[stop:]
         return row
 
-    def _begun(self) -> int:
-        """How many tokens the last document in the tail has so far."""
+    def _begun(self) -> int | None:
+        """How many tokens the last document in the tail has so far, if it is one with a prompt."""
         starts = np.flatnonzero(is_start(self._tail))
-        return len(self._tail) - int(starts[-1]) if len(starts) else 0
+        last = self._tail[starts[-1] :] if len(starts) else self._tail
+        return len(last) if is_prompt(last).any() else None
 
     def _next_group(self) -> list[Piece]:
         if self._groups is None:
