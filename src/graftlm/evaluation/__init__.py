@@ -7,6 +7,7 @@ from graftlm.evaluation.examples import (
     chrf_signature,
     exact_match,
     generate_answers,
+    pass_at_1,
     score_answers,
 )
 from graftlm.evaluation.harness import evaluate_tasks
@@ -24,6 +25,7 @@ from graftlm.evaluation.results import (
     value_of,
 )
 from graftlm.evaluation.tables import print_table
+from graftlm.evaluation.tasks import Outcome, Task, TaskConfig, measure_task, read_task
 
 __all__ = [
     "Aim",
@@ -32,10 +34,13 @@ __all__ = [
     "Machine",
     "MemoryWatch",
     "Metric",
+    "Outcome",
     "PaperRow",
     "Results",
     "Row",
     "Scores",
+    "Task",
+    "TaskConfig",
     "chrf",
     "chrf_signature",
     "combine_seeds",
@@ -44,8 +49,11 @@ __all__ = [
     "exact_match",
     "generate_answers",
     "learning_and_forgetting",
+    "measure_task",
     "paired_difference",
+    "pass_at_1",
     "print_table",
+    "read_task",
     "score",
     "score_answers",
     "value_of",

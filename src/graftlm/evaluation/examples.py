@@ -21,6 +21,7 @@ from graftlm.data.packing import leading_bos, pad_id_of
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.harness import live_model
 from graftlm.evaluation.perplexity import Precision, Scores, device_of, evaluating, score_windows
+from graftlm.evaluation.sandbox import run_tests
 from graftlm.evaluation.windows import Window, cut_windows
 
 # More than the tokens that a decoder joins with their neighbours, such as the bytes of one character.
@@ -137,6 +138,32 @@ def chrf_signature(*, beta: int = 2) -> str:
     metric = _sacrebleu(beta)
     metric.sentence_score("a", ["a"])  # a signature counts the references, which are known once there are some
     return f"chrF{beta}|{metric.get_signature()}"
+
+
+def pass_at_1(
+    answers: Sequence[str], examples: Sequence[Example], *, timeout_s: float = 5.0, memory_mb: int = 512
+) -> np.ndarray:
+    """1 where a prompt and its answer together are Python that passes the tests, else 0; float64, shape (examples,).
+
+    The programs run one after the other in a sandbox: read in `graftlm.evaluation.sandbox` what that protects from.
+
+    Args:
+        timeout_s: seconds of one core for each program with its tests.
+        memory_mb: MiB of address space for each.
+
+    Raises:
+        EvaluationError: an example has no tests, or this machine can't run programs so.
+    """
+    _check_pairs(answers, examples)
+    for number, example in enumerate(examples, start=1):
+        if not example.tests.strip():
+            raise EvaluationError(f"Example {number} has no tests, which every answer would pass: give it some.")
+    pairs = zip(answers, examples, strict=True)
+    verdicts = (
+        run_tests(example.prompt + answer, example.tests, timeout_s=timeout_s, memory_mb=memory_mb)
+        for answer, example in pairs
+    )
+    return np.array([verdict.passed for verdict in verdicts], dtype=np.float64)
 
 
 def _sacrebleu(beta: int = 2) -> Any:

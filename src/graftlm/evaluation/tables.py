@@ -30,6 +30,7 @@ _TERMINAL = [
     ("train tok/s", "train_tokens_per_s"),
     ("decode tok/s", "decode_new_tokens_per_s"),
 ]
+_FURTHER = 4  # columns of a table of further metrics
 _MARKS = {True: "✓", False: "✗", None: "–"}
 
 
@@ -51,21 +52,29 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Show the rows, then the aims, in at most 100 columns."""
+    """Show the rows, then what was measured on further sets and tasks, then the aims, in at most 100 columns."""
     console = console or Console()
-    table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
-    table.add_column("method", overflow="fold", max_width=24)
     present = dict.fromkeys(name for row in results.rows for name in row.metrics)
     columns = [(head, key) for head, key in _TERMINAL if key in present]
     # Results without the usual metrics, such as a benchmark's, show the first ones that they have.
-    columns = columns or [(name, name) for name in list(present)[:5]]
+    _print_columns(results, columns or [(name, name) for name in list(present)[:5]], console)
+    further = [name for name in present if name not in {*_NATS, *_BITS, *_COSTS} and not name.endswith("_bpb")]
+    for start in range(0, len(further) if columns else 0, _FURTHER):
+        console.print()
+        _print_columns(results, [(_title(name), name) for name in further[start : start + _FURTHER]], console)
+    for aim in results.aims:
+        console.print(f"{_MARKS[aim.met]} {_aim_line(aim)}", highlight=False, markup=False)
+
+
+def _print_columns(results: Results, columns: Sequence[tuple[str, str]], console: Console) -> None:
+    """A table of a row for each method, its columns given by head and metric."""
+    table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
+    table.add_column("method", overflow="fold", max_width=24)
     for head, _ in columns:
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right", overflow="fold")
     for row in results.rows:
         table.add_row(row.label, *(_short(key, row.metrics.get(key)) for _, key in columns))
     console.print(table)
-    for aim in results.aims:
-        console.print(f"{_MARKS[aim.met]} {_aim_line(aim)}", highlight=False, markup=False)
 
 
 def format_metric(name: str, metric: Metric | None) -> str:
@@ -88,7 +97,7 @@ def _plain(name: str, value: float) -> str:
         return _with_unit(value, ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10)))
     if name.endswith("_per_s"):
         return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
-    if name in ("learned", "forgotten"):
+    if name in ("learned", "forgotten") or name.endswith("_gain"):
         return f"{value:+.3f}"
     return f"{value:.3f}"
 

@@ -1,0 +1,277 @@
+"""Hostile programs: each is stopped, none passes, and what the machine does not protect from is said."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from graftlm.errors import EvaluationError
+from graftlm.evaluation import Example, pass_at_1, sandbox
+from graftlm.evaluation.sandbox import Protections, protections, run_tests
+
+if os.name != "posix":
+    pytest.skip("programs are run on Linux and macOS alone", allow_module_level=True)
+
+RIGHT, TESTS = "def double(x):\n    return 2 * x\n", "assert double(2) == 4\nassert double('a') == 'aa'\n"
+
+
+@pytest.fixture(params=["strongest", "none"])
+def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The walls that this machine offers, and those of one that offers none."""
+    if request.param == "none":
+        monkeypatch.setattr(sandbox, "_walls", sandbox._Walls)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """After each test there is neither a process nor a folder of the sandbox."""
+    yield
+    until = time.monotonic() + 20  # what was killed is gone a moment later
+    while left := [
+        one for one in psutil.process_iter(["cmdline"]) if "lock_files" in " ".join(one.info["cmdline"] or [])
+    ]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    assert not list(Path(tempfile.gettempdir()).glob("graftlm-????????"))
+
+
+def test_a_right_program_passes(walls: str) -> None:
+    assert run_tests(RIGHT, TESTS) == sandbox.Verdict(True, "passed", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def double(x):\n    return x + 1\n", "tests: AssertionError:"),
+        ("def halve(x): ...", "tests: NameError: name 'double' is not defined"),
+        ("def double(x:", "program: SyntaxError: '(' was never closed (program.py, line 1)"),
+        (RIGHT + '"""', "program: SyntaxError: unterminated triple-quoted string literal"),
+        (RIGHT + "1 / 0", "program: ZeroDivisionError: division by zero"),
+        (RIGHT + "\0", "program: SyntaxError: source code string cannot contain null bytes"),
+        (RIGHT + "# \ud800", "program: UnicodeEncodeError:"),
+        (RIGHT + "input()", "program: EOFError: EOF when reading a line"),
+        (RIGHT + "import numpy", "program: ModuleNotFoundError: No module named 'numpy'"),
+        (RIGHT + "import graftlm", "program: ModuleNotFoundError: No module named 'graftlm'"),
+    ],
+)
+def test_a_wrong_program_fails_and_says_why(program: str, reason: str) -> None:
+    verdict = run_tests(program, TESTS)
+    assert not verdict.passed
+    assert verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "import sys\nsys.exit(0)",
+        "raise SystemExit",
+        "import os\nos._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "import os\nos.kill(0, 9)",
+        "import os\nos.abort()",
+        "import ctypes\nctypes.string_at(0)",
+        "import os\nos.closerange(3, 64)",
+        "import os\nos.execv('/bin/true', ['true'])",
+        "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\nimport time\ntime.sleep(9)",
+    ],
+)
+def test_leaving_before_the_tests_is_no_pass(leave: str, walls: str) -> None:
+    verdict = run_tests(RIGHT + leave, TESTS)
+    assert not verdict.passed
+    assert "SystemExit" in verdict.reason or verdict.reason.startswith("ended before its tests did (")
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "print('passed')",
+        "import sys\nprint('passed', file=sys.stderr)\nsys.exit(0)",
+        "import os\nfor pipe in range(3, 64):\n    try:\n        os.write(pipe, b'passed\\n')\n    except OSError:\n"
+        "        pass",
+        "import os\nfor pipe in range(3, 64):\n    try:\n        os.write(pipe, b'0' * 32 + b'\\n')\n"
+        "    except OSError:\n        pass\nos._exit(0)",
+    ],
+)
+def test_claiming_to_have_passed_is_no_pass(claim: str, walls: str) -> None:
+    assert not run_tests("def double(x):\n    return 0\n" + claim, TESTS).passed
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "import signal\nfor one in range(1, 65):\n    try:\n        signal.signal(one, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError):\n        pass\nwhile True: pass",
+        "while True:\n    try:\n        while True: pass\n    except BaseException:\n        pass",
+        "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()\nwhile True: pass",
+    ],
+)
+def test_endless_programs_are_stopped(program: str, walls: str) -> None:
+    start = time.monotonic()
+    verdict = run_tests(program, TESTS, timeout_s=1)
+    assert not verdict.passed
+    assert verdict.reason in ("took more than 1 seconds", "ended before its tests did (SIGKILL)")
+    assert time.monotonic() - start < 60
+
+
+def test_a_thread_left_running_is_no_failure(walls: str) -> None:
+    assert run_tests(
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n{RIGHT}", TESTS
+    ).passed
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS limits no address space")
+@pytest.mark.parametrize("program", ["x = bytearray(10**10)", "x = []\nwhile True: x.append(bytes(10**7))"])
+def test_memory_is_limited(program: str, walls: str) -> None:
+    verdict = run_tests(program, TESTS, memory_mb=256, timeout_s=20)
+    assert verdict.reason == "program: MemoryError:"
+    assert run_tests(f"{RIGHT}x = bytearray(10**8)", TESTS, memory_mb=256).passed
+
+
+def test_a_fork_bomb_ends() -> None:
+    if not protections().processes:
+        pytest.skip("nothing here limits the number of processes, and a fork bomb would stop the machine")
+    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    assert not run_tests(bomb, TESTS, timeout_s=1).passed
+
+
+def test_processes_do_not_outlive_the_program(walls: str) -> None:
+    child = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
+    assert run_tests(child + RIGHT, TESTS).passed
+    if walls == "strongest" and "--pid" in sandbox._walls().command:  # which holds those too that leave their session
+        daemon = child.replace("time.sleep", "os.setsid()\n    if os.fork(): os._exit(0)\n    time.sleep")
+        assert run_tests(daemon + RIGHT, TESTS).passed
+
+
+def test_output_is_bounded(walls: str) -> None:
+    endless = run_tests("while True: print('x' * 10**6)", TESTS, timeout_s=3)
+    assert not endless.passed
+    assert endless.output == "x" * 4096
+    much = run_tests(f"{RIGHT}\nfor _ in range(50): print('y' * 10**6)", TESTS, timeout_s=20)
+    assert (much.passed, much.output) == (True, "y" * 4096)
+
+
+def test_the_size_of_files_is_limited(walls: str) -> None:
+    verdict = run_tests("open('big', 'wb').write(bytes(10**8))", TESTS)
+    assert verdict.reason == "program: OSError: [Errno 27] File too large"
+
+
+def test_a_program_sees_neither_environment_nor_stdin_nor_job(monkeypatch: pytest.MonkeyPatch, walls: str) -> None:
+    monkeypatch.setenv("GRAFTLM_SECRET", "secret")
+    seen = "import os, sys\nassert not os.environ, os.environ\n"
+    assert run_tests(
+        f"{seen}assert sys.stdin.read() == ''\nassert os.listdir() == [], os.listdir()\n{RIGHT}", TESTS
+    ).passed
+
+
+def test_a_program_may_use_its_folder(walls: str) -> None:
+    use = "import os, pathlib\nos.makedirs('a/b')\npathlib.Path('a/b/c').write_text('é')\nos.rename('a/b/c', 'd')\n"
+    use += "assert pathlib.Path('d').read_text() == 'é'\nos.remove('d')\nopen('/dev/null', 'w').write('x')\n"
+    assert run_tests(use + RIGHT, TESTS) == sandbox.Verdict(True, "passed", "")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder to which everybody may write."""
+    with tempfile.TemporaryDirectory(prefix="everybody-") as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def test_writing_outside_the_folder_fails_where_that_is_promised(open_folder: Path) -> None:
+    (open_folder / "kept").write_text("kept")
+    (open_folder / "kept").chmod(0o666)
+    changes = {
+        "open({0!r} + '/new', 'w')": lambda: (open_folder / "new").exists(),
+        "open({0!r} + '/kept', 'w')": lambda: not (open_folder / "kept").read_text(),
+        "import os; os.remove({0!r} + '/kept')": lambda: not (open_folder / "kept").exists(),
+    }
+    for change, happened in changes.items():
+        verdict = run_tests(change.format(str(open_folder)) + "\n" + RIGHT, TESTS)
+        assert happened() == verdict.passed
+        assert not (protections().files and verdict.passed), change
+
+
+def test_the_network_is_out_of_reach_where_that_is_promised() -> None:
+    heard: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.5)
+
+        def listen() -> None:
+            with pytest.raises(TimeoutError):
+                heard.append(server.accept())
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        call = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2)\n"
+        verdict = run_tests(call + RIGHT, TESTS)
+        listener.join()
+    assert verdict.passed == bool(heard)
+    assert not (protections().network and heard)
+
+
+def test_protections_are_found_by_trying(walls: str) -> None:
+    protections.cache_clear()
+    found = protections()
+    protections.cache_clear()
+    if walls == "none" and os.geteuid() == 0:
+        assert found.processes is False, "nothing binds root"
+    if walls == "strongest":
+        assert found.network or "--net" not in sandbox._walls().command
+        assert found.processes or sandbox._walls().user is None
+    if sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1:  # Landlock's version
+        assert found.files
+    assert found == Protections(found.network, found.files, found.processes)
+
+
+def test_root_s_programs_run_as_nobody() -> None:
+    if os.geteuid() != 0 or sandbox._walls().user is None:
+        pytest.skip("these tests do not run as root, or setpriv is not there")
+    assert run_tests(
+        "import os\nassert os.getuid() == os.getgid() == 65534 and os.getgroups() == []\n" + RIGHT, TESTS
+    ).passed
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run([*sandbox._walls().command, "sh", "-c", "echo > /etc/passwd"], check=True, capture_output=True)
+
+
+def test_pass_at_1_runs_prompt_and_answer() -> None:
+    examples = [Example("def double(x):\n", "", TESTS)] * 4
+    answers = ["    return x * 2", "    return x * x", "    while True: pass", "return x * 2"]
+    found = pass_at_1(answers, examples, timeout_s=2)
+    assert found.dtype == np.float64
+    assert found.tolist() == [1, 0, 0, 0]
+
+
+def test_what_can_not_be_run() -> None:
+    with pytest.raises(EvaluationError, match="^Example 2 has no tests, which every answer would pass: give it some"):
+        pass_at_1(["", ""], [Example("", "", "assert 1"), Example("", "", " \n")])
+    with pytest.raises(EvaluationError, match="^There are 1 answers to 0 examples"):
+        pass_at_1(["a"], [])
+
+
+def test_a_machine_that_can_not_run_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    protections.cache_clear()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(sandbox, "_walls", sandbox._Walls)
+    with pytest.raises(
+        EvaluationError, match=r"does not run in the sandbox \(ended before its tests did \(status 1\)\): check"
+    ):
+        protections()
+    monkeypatch.setattr(os, "name", "nt")
+    with pytest.raises(EvaluationError, match="Linux and macOS alone"):
+        run_tests(RIGHT, TESTS)

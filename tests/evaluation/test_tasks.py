@@ -1,0 +1,286 @@
+"""Tasks: what is read, what each metric makes of the same answers, and intervals that mean what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlm.errors import DataError, EvaluationError, GraftError, RecipeError
+from graftlm.evaluation import (
+    Example,
+    Outcome,
+    Task,
+    TaskConfig,
+    chrf,
+    measure_task,
+    paired_difference,
+    read_task,
+    score_answers,
+)
+from tiny import tiny_model, tiny_tokenizer
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i}", "tests": "assert True"} for i in range(8)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+def task_of(path: Path | str, **values: Any) -> Task:
+    return read_task(TaskConfig.parse({"path": str(path), "metric": "exact-match"} | values))
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`answering(function)` makes every model answer as the function does, and notes what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    def use(answer: Any) -> list[dict[str, Any]]:
+        def generate(model: Any, tokenizer: Any, prompts: list[str], **settings: Any) -> list[str]:
+            asked.append({"prompts": prompts} | settings)
+            return [answer(prompt) for prompt in prompts]
+
+        monkeypatch.setattr("graftlm.evaluation.tasks.generate_answers", generate)
+        return asked
+
+    return use
+
+
+def solve(prompt: str) -> str:
+    """Right but for the sum of 3 and 3."""
+    last = prompt.rpartition("\n")[2]
+    return " 7" if last.startswith("3") else f"{2 * int(last[0])} "
+
+
+# Reading
+
+
+def test_examples_come_from_columns(tmp_path: Path) -> None:
+    (tmp_path / "qa.csv").write_text('q,a\n"one, two",x\nthree,"y\nz"\n')
+    task = task_of(tmp_path / "qa.csv", prompt_column="q", answer_column="a")
+    assert task.examples == (Example("one, two", "x"), Example("three", "y\nz"))
+    assert task.prompts() == ["one, two", "three"]
+
+
+def test_shots_stand_before_every_prompt_and_do_not_count(file: Path) -> None:
+    task = task_of(file, shots=2, limit=3)
+    assert [example.prompt for example in task.examples] == ["2+2=", "3+3=", "4+4="]
+    assert task.prompts()[0] == "0+0=0\n\n1+1=2\n\n2+2="
+    assert task_of(file, metric="pass@1").examples[0].tests == "assert True"
+    assert len(task_of(file).examples) == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"path": "no/such.jsonl"}, "There is no file no/such.jsonl: check the task's path."),
+        ({"path": "FOLDER"}, "There is no file FOLDER: check the task's path."),
+        (
+            {"path": "notes.txt"},
+            "notes.txt is no table: a file ending in .jsonl .ndjson .json .parquet .csv (or .gz) is",
+        ),
+        (
+            {"prompt_column": "ask"},
+            "line 1 has no column 'ask' (found: prompt, answer, tests): set the task's prompt_column.",
+        ),
+        (
+            {"answer_column": "x"},
+            "line 1 has no column 'x' (found: prompt, answer, tests): set the task's answer_column.",
+        ),
+        (
+            {"metric": "pass@1", "tests_column": "x"},
+            "line 1 has no column 'x' (found: prompt, answer, tests): set the task's tests_column.",
+        ),
+        ({"shots": 8}, "holds 8 examples, of which 8 are to stand before the others as shots: add examples, or lower"),
+        ({"path": "empty.jsonl"}, "empty.jsonl holds no examples: add some, one a row."),
+        ({"path": "numbers.jsonl"}, "line 1 has a value of type int in the column 'answer', but a string is expected."),
+    ],
+)
+def test_files_that_are_no_tasks(file: Path, values: dict, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    Path("FOLDER").mkdir()
+    Path("notes.txt").write_text("x")
+    Path("empty.jsonl").touch()
+    Path("numbers.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
+    with pytest.raises(DataError) as caught:
+        task_of(**({"path": file.name} | values))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"metric": "bleu"}, "metric: the value should be 'exact-match', 'chrf', 'pass@1' or 'log-perplexity'"),
+        ({"stop": ["\n", ""]}, "a text of stop is empty, and would end every answer before it begins: leave it out"),
+        ({"stops": []}, "unknown key stops (did you mean stop?)"),
+        ({"max_new_tokens": 0}, "max_new_tokens: the value should be greater than or equal to 1"),
+    ],
+)
+def test_bad_configs(values: dict, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        TaskConfig.parse({"path": "x", "metric": "chrf"} | values)
+    assert expected in str(caught.value)
+
+
+# Measuring
+
+
+def test_exact_match(file: Path, answering: Any) -> None:
+    asked = answering(solve)
+    task = task_of(file, stop=["\n", "."], max_new_tokens=5)
+    outcome = measure_task(None, None, task, batch_size=3)
+    assert outcome.value == 7 / 8
+    found = outcome.metrics("sums")
+    assert set(found) == {"sums_exact-match"}
+    assert found["sums_exact-match"].low < 7 / 8 < found["sums_exact-match"].high < 1
+    assert asked == [{"prompts": task.prompts(), "max_new_tokens": 5, "stop": ["\n", "."], "batch_size": 3}]
+    described = outcome.describe(task)
+    assert described["examples"] == 8
+    assert described["samples"][3] == {"prompt": "3+3=", "expected": "6", "answer": " 7"}
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_chrf(file: Path, answering: Any) -> None:
+    answering(solve)
+    task = task_of(file, metric="chrf")
+    outcome = measure_task(None, None, task)
+    assert outcome.value == pytest.approx(chrf(outcome.answers, task.examples))
+    found = outcome.metrics("sums")["sums_chrf"]
+    assert found.low <= found.mean == outcome.value <= found.high
+    assert found.low < found.high
+    assert outcome.describe(task)["signature"].startswith("chrF2|nrefs:1|")
+
+
+def test_log_perplexity(file: Path) -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    task = task_of(file, metric="log-perplexity", shots=1)
+    outcome = measure_task(model, tokenizer, task, batch_size=3)
+    asked = [Example(prompt, example.answer) for prompt, example in zip(task.prompts(), task.examples, strict=True)]
+    scores = score_answers(model, tokenizer, asked)
+    found = outcome.metrics("sums")
+    assert found["sums_log-perplexity"].mean == outcome.value == pytest.approx(scores.nats_per_token, rel=1e-6)
+    assert found["sums_log-perplexity_bpb"].mean == pytest.approx(scores.bits_per_byte, rel=1e-6)
+    assert outcome.answers == []
+    other = measure_task(tiny_model("llama", seed=1), tokenizer, task)
+    gain = other.gain("sums", outcome)["sums_log-perplexity_gain"]
+    expected = paired_difference(scores, score_answers(tiny_model("llama", seed=1), tokenizer, asked))
+    assert gain.mean == pytest.approx(expected.mean, abs=1e-5)
+    assert [gain.low, gain.high] == pytest.approx(
+        [expected.low, expected.high], abs=0.3 * (expected.high - expected.low)
+    )
+
+
+TESTED = [
+    {"prompt": "def double(x):\n", "answer": "    return 2 * x", "tests": "assert double(4) == 8"},
+    {"prompt": "def square(x):\n", "answer": "    return x * x", "tests": "assert square(4) == 16"},
+]
+
+
+def test_pass_at_1(tmp_path: Path, answering: Any) -> None:
+    answering(lambda prompt: "    return x * x\nprint('passed')")
+    path = tmp_path / "code.json"
+    path.write_text(json.dumps(TESTED))
+    task = task_of(path, metric="pass@1", stop=["\ndef"])
+    outcome = measure_task(None, None, task)
+    assert outcome.sums.tolist() == [[0, 1], [1, 1]]
+    assert outcome.metrics("code")["code_pass@1"].mean == 0.5
+    assert set(outcome.describe(task)["protections"]) == {"network", "files", "processes"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"answer": "    return x"},
+            "own answer does not pass its tests (tests: AssertionError:): a row's prompt, answer and",
+        ),
+        ({"prompt": "Double a number."}, "own answer does not pass its tests (program: SyntaxError: invalid syntax"),
+        (
+            {"tests": "def check(f):\n    assert f(4) == 8"},
+            "tests pass without any answer: they must call what the answer",
+        ),
+        ({"tests": " "}, "tests pass without any answer"),
+    ],
+)
+def test_tests_that_tell_nothing(tmp_path: Path, answering: Any, change: dict, expected: str) -> None:
+    asked = answering(lambda prompt: "")
+    path = tmp_path / "code.json"
+    path.write_text(json.dumps([TESTED[0] | change]))
+    with pytest.raises(EvaluationError) as caught:
+        measure_task(None, None, task_of(path, metric="pass@1"))
+    assert str(caught.value).startswith(f"{path}: the first example's ")
+    assert expected in str(caught.value)
+    assert not asked, "said before anything is generated"
+
+
+def test_nothing_runs_unless_asked_for(file: Path, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a program was run")
+
+    monkeypatch.setattr("graftlm.evaluation.sandbox.subprocess.Popen", refuse)
+    answering(solve)
+    for metric in ("exact-match", "chrf"):
+        outcome = measure_task(None, None, task := task_of(file, metric=metric))
+        outcome.describe(task)
+
+
+# Intervals
+
+
+def shares(right: list[int]) -> Outcome:
+    return Outcome("exact-match", np.array([[value, 1] for value in right], dtype=np.float64))
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=60))
+def test_intervals_of_shares_hold_the_share_and_are_never_certain(right: list[int]) -> None:
+    found = shares(right).metrics("a")["a_exact-match"]
+    assert 0 <= found.low <= found.mean == sum(right) / len(right) <= found.high <= 1
+    assert found.high - found.low > 0.01
+
+
+def test_intervals_of_shares_are_wilson_s() -> None:
+    found = shares([1] * 8 + [0] * 2).metrics("a")["a_exact-match"]
+    assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson 1927, by any calculator
+    none = shares([0] * 100).metrics("a")["a_exact-match"]
+    assert (none.low, none.high) == pytest.approx((0, 0.0370), abs=1e-4)
+
+
+def test_a_gain_is_paired() -> None:
+    chance = np.random.default_rng(0)
+    base = chance.integers(0, 2, 200)
+    better = np.where(chance.random(200) < 0.1, 1, base)
+    gain = shares(better.tolist()).gain("a", shares(base.tolist()))["a_exact-match_gain"]
+    assert gain.mean == pytest.approx((better - base).mean())
+    assert 0 < gain.low < gain.mean < gain.high
+    alone = shares(better.tolist()).metrics("a")["a_exact-match"]
+    assert gain.high - gain.low < 0.7 * (alone.high - alone.low)
+    lower = shares(base.tolist()).gain("a", shares(better.tolist()))["a_exact-match_gain"]
+    assert lower.mean == -gain.mean
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    chance, covered = np.random.default_rng(1), 0
+    for _ in range(100):
+        nats = chance.gamma(4.0, 5.0, size=60)
+        sums = np.stack([nats, np.full(60, 10.0), np.full(60, 40.0)], axis=1)
+        found = Outcome("log-perplexity", sums).metrics("a")
+        covered += found["a_log-perplexity"].low <= 2.0 <= found["a_log-perplexity"].high
+        assert found["a_log-perplexity_bpb"].mean == pytest.approx(nats.sum() / 2400 / math.log(2))
+    assert 86 <= covered <= 99
+
+
+def test_other_outcomes_do_not_pair() -> None:
+    with pytest.raises(
+        GraftError, match=r"^The outcomes are exact-match of 1 examples and exact-match of 2, but a gain"
+    ):
+        shares([1, 0]).gain("a", shares([1]))
