@@ -41,8 +41,13 @@ def test_speculative_decoding_crops_the_cache(example: Example, name: str, attac
     model = attach(example, name)
     ids = tiny_ids(1, 6).repeat(1, 3)  # a repetitive prompt, so that its tokens are drafts worth trying
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    lengths: list[int] = []
+    embedding = model.model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _module, inputs, _output: lengths.append(inputs[0].shape[1]))
     drafted = model.generate(ids, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=3)
+    handle.remove()
     assert plain.tolist() == drafted.tolist()
+    assert lengths[0] > ids.shape[1] or max(lengths[1:]) > 1, "no draft was tried"
 
 
 def steps(model: Any, ids: Tensor) -> Iterator[int]:

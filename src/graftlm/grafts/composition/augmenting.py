@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap, Wiring, load_backbone
 from graftlm.backbone.cache import StateLayer, slots
@@ -143,13 +143,13 @@ class Augmenting:
         self._check_length(reading.inputs, own)
         with torch.no_grad(), self._wiring.announce() as calls:
             inputs = reading.inputs | {"past_key_values": own, "use_cache": own is not None}
-            self.backbone.model.base_model(**self._additive(inputs))
+            self.backbone.model.base_model(**self._for_attention(inputs))
         return [calls[0].scratch["states", layer] for layer in self._layers]
 
-    def _additive(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A mask of who attends to whom in the form that every attention of transformers' takes."""
+    def _for_attention(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A mask of who attends to whom in the form that the model's attention takes."""
         mask = inputs["attention_mask"]
-        if mask is None or mask.dim() != 4:
+        if mask is None or mask.dim() != 4 or self.backbone.model.config._attn_implementation == "sdpa":
             return inputs
         dtype = self.backbone.model.dtype
         lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
@@ -186,13 +186,12 @@ class Augmenting:
         return Cache(layers=mine[:own]) if own else None, mine[own : own + pairs], state
 
     def _fresh_layers(self) -> Iterator[CacheLayerMixin]:
+        # All of them keep the whole past, whatever a layer's window: `generate` asks layers to record what they forget,
+        # so that tokens can be taken back, before these are there.
         spelled = isinstance(self._aligned, Spelling)
         kind = _Kept if spelled or self._prompt_only else DynamicLayer
-        if spelled and not self._prompt_only:
-            yield from (_Kept() for _ in range(self.backbone.sites.n_layers))
-        elif not self._prompt_only:
-            yield from DynamicCache(config=self.backbone.model.config).layers
-        yield from (kind() for _ in self._layers)
+        own = 0 if self._prompt_only else self.backbone.sites.n_layers
+        yield from (kind() for _ in range(own + len(self._layers)))
         if spelled:
             yield StateLayer()
 
