@@ -10,17 +10,15 @@ largest. The backbone is a random Llama: what is timed does not depend on what i
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import Turns, draw, interval, rounds, seconds
 
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Aim, Interval, Results, Row, write_report
@@ -41,8 +39,6 @@ HOW = {
     "decoding": "greedy, one sequence, with a cache, prefill included; a bias holds all gates closed or open, and they "
     "are computed all the same; bound_open: weights read by the bare backbone over those read with open gates",
 }
-Speeds = dict[str, list[float]]
-"""Tokens per second of each turn, by name."""
 
 
 @dataclass(frozen=True)
@@ -158,31 +154,7 @@ def open_share(model: GraftedModel, ids: Tensor) -> float:
     return model.observe(input_ids=ids, use_cache=False)["graft"]["open_share"].mean().item()
 
 
-def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> Speeds:
-    """Take all turns `count` times after a warm-up, every other time in reverse."""
-    for turn in turns.values():
-        turn()
-    speeds: Speeds = {name: [] for name in turns}
-    for index in range(count):
-        for name in list(turns)[:: -1 if index % 2 else 1]:
-            speeds[name].append(turns[name]())
-    return speeds
-
-
-def seconds(work: Callable[[], None], device: torch.device) -> float:
-    """How long `work` takes, what it leaves to a GPU included."""
-    start = _now(device)
-    work()
-    return _now(device) - start
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def measure_training(size: Size, device: torch.device) -> tuple[Speeds, dict[str, Any]]:
+def measure_training(size: Size, device: torch.device) -> tuple[Turns, dict[str, Any]]:
     """Speeds of `lora`, of `gated` as training starts, and of `open`: the same with all gates held open."""
     trainings = {
         "lora": Training(graft_config({"kind": "lora", "capacity": CAPACITY}), size, device),
@@ -198,7 +170,7 @@ def measure_training(size: Size, device: torch.device) -> tuple[Speeds, dict[str
     return speeds, shares | sizes
 
 
-def measure_decoding(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Speeds, dict[str, Any]]:
+def measure_decoding(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Turns, dict[str, Any]]:
     """Speeds of the `bare` backbone, and with all gates `closed` and `open`."""
     backbone = random_backbone(size, device, dtype)
     prompt = random_batch(size, device)["input_ids"][:1, : size.prompt]
@@ -222,14 +194,9 @@ def weight_bound(backbone: Backbone, graft: Graft | None) -> float:
     return bare / (bare + sum(parameter.numel() for parameter in graft.parameters())) if graft is not None else 1.0
 
 
-def ratios(speeds: Speeds, over: str, under: str) -> list[float]:
+def ratios(speeds: Turns, over: str, under: str) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(speeds[over], speeds[under], strict=True)]
-
-
-def interval(values: list[float]) -> Interval:
-    """The median, the smallest and the largest."""
-    return Interval(mean=statistics.median(values), low=min(values), high=max(values))
 
 
 def benchmark(size: Size, device: torch.device) -> Results:
@@ -266,22 +233,6 @@ def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
     ]
 
 
-def draw(results: Results) -> Figure:
-    """Each ratio with its interval, and its aim as a tick."""
-    figure = Figure(figsize=(6.4, 2.2), layout="constrained")
-    axes = figure.subplots()
-    for place, row in enumerate(reversed(results.rows)):
-        ratio = row.metrics["ratio"]
-        assert isinstance(ratio, Interval)
-        axes.plot([ratio.low, ratio.high], [place, place], color="#0072B2", linewidth=2)
-        axes.plot(ratio.mean, place, "o", color="#0072B2")
-        axes.plot(ROWS[row.id][1], place, "|", color="#D55E00", markersize=18, markeredgewidth=2)
-    axes.set_yticks(range(len(results.rows)), [row.id for row in reversed(results.rows)])
-    axes.set_ylim(-0.6, len(results.rows) - 0.4)
-    axes.set_xlabel("ratio of speeds: median, smallest and largest; tick: aim")
-    return figure
-
-
 def main() -> None:
     """Measure, print, and write `results.json`, `report.md` and a plot."""
     parser = argparse.ArgumentParser(description="How fast neutral residues are, in ratios.")
@@ -290,7 +241,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     chosen = parser.parse_args()
     results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device))
-    write_report(results, chosen.out, plots={"ratios": draw(results)})
+    plot = draw(results, {name: aim for name, (_, aim) in ROWS.items()}, "ratio of speeds")
+    write_report(results, chosen.out, plots={"ratios": plot})
     for row in results.rows:
         ratio = row.metrics["ratio"]
         assert isinstance(ratio, Interval)

@@ -1,0 +1,388 @@
+"""What a composition costs beside its two parents: decoding, generation, training and memory.
+
+    python benchmarks/composition.py --out DIR [--quick] [--device DEVICE]
+
+What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
+does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
+largest. Anchor and augmenting model are random Llamas, and the parents that they are held against are copies of them
+with nothing attached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from turns import Turns, draw, interval, rounds, seconds
+
+from graftlm.backbone import Backbone, Site, Tap
+from graftlm.evaluation import Aim, Interval, Results, Row, write_report
+from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafts.composition import Composition, CompositionConfig
+from graftlm.training import TrainingConfig
+from graftlm.training.schedule import make_optimiser
+
+NAME = "bench-composition"
+AT_MOST, AT_LEAST = "at most", "at least"
+ROWS = {  # row id -> label, aim
+    "decode_step": ("a decode step, over the sum of both parents'", (AT_MOST, 1.1)),
+    "generate_256_vs_recompute": ("256 tokens recomputed at every token, over 256 with the cache", (AT_LEAST, 10.0)),
+    "train_step": ("a training step, over both parents' forward and the anchor's backward", None),
+    "memory": ("weights and caches, over the sum of both parents'", None),
+}
+HOW = {
+    "decode_step": "seconds of one forward pass of one token behind a cached context; the parents' passes are their "
+    "own, each with its cache and its output layer. bound: weights read by a composed step (the augmenting model's "
+    "output layer is not) over those read by both parents",
+    "generate_256_vs_recompute": "with the cache: greedy decoding of one sequence by transformers' generate, prefill "
+    "included. Recomputed: both models read the whole sequence again for every token, and the output layer its last "
+    "token; timed at every so-many-th length (lengths) and summed over all lengths by linear interpolation",
+    "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
+    "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
+    "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
+    "memory": "exact bytes of weights, and of keys and values after prompt and new tokens of the generation, without "
+    "the activations of a pass; training: bytes of gradients and AdamW's moments come on top",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large one model is."""
+
+    width: int
+    ffn: int
+    layers: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models and the work are."""
+
+    anchor: Shape = Shape(1024, 2816, 24, 16)
+    augmenting: Shape = Shape(512, 1408, 16, 8)
+    vocabulary: int = 32_000
+    stride: int = 4
+    context: int = 128
+    steps: int = 4
+    """Decode steps per turn."""
+    prompt: int = 16
+    new_tokens: int = 256
+    every: int = 16
+    """Recomputation is timed at every so-many-th length."""
+    rows: int = 2
+    length: int = 128
+    decode_rounds: int = 25
+    generate_rounds: int = 3
+    train_rounds: int = 7
+
+
+QUICK = Size(
+    Shape(64, 128, 4, 4),
+    Shape(32, 64, 4, 4),
+    vocabulary=512,
+    stride=2,
+    context=16,
+    prompt=4,
+    new_tokens=16,
+    every=4,
+    length=16,
+    decode_rounds=3,
+    train_rounds=3,
+)
+
+
+class Pair:
+    """Anchor and augmenting model, composed, and copies of both that know nothing of each other."""
+
+    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+        anchor, augmenting = (
+            random_llama(shape, size.vocabulary, seed).to(device, dtype)  # type: ignore[arg-type]
+            for seed, shape in enumerate((size.anchor, size.augmenting))
+        )
+        self.anchor, self.augmenting = wrap(copy.deepcopy(anchor)), wrap(copy.deepcopy(augmenting))
+        config = CompositionConfig.parse({"augmenting": {"specialist": {"name": "in memory"}}, "stride": size.stride})
+        torch.manual_seed(2)
+        backbone = wrap(anchor)
+        self.graft = Composition(config, backbone, augmenting={"specialist": wrap(augmenting)}).to(dtype)
+        write_something(self.graft)
+        self.composed = GraftedModel(backbone, {"graft": self.graft})
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The paired layers, the augmenting model's first."""
+        return self.graft.config.augmenting["specialist"].pairs or []
+
+
+def wrap(model: Any) -> Backbone:
+    """A model in memory; both read the same tokens, so that no tokenizer is needed."""
+    return Backbone.wrap(model, name="a random Llama")
+
+
+def random_llama(shape: Shape, vocabulary: int, seed: int) -> LlamaForCausalLM:
+    """A Llama with tied embeddings, as models of this size have; it never ends a text."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def write_something(graft: Graft) -> None:
+    """Random output matrices: at the start they are zero."""
+    for name, parameter in graft.named_parameters():
+        if name.endswith("w_o.weight"):
+            parameter.normal_(0, 0.02)
+
+
+def random_ids(size: Size, rows: int, length: int, device: torch.device) -> Tensor:
+    """Random tokens."""
+    return torch.randint(size.vocabulary, (rows, length), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+class Decoding:
+    """Decode steps behind a cached context; what a turn adds to the cache is taken back after it."""
+
+    def __init__(self, model: Any, ids: Tensor, steps: int) -> None:
+        self._model, self._token, self._steps = model, ids[:, :1], steps
+        self._mask = torch.ones(1, ids.shape[1] + steps, dtype=torch.long, device=ids.device)
+        self._context = ids.shape[1]
+        self.cache = DynamicCache(config=model.config)
+        self._pass(ids)
+
+    def seconds(self) -> float:
+        """Of one step, as the mean over a turn's."""
+        taken = seconds(self._turn, self._token.device) / self._steps
+        self.cache.crop(-self._steps)
+        return taken
+
+    def _turn(self) -> None:
+        for _ in range(self._steps):
+            self._pass(self._token)
+
+    @torch.inference_mode()
+    def _pass(self, ids: Tensor) -> None:
+        mask = self._mask[:, : self.cache.get_seq_length() + ids.shape[1]]
+        self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
+    """Seconds of a decode step of `composed`, `anchor` and `augmenting`."""
+    models = {"composed": pair.composed.model, "anchor": pair.anchor.model, "augmenting": pair.augmenting.model}
+    ids = random_ids(size, 1, size.context, pair.composed.device)
+    turns = {name: Decoding(model, ids, size.steps).seconds for name, model in models.items()}
+    return rounds(turns, size.decode_rounds), {"bound": weight_bound(pair)}
+
+
+def weight_bound(pair: Pair) -> float:
+    """The ratio to expect of decoding that waits for weights alone."""
+    parents = count(pair.anchor.model) + count(pair.augmenting.model)
+    unread = pair.augmenting.model.get_input_embeddings().weight.numel()  # tied to the output layer
+    return (parents - unread + count(pair.graft)) / parents
+
+
+def count(module: nn.Module) -> int:
+    """Its parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
+    """Seconds of a generation with the cache, `cached`, and with everything read again at each token, `recomputed`."""
+    ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
+    lengths = sampled_lengths(size)
+
+    def cached() -> float:
+        prompt = ids[:, : size.prompt]
+        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
+        options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": size.new_tokens}
+        return seconds(lambda: pair.composed.generate(prompt, **options), ids.device)
+
+    @torch.inference_mode()
+    def recomputed() -> float:
+        return summed(lengths, [seconds(lambda n=n: read(ids[:, :n]), ids.device) for n in lengths], size)
+
+    def read(so_far: Tensor) -> None:
+        mask = torch.ones_like(so_far)
+        pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
+
+    found = rounds({"cached": cached, "recomputed": recomputed}, size.generate_rounds, warm_up=False)
+    return found, {"lengths": lengths}
+
+
+def sampled_lengths(size: Size) -> list[int]:
+    """The lengths at which recomputation is timed: of those that a generation reads, the first and last among them."""
+    last = size.prompt + size.new_tokens - 1
+    return [*range(size.prompt, last, size.every), last]
+
+
+def summed(lengths: list[int], taken: list[float], size: Size) -> float:
+    """The seconds of all lengths, those between by linear interpolation."""
+    return float(np.interp(range(size.prompt, size.prompt + size.new_tokens), lengths, taken).sum())
+
+
+class Vector(Graft):
+    """A trainable vector behind one layer: the least that sends a backward pass down to there."""
+
+    def __init__(self, layer: int, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.vector = nn.Parameter(torch.zeros(width))
+
+    def taps(self) -> list[Tap]:
+        """It is added to what the layer gives."""
+        return [
+            Tap(Site("layer", self.layer), "after", "add", lambda call, inputs, outputs: self.vector.expand_as(outputs))
+        ]
+
+
+def measure_training(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
+    """Seconds of a `composed` training step, and of its `bound`."""
+    device = pair.composed.device
+    ids = random_ids(size, size.rows, size.length, device)
+    optimiser = make_optimiser(pair.composed.trainable_parameters(), TrainingConfig(steps=1, learning_rate=1e-4))
+    first = min(layer for _, layer in pair.pairs)
+    vector = Vector(first, pair.anchor.sites.width).to(device, pair.anchor.model.dtype)
+
+    def step() -> None:
+        pair.composed(ids, labels=ids).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    def least() -> None:
+        with torch.no_grad():
+            pair.augmenting.model.base_model(input_ids=ids, use_cache=False)
+        bounding(ids, labels=ids).loss.backward()
+        bounding.zero_grad()
+
+    pair.composed.train()
+    with GraftedModel(pair.anchor, {"vector": vector}).train() as bounding:
+        turns = {"composed": lambda: seconds(step, device), "bound": lambda: seconds(least, device)}
+        found = rounds(turns, size.train_rounds)
+    pair.composed.eval()
+    return found, {"first_paired_layer": first}
+
+
+@torch.inference_mode()
+def measure_memory(pair: Pair, size: Size) -> dict[str, dict[str, int]]:
+    """Bytes of weights and of caches at the end of a generation, composed and of both parents."""
+    ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
+
+    def cached(model: Any) -> int:
+        cache = Decoding(model, ids, 0).cache
+        return sum(bytes_of(layer.keys) + bytes_of(layer.values) for layer in cache.layers)
+
+    weights = {
+        name: weight_bytes(one.model) for name, one in (("anchor", pair.anchor), ("augmenting", pair.augmenting))
+    }
+    caches = {name: cached(one.model) for name, one in (("anchor", pair.anchor), ("augmenting", pair.augmenting))}
+    added = weight_bytes(pair.graft)
+    return {
+        "composed": {"weights": sum(weights.values()) + added, "caches": cached(pair.composed.model)},
+        "parents": {"weights": sum(weights.values()), "caches": sum(caches.values())},
+        "training": {"gradients": added, "moments": 2 * added},
+    }
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Of its parameters, shared ones once."""
+    return sum(bytes_of(parameter) for parameter in module.parameters())
+
+
+def bytes_of(tensor: Tensor | None) -> int:
+    """What a tensor holds."""
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def benchmark(size: Size, device: torch.device) -> Results:
+    """All rows, with their aims and what belongs to them."""
+    load = [os.getloadavg()[0]]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pair = Pair(size, device, dtype)
+    decoding, of_decoding = measure_decoding(pair, size)
+    memory = measure_memory(pair, size)
+    generation, of_generation = measure_generation(pair, size)
+    training, of_training = measure_training(pair, size)
+    parents = [a + b for a, b in zip(decoding["anchor"], decoding["augmenting"], strict=True)]
+    held = [sum(memory[side].values()) for side in ("composed", "parents")]
+    found = {
+        "decode_step": ratios(decoding["composed"], parents),
+        "generate_256_vs_recompute": ratios(generation["recomputed"], generation["cached"]),
+        "train_step": ratios(training["composed"], training["bound"]),
+        "memory": ratios([held[0]], [held[1]]),
+    }
+    load.append(os.getloadavg()[0])
+    details = {
+        "size": asdict(size),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "load_average": load,
+        "pairs": [list(one) for one in pair.pairs],
+        "parameters": {
+            "anchor": count(pair.anchor.model),
+            "augmenting": count(pair.augmenting.model),
+            "composition": count(pair.graft),
+        },
+        "how": HOW,
+        "decode_step": of_decoding | {"seconds": decoding},
+        "generate_256_vs_recompute": of_generation | {"seconds": generation},
+        "train_step": of_training | {"seconds": training},
+        "memory": {"bytes": memory},
+    }
+    rows = [Row(id=name, label=ROWS[name][0], metrics={"ratio": ratio}) for name, ratio in found.items()]
+    return Results.here(NAME, rows, aims=aims(found, size), details=details)
+
+
+def ratios(over: list[float], under: list[float]) -> Interval:
+    """Round by round."""
+    return interval([a / b for a, b in zip(over, under, strict=True)])
+
+
+def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
+    """What the ratios should be of models of this size; small ones say nothing about them."""
+    made = []
+    for name, (label, aim) in ROWS.items():
+        if aim is None:
+            continue
+        (side, value), ratio = aim, found[name].mean
+        met = ratio <= value if side == AT_MOST else ratio >= value
+        known: dict[str, Any] = {} if size == QUICK else {"measured": ratio, "met": met}
+        made.append(Aim(text=f"{label}: {side} {value:g}", metric="ratio", aim=value, **known))
+    return made
+
+
+def main() -> None:
+    """Measure, print, and write `results.json`, `report.md` and a plot."""
+    parser = argparse.ArgumentParser(description="What a composition costs beside its parents, in ratios.")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-composition"))
+    parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parser.parse_args()
+    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device))
+    marks = {name: aim and aim[1] for name, (_, aim) in ROWS.items()}
+    write_report(results, chosen.out, plots={"ratios": draw(results, marks, "ratio", logarithmic=True)})
+    for row in results.rows:
+        ratio, aim = row.metrics["ratio"], ROWS[row.id][1]
+        assert isinstance(ratio, Interval)
+        aimed = f", aim {aim[0]} {aim[1]:g}" if aim else ""
+        print(f"{row.label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){aimed}")
+    print(f"written to {chosen.out}")
+
+
+if __name__ == "__main__":
+    main()

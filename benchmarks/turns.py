@@ -1,0 +1,67 @@
+"""Turns that are taken in pairs, in one process: what the benchmarks share.
+
+What is compared runs turn by turn, in rounds of alternating order, so that whatever else the machine does falls on both
+sides of a ratio. A ratio is the median over rounds, its interval the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from matplotlib.figure import Figure
+
+from graftlm.evaluation import Interval, Results
+
+Turns = dict[str, list[float]]
+"""What each turn measured, by name, round by round."""
+
+
+def rounds(turns: Mapping[str, Callable[[], float]], count: int, *, warm_up: bool = True) -> Turns:
+    """Take all turns `count` times, after one round that does not count, every other time in reverse."""
+    for turn in turns.values() if warm_up else ():
+        turn()
+    measured: Turns = {name: [] for name in turns}
+    for index in range(count):
+        for name in list(turns)[:: -1 if index % 2 else 1]:
+            measured[name].append(turns[name]())
+    return measured
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long `work` takes, what it leaves to a GPU included."""
+    start = _now(device)
+    work()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The median, the smallest and the largest."""
+    return Interval(mean=statistics.median(values), low=min(values), high=max(values))
+
+
+def draw(results: Results, aims: Mapping[str, float | None], axis: str, *, logarithmic: bool = False) -> Figure:
+    """Each ratio with its interval, and its aim as a tick, where it has one."""
+    figure = Figure(figsize=(6.4, 2.2), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(reversed(results.rows)):
+        ratio, aim = row.metrics["ratio"], aims[row.id]
+        assert isinstance(ratio, Interval)
+        axes.plot([ratio.low, ratio.high], [place, place], color="#0072B2", linewidth=2)
+        axes.plot(ratio.mean, place, "o", color="#0072B2")
+        if aim is not None:
+            axes.plot(aim, place, "|", color="#D55E00", markersize=18, markeredgewidth=2)
+    axes.set_yticks(range(len(results.rows)), [row.id for row in reversed(results.rows)])
+    axes.set_ylim(-0.6, len(results.rows) - 0.4)
+    if logarithmic:
+        axes.set_xscale("log")
+    axes.set_xlabel(f"{axis}: median, smallest and largest; tick: aim")
+    return figure
