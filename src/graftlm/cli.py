@@ -153,10 +153,42 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, as arc_easy,hellaswag.")
     ] = "",
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Questions per task; by default all.")] = None,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="A JSON, parquet or CSV file of prompts and answers. Several are fine."),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="Of the examples: exact-match, chrf, log-perplexity, or pass@1, which runs what the model writes.",
+        ),
+    ] = None,
+    prompt_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The examples' column of prompts; by default prompt.")
+    ] = None,
+    answer_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The examples' column of right answers; by default answer.")
+    ] = None,
+    tests_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With pass@1: the column of Python tests; by default tests.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of an answer, at most; by default 64.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What ends an answer; by default a line break. Several are fine."),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Solved examples before each prompt; by default none.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Questions per task or file of examples; by default all.")
+    ] = None,
     limit_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens scored per text.")] = 50_000,
     length: Annotated[int, typer.Option(min=3, metavar="N", help="Tokens per window of text.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Windows per pass.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Windows or examples per pass.")] = 16,
     text_column: Column = "text",
     backbone: BackboneName = None,
     changes: Changes = None,
@@ -165,12 +197,16 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a report there as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a graft beside its backbone, on texts or on tasks."""
+    """Measure a graft beside its backbone, on texts, examples or tasks."""
     _settle()
     from graftlm.evaluation import write_report
-    from graftlm.inspection import evaluate_graft, read_texts
+    from graftlm.inspection import evaluate_graft, read_tasks, read_texts
     from graftlm.training.recipe import EvaluationConfig
 
+    columns = {"prompt_column": prompt_column, "answer_column": answer_column, "tests_column": tests_column}
+    decoding = {"max_new_tokens": max_new_tokens, "stop": stop or None, "shots": shots}
+    own = read_tasks(examples or (), metric=metric, limit=limit if examples else None, **columns, **decoding)
+    settings = {"length": length, "batch_size": batch_size, "limit_tokens": limit_tokens, "decode_prompts": 0}
     results = evaluate_graft(
         graft,
         backbone=backbone,
@@ -178,7 +214,7 @@ def evaluate(
         texts=read_texts(text or (), text_column=text_column),
         tasks=[task for task in tasks.split(",") if task],
         limit=limit,
-        evaluation=EvaluationConfig(length=length, batch_size=batch_size, limit_tokens=limit_tokens, decode_prompts=0),
+        evaluation=EvaluationConfig.parse(settings | {"tasks": own}, where="graft eval"),
         device=device,
         trust_remote_code=trust_remote_code,
     )

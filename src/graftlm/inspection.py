@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.errors import ArtifactError, DataError
-from graftlm.evaluation import Metric, Results, evaluate_tasks
+from graftlm.evaluation import Metric, Results, TaskConfig, evaluate_tasks
 from graftlm.evaluation.results import FILE_NAME as RESULTS_NAME
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
 from graftlm.training.bench import Bench, Measurement, graft_label
@@ -213,21 +213,25 @@ def evaluate_graft(
         texts: documents by set; `old` and `new` give what was forgotten and learned.
         tasks: tasks of lm-evaluation-harness; their metrics are called `<task>_<metric>`.
         limit: of questions per task.
-        evaluation: how much is measured on the texts; by default without decoding speed.
+        evaluation: how much is measured on the texts, and tasks of one's own; by default without decoding speed.
         device: where models run; None takes the fastest there is.
         trust_remote_code: run model code that comes with the backbone.
 
     Raises:
-        DataError: there is neither text nor task.
+        DataError: there is neither text nor task, or an example can't be read.
         ArtifactError: the folder is not a whole graft, or that of another backbone.
         BackboneError: the backbone can't be loaded.
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
-    if not texts and not tasks:
-        raise DataError("There is nothing to measure: name a text (--text new=FILE) or a task (--tasks NAME).")
+    evaluation = evaluation or EvaluationConfig(decode_prompts=0)
+    if not texts and not tasks and not evaluation.tasks:
+        raise DataError(
+            "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
+            "or a task (--tasks NAME)."
+        )
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     graft = load_graft(folder, live, changes)
-    bench = Bench(live, texts or {}, evaluation or EvaluationConfig(decode_prompts=0), LENGTH)
+    bench = Bench(live, texts or {}, evaluation, LENGTH)
 
     def with_tasks(measured: Measurement, model: Any) -> Measurement:
         found = evaluate_tasks(model, bench.tokenizer, tasks, limit=limit) if tasks else {}
@@ -239,6 +243,8 @@ def evaluate_graft(
     with GraftedModel(live, {"graft": graft}) as model:
         grafted = with_tasks(bench.measure(model, graft.config.kind, graft_label(graft.config)), model)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.statistics}}
+    if bench.tasks:
+        details["tasks"] = {one.row.id: one.tasks for one in (bare, grafted)}
     return Results.here("eval", [bare.row, grafted.row], details=details)
 
 
@@ -248,15 +254,44 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
     Raises:
         DataError: a path can't be read, or a name appears twice.
     """
-    texts: dict[str, list[Document]] = {}
+    return {
+        name: build_documents([SourceConfig(path=path, text_column=text_column)])
+        for name, path in _by_name(named, "texts", "--text").items()
+    }
+
+
+def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
+    """Tasks by name, from `name=file`, or from a file alone, which is then called by its stem.
+
+    Args:
+        named: where the examples are.
+        settings: keys of every one of these tasks, such as `metric`; those that are None keep their default.
+
+    Raises:
+        DataError: a name appears twice, or there is a metric and nothing to measure with it, or the other way round.
+        RecipeError: a setting does not fit.
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
+    if ("metric" in given) != bool(named):
+        raise DataError(
+            "Examples and their metric go together, and one of them is missing: "
+            "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity."
+        )
+    files = _by_name(named, "files of examples", "--examples")
+    return {name: TaskConfig.parse(given | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
+
+
+def _by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
+    """Paths by name, from `name=path` or a path alone."""
+    paths: dict[str, str] = {}
     for one in named:
         name, equals, path = one.partition("=")
         if not equals or Path(one).exists():
             name, path = Path(one).stem, one
-        if name in texts:
-            raise DataError(f"Two texts are called {name}: name them apart, as in --text first=FILE.")
-        texts[name] = build_documents([SourceConfig(path=path, text_column=text_column)])
-    return texts
+        if name in paths:
+            raise DataError(f"Two {what} are called {name}: name them apart, as in {option} first=FILE.")
+        paths[name] = path
+    return paths
 
 
 def is_results(folder: str | Path) -> bool:

@@ -113,11 +113,39 @@ CASES = {
     ),
     "nothing to measure": (
         ("eval", "GRAFT"),
-        "There is nothing to measure: name a text (--text new=FILE) or a task (--tasks NAME).",
+        "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
+        "or a task (--tasks NAME).",
     ),
     "two texts of one name": (
         ("eval", "GRAFT", "--text", "old/test.txt", "--text", "new/test.txt"),
         "Two texts are called test: name them apart, as in --text first=FILE.",
+    ),
+    "examples without a metric": (
+        ("eval", "GRAFT", "--examples", "bad/rows.jsonl"),
+        "Examples and their metric go together, and one of them is missing: "
+        "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity.",
+    ),
+    "a metric without examples": (
+        ("eval", "GRAFT", "--text", "new/test.txt", "--metric", "chrf"),
+        "Examples and their metric go together, and one of them is missing: ",
+    ),
+    "a metric that does not exist": (
+        ("eval", "GRAFT", "--examples", "sums=bad/rows.jsonl", "--metric", "bleu"),
+        "--examples sums: metric: the value should be 'exact-match', 'chrf', 'pass@1' or 'log-perplexity', "
+        "but found 'bleu'.",
+    ),
+    "two files of examples of one name": (
+        ("eval", "GRAFT", "--examples", "a=bad/rows.jsonl", "--examples", "a=bad/rows.jsonl", "--metric", "chrf"),
+        "Two files of examples are called a: name them apart, as in --examples first=FILE.",
+    ),
+    "examples without prompts": (
+        ("eval", "GRAFT", "--examples", "bad/rows.jsonl", "--metric", "chrf"),
+        "bad/rows.jsonl: line 1 has no column 'prompt' (found: text): set the task's prompt_column.",
+    ),
+    "prompts in plain text": (
+        (*TRAIN, "data.new.0.prompt_column=prompt"),
+        "new/train.txt is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
+        "or leave the prompt_column out.",
     ),
     "windows that are too long": (
         ("eval", "GRAFT", "--text", "new/test.txt", "--length", "600"),

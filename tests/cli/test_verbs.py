@@ -85,6 +85,24 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]
 
 
+def test_eval_measures_examples_beside_the_backbone(graft: Graft, trained: str, home: Path) -> None:
+    rows = [{"ask": f"le {i} ", "say": "renard brun"} for i in range(3)]
+    (home / "runs").mkdir(exist_ok=True)
+    (home / "runs/qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = ("--prompt-column", "ask", "--answer-column", "say")
+    common = ("eval", trained, "--examples", "runs/qa.jsonl", "--examples", "again=runs/qa.jsonl", *columns)
+    written = graft(*common, "--metric", "chrf", "--limit", "2", "--max-new-tokens", "3", "--stop", "x", "--json")
+    document = json.loads(written.out)
+    bare, row = (one["metrics"] for one in document["rows"])
+    assert {"qa_chrf", "again_chrf"} <= bare.keys() & row.keys()
+    assert {"qa_chrf_gain", "again_chrf_gain"} <= row.keys()
+    assert document["details"]["tasks"]["backbone"]["qa"]["examples"] == 2
+    shown = graft(*common, "--metric", "log-perplexity", "--shots", "1").out
+    assert "qa_log-perplexity, nats per token" in shown
+    assert "qa_log-perplexity, bits per byte" in shown
+    assert "qa log-perplexity gain" in shown
+
+
 def test_generate_is_greedy_unless_asked(graft: Graft, trained: str) -> None:
     def text(*more: str) -> dict[str, Any]:
         return json.loads(graft("generate", trained, "le renard", "--max-new-tokens", "12", "--json", *more).out)

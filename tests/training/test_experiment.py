@@ -10,7 +10,7 @@ import pytest
 
 from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
-from graftlm.errors import ForgettingBudgetError, RecipeError
+from graftlm.errors import DataError, ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel
 from graftlm.training.bench import Bench
@@ -113,6 +113,62 @@ def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_
     assert Results.read(tmp_path / "run").aims[0].met is False
 
 
+def examples(path: Path, answer: str) -> str:
+    path.write_text("\n".join(json.dumps({"prompt": f"le {i} ", "answer": answer}) for i in range(6)))
+    return str(path)
+
+
+def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone) -> None:
+    file = examples(tmp_path / "words.jsonl", "vieux jardin")
+    tasks = {
+        "words": {"path": file, "metric": "exact-match", "max_new_tokens": 3},
+        "letters": {"path": file, "metric": "chrf", "max_new_tokens": 3, "limit": 4},
+        "french": {"path": file, "metric": "log-perplexity", "shots": 1},
+    }
+    changes = {"evaluation": {"decode_prompts": 0, "tasks": tasks}}
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), **changes))
+    assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
+    results = run_recipe(recipe, progress=False, say=lambda _: None)
+    bare, row = results.row("backbone").metrics, results.row("neutral-residues").metrics
+    names = {"words_exact-match", "letters_chrf", "french_log-perplexity"}
+    assert names | {"french_log-perplexity_bpb"} <= bare.keys() & row.keys()
+    assert {f"{name}_gain" for name in names} <= row.keys() - bare.keys()
+    gain = value_of(bare["french_log-perplexity"]) - value_of(row["french_log-perplexity"])
+    assert value_of(row["french_log-perplexity_gain"]) == pytest.approx(gain)
+    assert gain > 0, "the answers are of what it learned"
+    described: Any = results.details["tasks"]
+    assert described["backbone"]["letters"]["signature"].startswith("chrF2|")
+    assert [len(each["words"]["samples"]) for each in described.values()] == [5, 5]
+    assert "french log-perplexity gain" in (tmp_path / "run" / "report.md").read_text()
+
+    written = (tmp_path / "run" / "measurement.json").stat().st_mtime_ns
+    assert run_recipe(recipe, progress=False, say=lambda _: None).details["tasks"] == results.details["tasks"]
+    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns == written, "it is read back"
+    examples(tmp_path / "words.jsonl", "lune blanche")
+    changed = run_recipe(recipe, progress=False, say=lambda _: None).row("neutral-residues").metrics
+    assert changed["french_log-perplexity"] != row["french_log-perplexity"]
+
+
+def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> None:
+    changed = values(tmp_path, tiny_backbone("llama"))
+    source = {
+        "path": examples(tmp_path / "words.jsonl", "vieux jardin"),
+        "text_column": "answer",
+        "prompt_column": "prompt",
+    }
+    changed["data"] |= {"new": [source], "boundaries": "whole", "length": 32, "test": {"new": [source]}}
+    results = run_recipe(Recipe.parse(changed), progress=False, say=lambda _: None)
+    assert value_of(results.row("neutral-residues").metrics["learned"]) > 0
+
+
+def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tiny_backbone) -> None:
+    tasks = {"words": {"path": str(tmp_path / "nothing.jsonl"), "metric": "chrf"}}
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation={"tasks": tasks}))
+    with pytest.raises(DataError, match=r"^There is no file .*nothing.jsonl: check the task's path"):
+        run_recipe(recipe, progress=False, say=lambda _: None)
+    assert not (tmp_path / "run" / "history.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -120,6 +176,8 @@ def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_
         ({"graft": {"kind": "neutral-residue"}}, r"did you mean neutral-residues\?"),
         ({"graft": {"capacity": 0.1}}, "kind is missing"),
         ({"graft": None}, "a graft section, or methods to compare"),
+        ({"evaluation": {"tasks": {"a": {"path": "x", "metric": "bleu"}}}}, r"evaluation\.tasks\.a\.metric: the value"),
+        ({"evaluation": {"tasks": {"a": {"path": "x", "metrc": "chrf"}}}}, r"did you mean metric\?"),
         ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, "the method id backbone is taken"),
         ({"methods": {"a": {"graft": {"kind": "lora"}, "training": {"step": 1}}}}, r"did you mean steps\?"),
     ],

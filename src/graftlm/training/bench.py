@@ -17,7 +17,7 @@ from torch import Tensor
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
 from graftlm.data import Document, Mixture
-from graftlm.evaluation import Row, Scores, score
+from graftlm.evaluation import Outcome, Row, Scores, measure_task, read_task, score
 from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from graftlm.evaluation.report import learning_and_forgetting
 from graftlm.evaluation.results import write_atomically
@@ -39,14 +39,17 @@ class Measurement:
         row: its metrics.
         statistics: what the graft showed: open shares per domain, spectra.
         losses: (step, loss) pairs of its training.
+        tasks: what there is to say of each task beside its metric, a few answers among it.
     """
 
     row: Row
     statistics: dict[str, Any] = field(default_factory=dict)
     losses: list[list[float]] = field(default_factory=list)
+    tasks: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {"row": self.row.model_dump(mode="json"), "statistics": self.statistics, "losses": self.losses}
+        more = {"statistics": self.statistics, "losses": self.losses, "tasks": self.tasks}
+        return {"row": self.row.model_dump(mode="json")} | more
 
     def add_training(self, summary: TrainingSummary, peak_memory: int) -> None:
         """Put the cost of training into the row, and its losses beside it."""
@@ -56,17 +59,17 @@ class Measurement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Measurement:
-        return cls(Row.model_validate(values["row"]), values["statistics"], values["losses"])
+        return cls(Row.model_validate(values["row"]), values["statistics"], values["losses"], values["tasks"])
 
 
 class Bench:
-    """One backbone and its test texts; methods are trained and measured on it one after the other.
+    """One backbone, its test texts and its tasks; methods are trained and measured on it one after the other.
 
     Args:
         backbone: the frozen model.
         tests: test documents by set; `old` and `new` give what was forgotten and learned, any other set stands beside
             them.
-        evaluation: how much is measured.
+        evaluation: how much is measured, and the tasks, whose files are read now.
         length: tokens per window where `evaluation` does not say.
     """
 
@@ -78,19 +81,30 @@ class Bench:
         self.tests = tests
         self.evaluation = evaluation
         self.length = evaluation.length or length
+        self.tasks = {name: read_task(task) for name, task in evaluation.tasks.items()}
         self._scores: dict[str, Scores] = {}
+        self._outcomes: dict[str, Outcome] = {}
 
     def backbone_measurement(self) -> Measurement:
         """The bare backbone's row."""
         metrics = dict(learning_and_forgetting({}, self.backbone_scores())) | self._speeds(self.backbone.model)
         metrics["total_parameters"] = count_weights(self.backbone.model.parameters())
-        return Measurement(Row(id="backbone", label="backbone", metrics=metrics))
+        outcomes = self.backbone_outcomes()
+        for name, outcome in outcomes.items():
+            metrics |= outcome.metrics(name)
+        return Measurement(Row(id="backbone", label="backbone", metrics=metrics), tasks=self._describe(outcomes))
 
     def backbone_scores(self) -> dict[str, Scores]:
         """The bare backbone's scores, measured once, while no graft is attached."""
         if not self._scores:
             self._scores = self._score(self.backbone.model)
         return self._scores
+
+    def backbone_outcomes(self) -> dict[str, Outcome]:
+        """How the bare backbone does on the tasks, measured once, while no graft is attached."""
+        if not self._outcomes:
+            self._outcomes = self._do_tasks(self.backbone.model)
+        return self._outcomes
 
     def run(
         self,
@@ -115,6 +129,7 @@ class Bench:
         if kept is not None:
             return kept
         self.backbone_scores()
+        self.backbone_outcomes()
         with GraftedModel(self.backbone, {"graft": graft}) as model:
             with MemoryWatch() as memory:
                 summary = train(model, mixture, training, out, identity=identity, progress=progress)
@@ -137,7 +152,11 @@ class Bench:
         metrics = dict(learning_and_forgetting(self.backbone_scores(), self._score(model))) | self._speeds(model)
         metrics["trainable_parameters"] = count_weights(model.trainable_parameters().values())
         metrics["total_parameters"] = count_weights(model.parameters())
-        return Measurement(Row(id=row_id, label=label, metrics=metrics), self._statistics(model))
+        outcomes = self._do_tasks(model)
+        for name, outcome in outcomes.items():
+            metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes()[name])
+        row = Row(id=row_id, label=label, metrics=metrics)
+        return Measurement(row, self._statistics(model), tasks=self._describe(outcomes))
 
     def _key(self, row_id: str, identity: Mapping[str, Any], training: TrainingConfig) -> str:
         """What must be the same for a finished run to be read back."""
@@ -146,6 +165,9 @@ class Bench:
             texts.update(name.encode())
             for document in documents:
                 texts.update(document.text.encode())
+                texts.update(document.prompt.encode())
+        for name, task in self.tasks.items():
+            texts.update(repr((name, task.shots, task.examples)).encode())
         measured = [self.evaluation.model_dump_json(), self.length, texts.hexdigest()]
         said = json.dumps([row_id, identity, training.model_dump_json(), measured], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
@@ -164,6 +186,16 @@ class Bench:
             )
             for name, documents in self.tests.items()
         }
+
+    def _do_tasks(self, model: Any) -> dict[str, Outcome]:
+        size, precision = self.evaluation.batch_size, self.evaluation.precision
+        return {
+            name: measure_task(model, self.tokenizer, task, batch_size=size, precision=precision)
+            for name, task in self.tasks.items()
+        }
+
+    def _describe(self, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+        return {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
 
     def _speeds(self, model: Any) -> dict[str, Any]:
         count, tokens = self.evaluation.decode_prompts, self.evaluation.decode_tokens
@@ -191,7 +223,7 @@ class Bench:
 
     def _rows(self, name: str) -> torch.Tensor | None:
         """(rows, length) tokens of the start of a test set, one shorter row of a short one; None for no tokens."""
-        text = "\n".join(document.text[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
+        text = "\n".join(document.whole[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
         ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             return None
@@ -249,7 +281,7 @@ def _shown(value: Any) -> str:
 
 def _prompts(documents: Sequence[Document], count: int) -> list[str]:
     """The starts of evenly spaced stretches of the texts."""
-    text = "\n".join(document.text[:100_000] for document in list(documents)[:8])
+    text = "\n".join(document.whole[:100_000] for document in list(documents)[:8])
     return [text[start : start + 400] for start in range(0, len(text), max(1, len(text) // count))][:count]
 
 

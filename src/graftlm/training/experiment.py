@@ -85,15 +85,16 @@ def report(
     evaluation: EvaluationConfig,
 ) -> Results:
     """Write `results.json`, `report.md` and plots of some methods beside their backbone."""
-    rows = [bench.backbone_measurement().row] if bench.tests else []
+    base = [bench.backbone_measurement()] if bench.tests or bench.tasks else []
     results = Results.here(
         name,
-        [*rows, *(one.row for one in measured)],
+        [one.row for one in (*base, *measured)],
         seeds=seeds,
         aims=_budget_aims(measured, evaluation.forgetting_budget),
         details={
             "statistics": {one.row.id: one.statistics for one in measured if one.statistics},
             "losses": {one.row.id: one.losses for one in measured if one.losses},
+            "tasks": {one.row.id: one.tasks for one in (*base, *measured) if one.tasks},
         },
     )
     if PartialState().is_main_process:

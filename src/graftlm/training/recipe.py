@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig
+from graftlm.evaluation import TaskConfig
 from graftlm.grafts import GraftConfig, default_config, graft_class, graft_config, kinds
 from graftlm.training.config import TrainingConfig
 
@@ -32,7 +33,7 @@ class BackboneConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """What is measured after training, on the recipe's test texts."""
+    """What is measured after training, on the recipe's test texts and on tasks of its own."""
 
     length: int | None = Field(None, ge=2, description="Tokens per window; the data's row length when absent.")
     batch_size: int = Field(16, ge=1)
@@ -40,6 +41,7 @@ class EvaluationConfig(Config):
     precision: Literal["fp32", "bf16"] = "fp32"
     decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
     decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
+    tasks: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
