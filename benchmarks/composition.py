@@ -193,7 +193,7 @@ def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
 def weight_bound(pair: Pair) -> float:
     """The ratio to expect of decoding that waits for weights alone."""
     parents = count(pair.anchor.model) + count(pair.augmenting.model)
-    unread = pair.augmenting.model.get_input_embeddings().weight.numel()  # tied to the output layer
+    unread = count(pair.augmenting.model.get_input_embeddings())  # tied to the output layer
     return (parents - unread + count(pair.graft)) / parents
 
 
@@ -284,8 +284,8 @@ def measure_memory(pair: Pair, size: Size) -> dict[str, dict[str, int]]:
     ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
 
     def cached(model: Any) -> int:
-        cache = Decoding(model, ids, 0).cache
-        return sum(bytes_of(layer.keys) + bytes_of(layer.values) for layer in cache.layers)
+        layers: list[Any] = Decoding(model, ids, 0).cache.layers
+        return sum(bytes_of(layer.keys) + bytes_of(layer.values) for layer in layers)
 
     weights = {
         name: weight_bytes(one.model) for name, one in (("anchor", pair.anchor), ("augmenting", pair.augmenting))
