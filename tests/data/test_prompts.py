@@ -151,13 +151,19 @@ def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None
 
 
 @settings(max_examples=30)
-@given(st.lists(documents | long_texts, min_size=1, max_size=10), boundary, st.sampled_from([1, 10, 10**6]))
+@given(
+    st.lists(documents | long_texts, min_size=1, max_size=10),
+    boundary,
+    st.sampled_from([1, 10, 10**6]),
+    st.sampled_from([3, 100]),
+)
 def test_a_stream_gives_the_rows_of_the_packed_documents(
-    corpus: list[Document], boundaries: packing.Boundaries, group: int
+    corpus: list[Document], boundaries: packing.Boundaries, group: int, piece: int
 ) -> None:
     twice = [*corpus, *corpus]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+        patch.setattr(packing, "PIECE_CHARACTERS", piece)
         stream = StreamingBlocks(lambda: corpus, PLAIN, LENGTH, boundaries=boundaries, buffer_rows=1)
         if boundaries != "whole" and sum(len(literal(document, PLAIN)[0]) for document in twice) < LENGTH:
             return

@@ -104,14 +104,20 @@ def test_stop_strings_end_an_answer(model: Any, tokenizer: Any, length: int) -> 
     assert found != whole
 
 
-def test_rows_that_are_done_cost_no_more_steps(tokenizer: Any) -> None:
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_a_row_that_is_done_costs_no_more_steps(tokenizer: Any, length: int) -> None:
     model, calls = tiny_model("llama"), []
-    model.register_forward_hook(lambda *_: calls.append(1))
     whole = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
-    at = next(i for i, text in enumerate(whole) if text[:1] not in ("", "\ufffd"))
-    calls.clear()
-    assert generate_answers(model, tokenizer, [PROMPTS[at]], max_new_tokens=NEW, stop=(whole[at][0],)) == [""]
-    assert len(calls) <= 2
+    ids = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
+    new = [model.generate(**one, max_new_tokens=NEW, do_sample=False)[0, one["input_ids"].shape[1] :] for one in ids]
+    model.register_forward_hook(lambda *_: calls.append(1))
+    clean = [i for i, text in enumerate(whole) if len(text) > length and "\ufffd" not in text[: length + 1]]
+    assert clean
+    for i in clean:
+        calls.clear()
+        stop = whole[i][:length]
+        assert generate_answers(model, tokenizer, [PROMPTS[i]], max_new_tokens=NEW, stop=(stop,)) == [""]
+        assert len(calls) == next(n for n in range(1, NEW + 1) if stop in tokenizer.decode(new[i][:n]))
 
 
 def test_an_end_of_text_token_ends_an_answer(tokenizer: Any) -> None:
@@ -210,7 +216,11 @@ def test_prompts_of_documents_are_context_in_every_window(
         assert scores.nats[mine].sum() == pytest.approx(sum(losses), rel=1e-5)
 
 
-def test_a_graft_is_told_which_tokens_are_prompts(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_graft_is_told_which_tokens_are_prompts(
+    model: Any, tokenizer: Any, bos_tokenizer: Any, bos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = bos_tokenizer if bos else tokenizer
     seen: list[torch.Tensor | None] = []
     forward = GraftedModel.forward
 
@@ -220,11 +230,11 @@ def test_a_graft_is_told_which_tokens_are_prompts(model: Any, tokenizer: Any, mo
 
     monkeypatch.setattr(GraftedModel, "forward", watch)
     with GraftedModel(Backbone.wrap(tiny_model("llama"))) as grafted:
-        found = score_answers(grafted, tokenizer, EXAMPLES)
-        np.testing.assert_allclose(found.nats, score_answers(model, tokenizer, EXAMPLES).nats, rtol=1e-5)
-        score(grafted, tokenizer, ["no prompt at all"])
+        found = score_answers(grafted, chosen, EXAMPLES)
+        np.testing.assert_allclose(found.nats, score_answers(model, chosen, EXAMPLES).nats, rtol=1e-5)
+        score(grafted, chosen, ["no prompt at all"])
     assert seen[0] is not None
-    expected = [len(tokenizer(example.prompt)["input_ids"]) for example in EXAMPLES]
+    expected = [len(chosen(example.prompt)["input_ids"]) if example.prompt else 0 for example in EXAMPLES]
     assert sorted(seen[0].sum(dim=1).tolist()) == sorted(expected)
     assert seen[1] is None
 
