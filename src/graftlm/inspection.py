@@ -113,7 +113,7 @@ def inspect_graft(
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     layers, described = _at_work(live, load_graft(folder, live, changes), texts or {}, length)
     both = {key: found.layers.get(key, {}) | layers.get(key, {}) for key in {**found.layers, **layers}}
-    return found.model_copy(update={"layers": both, "described": described})
+    return found.model_copy(update={"layers": both, "described": found.described | described})
 
 
 def _still(folder: Path, manifest: Manifest) -> Inspection:
@@ -135,6 +135,7 @@ def _still(folder: Path, manifest: Manifest) -> Inspection:
             "tensors": _groups(read_tensors(folder)),
             "measured": training.pop("measured", {}),
             "layers": training.pop("observed", {}),
+            "described": training.pop("described", {}),
             "training": training,
         },
         where=str(folder),

@@ -41,6 +41,11 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
     assert (text.code, text.err) == (0, "")
     assert text.out.startswith("le renard")
 
+    still = graft("inspect", "runs/composed/graft")
+    assert still.code == 0, still.err
+    for shown in ("french: pairs of layers 0 to 0, 1 to 1", "french attention here, new", "french: parameters 23,040"):
+        assert shown in " ".join(still.out.split()), shown
+
     inspected = graft("inspect", "runs/composed/graft", "--backbone", "llama", "--text", "new/test.txt")
     assert inspected.code == 0, inspected.err
     for shown in (

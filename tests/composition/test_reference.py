@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.backbone import Backbone
 from graftlm.grafts.composition import Composition, reference
 from graftlm.grafts.composition.spelling import _LONGEST_WORD, Spelling
-from laws.tools import positions
+from laws.tools import positions as positions_of
 from tiny import tiny_ids
 
 IDS = tiny_ids(2, 9)
@@ -40,6 +40,7 @@ class Slow:
 
     def __init__(self, anchor: Backbone, graft: Composition, plan: Plan, heads: int) -> None:
         self.anchor, self.graft, self.plan, self.heads = anchor, graft, plan, heads
+        self.rotary = graft.config.positions == "rotary"
         self.states = {name: [self._read(name, tokens) for tokens, _ in rows] for name, rows in plan.items()}
 
     @torch.no_grad()
@@ -58,6 +59,7 @@ class Slow:
         return [output[0] for output in outputs]
 
     def logits(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        self.places = places(ids, mask).tolist()
         with self._hooks():
             return self.anchor.model(ids, attention_mask=mask, position_ids=places(ids, mask), use_cache=False).logits
 
@@ -82,14 +84,15 @@ class Slow:
             for number, (i, j) in enumerate(chosen.pairs or ()):
                 if j == layer:
                     weights = weights_of(self.graft, name, number)
-                    sees = self.plan[name][b][1]
-                    total = total + reference.cross(hidden, self.states[name][b][i], weights, self.heads, sees)
+                    tokens, sees = self.plan[name][b]
+                    places = (self.places[b], range(len(tokens))) if self.rotary else None
+                    total = total + reference.cross(hidden, self.states[name][b][i], weights, self.heads, sees, places)
         return total
 
 
 def places(ids: Tensor, mask: Tensor | None) -> Tensor:
     """Positions that count real tokens."""
-    return positions(torch.ones_like(ids) if mask is None else mask)
+    return positions_of(torch.ones_like(ids) if mask is None else mask)
 
 
 def first(output: Any) -> Any:
@@ -127,13 +130,15 @@ def double(*models: Backbone) -> None:
         model.model.double()
 
 
+@pytest.mark.parametrize("positions", ["none", "rotary"])
 @pytest.mark.parametrize("norm", ["none", "pre"])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_one_tokenizer(family: str, padding: str, norm: str) -> None:
+def test_one_tokenizer(family: str, padding: str, norm: str, positions: str) -> None:
     anchor, one, two = live(family), live("llama", 1), live("gpt2", 2)
     double(anchor, one, two)
-    graft = composition(anchor, {"one": one, "two": two}, norm=norm, pairs=[(1, 0), (0, 1)]).double()
+    graft = composition(anchor, {"one": one, "two": two}, norm=norm, positions=positions, pairs=[(1, 0), (0, 1)])
+    graft.double()
     mask = MASKS[padding]
     plan = {"one": by_position(IDS, mask), "two": by_position(IDS, mask)}
     compare(anchor, graft, Slow(anchor, graft, plan, anchor.sites.config.num_attention_heads), IDS, mask)
@@ -144,39 +149,44 @@ class SlowSpelled(Slow):
 
     def _row(self, layer: int, b: int, hidden: Tensor) -> Tensor:
         written = []
-        for t, paths in enumerate(self.texts[b]):
+        for t, (paths, births) in enumerate(self.texts[b]):
             total = torch.zeros_like(hidden[t])
             for number, (i, j) in enumerate(self.graft.config.augmenting["one"].pairs or ()):
                 if j == layer and paths:
                     states = self._read("one", paths)[i]
                     sees = [list(range(len(paths)))]
                     weights = weights_of(self.graft, "one", number)
-                    total = total + reference.cross(hidden[t : t + 1], states, weights, self.heads, sees)[0]
+                    where = ([self.places[b][t]], births) if self.rotary else None
+                    total = total + reference.cross(hidden[t : t + 1], states, weights, self.heads, sees, where)[0]
             written.append(total)
         return torch.stack(written)
 
     def spell(self, ids: Tensor, mask: Tensor | None, tokenise: Any) -> None:
+        """For each row and token, the augmenting tokens so far, and the anchor token with which each was first read."""
         tokenizer = self.anchor.need_tokenizer()
-        self.texts: list[list[Sequence[int]]] = []
+        self.texts: list[list[tuple[list[int], list[int]]]] = []
         for b, row in enumerate(ids.tolist()):
-            texts: list[Sequence[int]] = []
+            texts: list[tuple[list[int], list[int]]] = []
             so_far: list[int] = []
+            first_read: dict[tuple[int, ...], int] = {}
             for t, token in enumerate(row):
+                tokens: list[int] = []
                 if mask is None or mask[b, t]:
                     so_far.append(token)
                     text = str(tokenizer.decode(so_far)).rstrip("\ufffd")
-                    texts.append(reference.tokens_so_far(text, tokenise, _LONGEST_WORD))
-                else:
-                    texts.append([])
+                    tokens = reference.tokens_so_far(text, tokenise, _LONGEST_WORD)
+                starts = [tuple(tokens[: n + 1]) for n in range(len(tokens))]
+                texts.append((tokens, [first_read.setdefault(start, len(so_far) - 1) for start in starts]))
             self.texts.append(texts)
 
 
+@pytest.mark.parametrize("positions", ["none", "rotary"])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_two_tokenizers(family: str, padding: str) -> None:
+def test_two_tokenizers(family: str, padding: str, positions: str) -> None:
     anchor, one = live("llama"), live(family, 1, tokens=OTHER_TOKENS)
     double(anchor, one)
-    graft = composition(anchor, {"one": one}).double()
+    graft = composition(anchor, {"one": one}, positions=positions).double()
     ids = words(anchor)
     spelling = Spelling(anchor.need_tokenizer(), one.need_tokenizer(), prompt_only=False, name="one")
     slow = SlowSpelled(anchor, graft, {}, anchor.sites.config.num_attention_heads)

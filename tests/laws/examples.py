@@ -79,6 +79,7 @@ EXAMPLES: dict[str, list[Example]] = {
             "composition",
             {
                 "norm": "pre",
+                "positions": "rotary",
                 "augmenting": {
                     "one": {"name": _augmenting("gemma3"), "pairs": [[2, 0], [0, 0]]},
                     "two": {"name": _augmenting("gpt2"), "pairs": [[1, 1]]},
@@ -90,7 +91,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example(
             "composition",
-            {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
+            {"stride": 1, "positions": "rotary", "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
             name="two-tokenizers",
             spread=0.05,
             exceptions={"encoders": _OTHER_TOKENIZER, "taken back": _NOT_TAKEN_BACK},

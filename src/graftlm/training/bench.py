@@ -250,6 +250,9 @@ def _summary(summary: TrainingSummary, training: TrainingConfig, measurement: Me
         "training": training.model_dump(mode="json"),
         "measured": metrics,
         "observed": {key: value for key, value in measurement.statistics.items() if _is_per_layer(value)},
+        "described": {
+            key: value for key, value in measurement.statistics.items() if isinstance(value, int | float | str)
+        },
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Call
-from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.attention import Places, Visible
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,12 @@ class Reading:
     Args:
         inputs: keyword arguments of its forward pass; None when there is nothing new to read.
         visible: of all that it has read so far.
+        places: of the anchor's tokens and the new augmenting ones.
     """
 
     inputs: dict[str, Any] | None
     visible: Visible
+    places: Places
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class ByPosition:
             read_before: augmenting tokens in the cache.
         """
         assert call.input_ids is not None
+        places = anchor_places(call, past)
         if self.prompt_only and past:
-            return Reading(None, self._visible_prompt(call, read_before))
+            return Reading(None, self._visible_prompt(call, read_before), Places(places, places))
         mask = call.attention_mask
         inputs = {"input_ids": call.input_ids, "attention_mask": mask, "position_ids": positions(call)}
-        return Reading(inputs, self._visible(call, past))
+        return Reading(inputs, self._visible(call, past), Places(places, places))
 
     def _visible(self, call: Call, past: int) -> Visible:
         assert call.input_ids is not None
@@ -112,6 +115,15 @@ def positions(call: Call) -> Tensor | None:
     columns = torch.arange(document_BT.shape[1], device=document_BT.device).expand_as(document_BT)
     begins = torch.diff(document_BT, prepend=document_BT[:, :1] - 1, dim=-1) != 0
     return columns - torch.where(begins, columns, 0).cummax(-1).values
+
+
+def anchor_places(call: Call, past: int) -> Tensor:
+    """(B or 1, T) each token's place in its document, from 0."""
+    assert call.input_ids is not None
+    found = positions(call)
+    if found is not None:
+        return found
+    return torch.arange(past, past + call.input_ids.shape[1], device=call.input_ids.device)[None]
 
 
 def real_columns(call: Call, length: int) -> Tensor | None:

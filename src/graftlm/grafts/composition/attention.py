@@ -6,6 +6,9 @@ heads, K = D / H the width of a head.
     f_proj(h_A) = h_A W_proj                               (S, A) -> (S, D)
     head_k = softmax(Q_k K_k^T / sqrt(K)) V_k,   Q = h_B W_Q,   K = f_proj(h_A) W_K,   V = f_proj(h_A) W_V
     f_cross(f_proj(h_A), h_B) = concat(head_k) W_O         (T, D)
+
+With rotary positions Q and K are turned by their places in the text, so that a weight may depend on how long ago a
+token was read; the paper's attention does not tell an old token from a new one but by what it says.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 Norm = Literal["none", "pre"]
 Init = Literal["zero", "paper"]
+Positions = Literal["none", "rotary"]
+_BASE = 10_000.0  # of the rotary frequencies
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,19 @@ class Visible:
         if bool(some.all()):
             return cls(mask_BTS[:, None])
         return cls((mask_BTS | ~some[..., None])[:, None], some)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens stand in their document, counted in anchor tokens.
+
+    Args:
+        anchor: (B or 1, T) of the queries.
+        augmenting: (B or 1, S) of the new augmenting tokens: the anchor token with which each was read.
+    """
+
+    anchor: Tensor
+    augmenting: Tensor
 
 
 class CrossAttention(nn.Module):
@@ -79,6 +97,7 @@ class CrossAttention(nn.Module):
         anchor_BTD: Tensor,
         states_BSA: Tensor | None,
         visible: Visible,
+        places: Places | None = None,
         cache: CacheLayerMixin | None = None,
         attention: list[Tensor] | None = None,
     ) -> Tensor:
@@ -88,18 +107,23 @@ class CrossAttention(nn.Module):
             anchor_BTD: the anchor's hidden states, the queries.
             states_BSA: the augmenting model's new hidden states; None when there are none, and all are in the cache.
             visible: who sees what, of the cached tokens and the new ones together.
+            places: of queries and new keys, by which they are turned; None leaves them as they are.
             cache: keeps keys and values between passes.
             attention: where given, the attention's weights (B, H, T, S) are appended to it.
         """
         q_BHTK = self._split(self.w_q(self._normed(self.norm_q, anchor_BTD)))
-        k_BHSK, v_BHSK = self._keys_and_values(states_BSA, cache)
+        if places is not None:
+            q_BHTK = rotated(q_BHTK, places.anchor)
+        k_BHSK, v_BHSK = self._keys_and_values(states_BSA, places, cache)
         out_BHTK = _attend(q_BHTK, k_BHSK, v_BHSK, visible)
         if attention is not None:
             attention.append(_weights(q_BHTK, k_BHSK, visible))
         out_BTD = self.w_o(out_BHTK.transpose(1, 2).flatten(2))
         return out_BTD if visible.some is None else out_BTD * visible.some[..., None].to(out_BTD.dtype)
 
-    def _keys_and_values(self, states_BSA: Tensor | None, cache: CacheLayerMixin | None) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(
+        self, states_BSA: Tensor | None, places: Places | None, cache: CacheLayerMixin | None
+    ) -> tuple[Tensor, Tensor]:
         if states_BSA is None:
             assert cache is not None, "nothing new, and no cache"
             assert cache.keys is not None, "nothing was read yet"
@@ -107,6 +131,8 @@ class CrossAttention(nn.Module):
             return cache.keys, cache.values
         projected = self._normed(self.norm_kv, self.project(states_BSA))
         k, v = self._split(self.w_k(projected)), self._split(self.w_v(projected))
+        if places is not None:
+            k = rotated(k, places.augmenting)
         return (k, v) if cache is None else cache.update(k, v)
 
     def _split(self, x_BTD: Tensor) -> Tensor:
@@ -115,6 +141,20 @@ class CrossAttention(nn.Module):
     @staticmethod
     def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
         return x if norm is None else norm(x)
+
+
+def rotated(x_BHTK: Tensor, place_BT: Tensor) -> Tensor:
+    """Each pair (a, b) of a head's halves, at place p and frequency f, turned by the angle p f.
+
+    As (a cos - b sin, b cos + a sin).
+    """
+    half = x_BHTK.shape[-1] // 2
+    exact = torch.promote_types(x_BHTK.dtype, torch.float32)  # places are too large for half precision
+    frequency = _BASE ** (-torch.arange(half, device=x_BHTK.device, dtype=exact) / half)
+    angle = place_BT[:, None, :, None].to(exact) * frequency
+    cos, sin = angle.cos().to(x_BHTK.dtype), angle.sin().to(x_BHTK.dtype)
+    a, b = x_BHTK[..., :half], x_BHTK[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:

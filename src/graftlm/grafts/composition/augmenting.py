@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone, Call, Site, Tap, Wiring, load_backbone
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
 from graftlm.grafts.composition.alignment import ByPosition, Reading
-from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.attention import Places, Visible
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 from graftlm.grafts.composition.spelling import Spelling
 
@@ -30,12 +30,14 @@ class Read:
         visible: who sees what, of all that was read.
         keys_and_values: of each pair, its layer of the cache; None without a cache.
         nothing: whether nothing was read so far.
+        places: of the anchor's tokens and the new augmenting ones; None where attention does not ask.
     """
 
     states: list[Tensor] | None
     visible: Visible
     keys_and_values: Sequence[CacheLayerMixin] | None
     nothing: bool
+    places: Places | None
 
 
 class _Kept(DynamicLayer):
@@ -101,6 +103,7 @@ class Augmenting:
         backbone.model.requires_grad_(False)
         backbone.model.eval()
         self._prompt_only = config.refresh == "prompt"
+        self._rotary = config.positions == "rotary"
         self._anchor_layers = anchor.sites.n_layers
         self._aligned = choose_alignment(name, backbone, anchor, config)
         taps = [Tap(Site("layer", layer), "after", "replace", self._recorder(layer)) for layer in sorted(set(layers))]
@@ -134,7 +137,8 @@ class Augmenting:
                 self._refuse_foreign_cache(past)
             reading = self._aligned.read(call, past, before)
         states = self._run(reading, own)
-        return Read(states, reading.visible, keys_and_values, nothing=states is None and not before)
+        nothing = states is None and not before
+        return Read(states, reading.visible, keys_and_values, nothing, reading.places if self._rotary else None)
 
     def _run(self, reading: Reading, own: Cache | None) -> list[Tensor] | None:
         """The hidden states of each pair's layer."""

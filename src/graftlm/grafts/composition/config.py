@@ -10,7 +10,7 @@ from torch import nn
 
 from graftlm.config import Config
 from graftlm.grafts.base import GraftConfig
-from graftlm.grafts.composition.attention import Init, Norm
+from graftlm.grafts.composition.attention import Init, Norm, Positions
 
 Pair = tuple[int, int]  # augmenting layer, anchor layer
 
@@ -41,6 +41,8 @@ class CompositionConfig(GraftConfig):
         stride: pairs every stride-th layer of each augmenting model with as many of the anchor's, evenly spaced.
         heads: of the cross-attention; by default as many as the anchor's own attention has.
         init: `zero` starts as the bare anchor; `paper` starts all matrices at random.
+        positions: `rotary` turns queries and keys by their places in the text; with `none`, as in the paper, attention
+            knows tokens by what they say alone.
         norm: `pre` normalises the anchor's states and the projected ones before attention.
         refresh: what the augmenting models read: `every` token, or the `prompt` alone, as encoders of it.
         alignment: whether tokens are matched by `position`, which takes one tokenizer, or by `characters`.
@@ -52,6 +54,7 @@ class CompositionConfig(GraftConfig):
     heads: int | None = Field(None, ge=1)
     init: Init = "zero"
     norm: Norm = "none"
+    positions: Positions = "none"
     refresh: Literal["every", "prompt"] = "every"
     alignment: Literal["auto", "position", "characters"] = "auto"
 

@@ -48,7 +48,7 @@ class Composition(Graft):
         super().__init__()
         sites = backbone.sites
         heads = config.heads or int(sites.config.num_attention_heads)
-        check_heads(heads, sites.width)
+        check_heads(heads, sites.width, even=config.positions == "rotary")
         self._models: dict[str, Augmenting] = {}
         self.blocks = nn.ModuleDict()
         resolved = {}
@@ -99,7 +99,7 @@ class Composition(Graft):
         states = None if read.states is None else read.states[number].to(anchor_BTD.dtype)
         seen: list[Tensor] | None = [] if call.observing else None
         cache: CacheLayerMixin | None = read.keys_and_values[number] if read.keys_and_values else None
-        written = self._blocks(name)[number](anchor_BTD, states, read.visible, cache, seen)
+        written = self._blocks(name)[number](anchor_BTD, states, read.visible, read.places, cache, seen)
         if seen is not None:
             call.scratch[self, "seen", name, number] = observed(anchor_BTD, written, seen[0], call.token_mask)
         return written
@@ -182,12 +182,13 @@ def check_pairs(name: str, pairs: list[Pair], augmenting: Backbone, anchor: Back
     return pairs
 
 
-def check_heads(heads: int, width: int) -> None:
-    """Raise `GraftError` unless `heads` divide the anchor's width."""
-    if width % heads:
-        fitting = [n for n in range(1, width + 1) if width % n == 0 and n <= 2 * heads]
+def check_heads(heads: int, width: int, *, even: bool) -> None:
+    """Raise `GraftError` unless `heads` divide the anchor's width, into heads of an even width where positions turn."""
+    step = 2 if even else 1
+    if width % (heads * step):
+        fitting = [n for n in range(1, width + 1) if width % (n * step) == 0 and n <= 2 * heads]
         raise GraftError(
-            f"{heads} heads do not divide the anchor's width {width}: set heads to one of "
+            f"{heads} heads do not divide the anchor's width {width}{' evenly' if even else ''}: set heads to one of "
             f"{', '.join(map(str, fitting[-4:]))}."
         )
 

@@ -12,6 +12,7 @@ Shape suffixes: T anchor tokens, S augmenting tokens, D the anchor's width, A th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,22 +38,45 @@ def rms_norm(x_D: Tensor, gain_D: Tensor | None) -> Tensor:
     return x_D if gain_D is None else x_D / torch.sqrt((x_D * x_D).mean() + 1e-6) * gain_D
 
 
-def cross(anchor_TD: Tensor, states_SA: Tensor, weights: Weights, heads: int, sees: Sequence[Sequence[int]]) -> Tensor:
-    """f_cross(f_proj(h_A), h_B) of one row, (T, D)."""
+def turned(x_K: Tensor, place: int | None) -> Tensor:
+    """Rotary positions: the i-th of the first half and of the second, as a point, turned by place * 10000^(-2i/K)."""
+    if place is None:
+        return x_K
+    half = len(x_K) // 2
+    turned_K = x_K.clone()
+    for i in range(half):
+        angle = place * 10_000.0 ** (-i / half)
+        turned_K[i] = x_K[i] * math.cos(angle) - x_K[half + i] * math.sin(angle)
+        turned_K[half + i] = x_K[half + i] * math.cos(angle) + x_K[i] * math.sin(angle)
+    return turned_K
+
+
+def cross(
+    anchor_TD: Tensor,
+    states_SA: Tensor,
+    weights: Weights,
+    heads: int,
+    sees: Sequence[Sequence[int]],
+    places: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Tensor:
+    """f_cross(f_proj(h_A), h_B) of one row, (T, D); with rotary positions, `places` of the anchor's and its tokens."""
     width = anchor_TD.shape[1] // heads
     projected = [rms_norm(state_A @ weights.project, weights.gain_kv) for state_A in states_SA]
     written = []
     for t, anchor_D in enumerate(anchor_TD):
-        query = rms_norm(anchor_D, weights.gain_q) @ weights.w_q
+        query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q
         parts = []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
             if not sees[t]:
                 parts.append(torch.zeros(width, dtype=anchor_TD.dtype))
                 continue
-            keys = [(projected[s] @ weights.w_k)[part] for s in sees[t]]
+            query = turned(query_D[part], places[0][t] if places else None)
+            keys = [turned((projected[s] @ weights.w_k)[part], places[1][s] if places else None) for s in sees[t]]
             values = [(projected[s] @ weights.w_v)[part] for s in sees[t]]
-            shares = torch.softmax(torch.stack([(query[part] * key).sum() / width**0.5 for key in keys]), 0)
+            shares = torch.softmax(
+                torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0
+            )
             parts.append(sum(share * value for share, value in zip(shares, values, strict=True)))
         written.append(torch.cat(parts) @ weights.w_o)
     return torch.stack(written)

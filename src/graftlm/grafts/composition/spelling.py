@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.backbone import Call
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
-from graftlm.grafts.composition.alignment import Reading, documents
-from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.alignment import Reading, anchor_places, documents
+from graftlm.grafts.composition.attention import Places, Visible
 from graftlm.grafts.composition.characters import leading_bos, spellers
 
 # A run of more characters without white space is cut there, so that one "word" can't take as long as a text.
@@ -95,14 +95,15 @@ class Spelling:
         seen = self._follow(call, past, rows)
         new = [len(row.tokens) - count for row, count in zip(rows, old, strict=True)]
         for row, count in zip(rows, old, strict=True):
-            row.place(count, read_before, max(new))
+            row.settle(count, read_before, max(new))
         if state is not None:
             self._remember(state, rows)
         masks = _Masks(read_before + max(new))
         device = call.input_ids.device
         visible = np.stack([masks.of_paths(row, path) for row, path in zip(rows, seen, strict=True)])
         inputs = _inputs(rows, old, max(new), masks, device) if max(new) else None
-        return Reading(inputs, Visible.of(torch.from_numpy(visible).to(device)))
+        places = Places(anchor_places(call, past), _births(rows, old, max(new), device))
+        return Reading(inputs, Visible.of(torch.from_numpy(visible).to(device)), places)
 
     def _remember(self, state: StateLayer, rows: list[Row]) -> None:
         """Keep the tokens read and the columns used: from these, rows are built again after beams were reordered."""
@@ -156,6 +157,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    births: list[int] = field(default_factory=list)  # the place of the anchor token with which each was read
     columns: list[int] = field(default_factory=list)
     columns_used: int = 0
     ids: list[int] = field(default_factory=list)
@@ -182,6 +184,7 @@ class Row:
         self.base: int = self.root  # where the last whole word ends
         self.end: int | None = None  # where all that was read ends
         self.tail = ""  # the word that is still growing
+        self.place = -1  # of the last anchor token
         self.first = True
 
     def skip(self) -> None:
@@ -191,6 +194,7 @@ class Row:
     def add(self, token: int) -> None:
         """Read on by one anchor token."""
         self.ids.append(token)
+        self.place += 1
         if self.base == self.root and self.spelling.begin is not None:
             self.base = self._extend(self.base, (self.spelling.begin,))
         if token in self.spelling.special:
@@ -221,10 +225,11 @@ class Row:
                 self.tokens.append(token)
                 self.parents.append(node)
                 self.depths.append(0 if node < 0 else self.depths[node] + 1)
+                self.births.append(self.place)
             node = child
         return node
 
-    def place(self, old: int, read_before: int, width: int) -> None:
+    def settle(self, old: int, read_before: int, width: int) -> None:
         """Give the nodes from `old` on their columns; all rows of a batch use `width` new ones."""
         self.columns += range(read_before, read_before + len(self.tokens) - old)
         self.columns_used = read_before + width
@@ -274,6 +279,14 @@ def _inputs(rows: list[Row], old: list[int], width: int, masks: _Masks, device: 
         "position_ids": torch.from_numpy(positions).to(device),
         "attention_mask": torch.from_numpy(mask)[:, None].to(device),
     }
+
+
+def _births(rows: list[Row], old: list[int], width: int, device: torch.device) -> Tensor:
+    """(B, N) the places of the anchor tokens with which the new nodes were read."""
+    found = np.zeros((len(rows), width), dtype=np.int64)
+    for b, (row, start) in enumerate(zip(rows, old, strict=True)):
+        found[b, : len(row.births) - start] = row.births[start:]
+    return torch.from_numpy(found).to(device)
 
 
 def _end_of_word(text: str) -> int | None:
