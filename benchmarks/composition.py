@@ -1,6 +1,6 @@
 """What a composition costs beside its two parents: decoding, generation, training and memory.
 
-    python benchmarks/composition.py --out DIR [--quick] [--device DEVICE]
+    python benchmarks/composition.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
 What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
 does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from turns import Turns, draw, interval, rounds, seconds
+from turns import Clock, Turns, draw, interval, rounds, seconds
 
 from graftlm.backbone import Backbone, Site, Tap
 from graftlm.evaluation import Aim, Interval, Results, Row, write_report
@@ -43,9 +43,9 @@ HOW = {
     "decode_step": "seconds of one forward pass of one token behind a cached context; the parents' passes are their "
     "own, each with its cache and its output layer. bound: weights read by a composed step (the augmenting model's "
     "output layer is not) over those read by both parents",
-    "generate_256_vs_recompute": "with the cache: greedy decoding of one sequence by transformers' generate, prefill "
-    "included. Recomputed: both models read the whole sequence again for every token, and the output layer its last "
-    "token; timed at every so-many-th length (lengths) and summed over all lengths by linear interpolation",
+    "generate_256_vs_recompute": "one sequence, one forward pass a token, that of the prompt included. Recomputed: "
+    "both models read the whole sequence again for every token, and the output layer its last token; timed in between, "
+    "at every so-many-th length (lengths), and summed over all lengths by linear interpolation",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
@@ -73,7 +73,7 @@ class Size:
     vocabulary: int = 32_000
     stride: int = 4
     context: int = 128
-    steps: int = 4
+    steps: int = 2
     """Decode steps per turn."""
     prompt: int = 16
     new_tokens: int = 256
@@ -81,8 +81,8 @@ class Size:
     """Recomputation is timed at every so-many-th length."""
     rows: int = 2
     length: int = 128
-    decode_rounds: int = 25
-    generate_rounds: int = 3
+    decode_rounds: int = 31
+    generate_rounds: int = 2
     train_rounds: int = 7
 
 
@@ -104,7 +104,8 @@ QUICK = Size(
 class Pair:
     """Anchor and augmenting model, composed, and copies of both that know nothing of each other."""
 
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype, clock: Clock) -> None:
+        self._clock: Clock = clock
         anchor, augmenting = (
             random_llama(shape, size.vocabulary, seed).to(device, dtype)  # type: ignore[arg-type]
             for seed, shape in enumerate((size.anchor, size.augmenting))
@@ -116,6 +117,15 @@ class Pair:
         self.graft = Composition(config, backbone, augmenting={"specialist": wrap(augmenting)}).to(dtype)
         write_something(self.graft)
         self.composed = GraftedModel(backbone, {"graft": self.graft})
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """The composed model and both parents."""
+        return {"composed": self.composed.model, "anchor": self.anchor.model, "augmenting": self.augmenting.model}
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long `work` takes."""
+        return seconds(work, self.composed.device, self._clock)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -156,37 +166,37 @@ def random_ids(size: Size, rows: int, length: int, device: torch.device) -> Tens
     return torch.randint(size.vocabulary, (rows, length), generator=torch.Generator().manual_seed(3)).to(device)
 
 
-class Decoding:
-    """Decode steps behind a cached context; what a turn adds to the cache is taken back after it."""
+class Reader:
+    """A model that reads on and on, with a cache."""
 
-    def __init__(self, model: Any, ids: Tensor, steps: int) -> None:
-        self._model, self._token, self._steps = model, ids[:, :1], steps
-        self._mask = torch.ones(1, ids.shape[1] + steps, dtype=torch.long, device=ids.device)
-        self._context = ids.shape[1]
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self._model = model
         self.cache = DynamicCache(config=model.config)
-        self._pass(ids)
-
-    def seconds(self) -> float:
-        """Of one step, as the mean over a turn's."""
-        taken = seconds(self._turn, self._token.device) / self._steps
-        self.cache.crop(-self._steps)
-        return taken
-
-    def _turn(self) -> None:
-        for _ in range(self._steps):
-            self._pass(self._token)
+        self.read(ids)
 
     @torch.inference_mode()
-    def _pass(self, ids: Tensor) -> None:
-        mask = self._mask[:, : self.cache.get_seq_length() + ids.shape[1]]
+    def read(self, ids: Tensor) -> None:
+        """Read more tokens, and predict the one after them."""
+        mask = torch.ones(1, self.cache.get_seq_length() + ids.shape[1], dtype=torch.long, device=ids.device)
         self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def step(self, token: Tensor, count: int) -> None:
+        """Read one token `count` times over."""
+        for _ in range(count):
+            self.read(token)
 
 
 def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
-    """Seconds of a decode step of `composed`, `anchor` and `augmenting`."""
-    models = {"composed": pair.composed.model, "anchor": pair.anchor.model, "augmenting": pair.augmenting.model}
+    """Seconds of a decode step of `composed`, `anchor` and `augmenting`; what a turn reads is taken back after it."""
     ids = random_ids(size, 1, size.context, pair.composed.device)
-    turns = {name: Decoding(model, ids, size.steps).seconds for name, model in models.items()}
+
+    def decode(reader: Reader) -> float:
+        taken = pair.seconds(lambda: reader.step(ids[:, :1], size.steps)) / size.steps
+        reader.cache.crop(-size.steps)
+        return taken
+
+    readers = {name: Reader(model, ids) for name, model in pair.models.items()}
+    turns = {name: lambda reader=reader: decode(reader) for name, reader in readers.items()}
     return rounds(turns, size.decode_rounds), {"bound": weight_bound(pair)}
 
 
@@ -207,22 +217,32 @@ def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
     ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
     lengths = sampled_lengths(size)
 
-    def cached() -> float:
-        prompt = ids[:, : size.prompt]
-        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
-        options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": size.new_tokens}
-        return seconds(lambda: pair.composed.generate(prompt, **options), ids.device)
-
     @torch.inference_mode()
-    def recomputed() -> float:
-        return summed(lengths, [seconds(lambda n=n: read(ids[:, :n]), ids.device) for n in lengths], size)
-
-    def read(so_far: Tensor) -> None:
+    def again(so_far: Tensor) -> None:
         mask = torch.ones_like(so_far)
         pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
 
-    found = rounds({"cached": cached, "recomputed": recomputed}, size.generate_rounds, warm_up=False)
-    return found, {"lengths": lengths}
+    found: Turns = {"cached": [], "recomputed": []}
+    last: dict[str, list[float]] = {}
+    for _ in range(size.generate_rounds):
+        last = generation(pair, ids, lengths, size, again)
+        found["cached"].append(sum(last["cached"]))
+        found["recomputed"].append(summed(lengths, last["recomputed"], size))
+    return found, {"lengths": lengths, "seconds_by_length": last}
+
+
+def generation(pair: Pair, ids: Tensor, lengths: list[int], size: Size, again: Any) -> dict[str, list[float]]:
+    """Seconds of each pass with the cache, prompt first; and at some lengths, in between, of reading all again."""
+    taken: dict[str, list[float]] = {"cached": [], "recomputed": []}
+    readers: list[Reader] = []
+    for n in range(size.prompt, size.prompt + size.new_tokens):
+        if readers:
+            taken["cached"].append(pair.seconds(lambda n=n: readers[0].read(ids[:, n - 1 : n])))
+        else:
+            taken["cached"].append(pair.seconds(lambda n=n: readers.append(Reader(pair.composed.model, ids[:, :n]))))
+        if n in lengths:
+            taken["recomputed"].append(pair.seconds(lambda n=n: again(ids[:, :n])))
+    return taken
 
 
 def sampled_lengths(size: Size) -> list[int]:
@@ -272,7 +292,7 @@ def measure_training(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
 
     pair.composed.train()
     with GraftedModel(pair.anchor, {"vector": vector}).train() as bounding:
-        turns = {"composed": lambda: seconds(step, device), "bound": lambda: seconds(least, device)}
+        turns = {"composed": lambda: pair.seconds(step), "bound": lambda: pair.seconds(least)}
         found = rounds(turns, size.train_rounds)
     pair.composed.eval()
     return found, {"first_paired_layer": first}
@@ -283,18 +303,16 @@ def measure_memory(pair: Pair, size: Size) -> dict[str, dict[str, int]]:
     """Bytes of weights and of caches at the end of a generation, composed and of both parents."""
     ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
 
-    def cached(model: Any) -> int:
-        layers: list[Any] = Decoding(model, ids, 0).cache.layers
+    def of_cache(model: Any) -> int:
+        layers: list[Any] = Reader(model, ids).cache.layers
         return sum(bytes_of(layer.keys) + bytes_of(layer.values) for layer in layers)
 
-    weights = {
-        name: weight_bytes(one.model) for name, one in (("anchor", pair.anchor), ("augmenting", pair.augmenting))
-    }
-    caches = {name: cached(one.model) for name, one in (("anchor", pair.anchor), ("augmenting", pair.augmenting))}
+    caches = {name: of_cache(model) for name, model in pair.models.items()}
+    weights = {name: weight_bytes(pair.models[name]) for name in ("anchor", "augmenting")}
     added = weight_bytes(pair.graft)
     return {
-        "composed": {"weights": sum(weights.values()) + added, "caches": cached(pair.composed.model)},
-        "parents": {"weights": sum(weights.values()), "caches": sum(caches.values())},
+        "composed": {"weights": sum(weights.values()) + added, "caches": caches["composed"]},
+        "parents": {"weights": sum(weights.values()), "caches": caches["anchor"] + caches["augmenting"]},
         "training": {"gradients": added, "moments": 2 * added},
     }
 
@@ -309,11 +327,11 @@ def bytes_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def benchmark(size: Size, device: torch.device) -> Results:
+def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     """All rows, with their aims and what belongs to them."""
     load = [os.getloadavg()[0]]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pair = Pair(size, device, dtype)
+    pair = Pair(size, device, dtype, clock)
     decoding, of_decoding = measure_decoding(pair, size)
     memory = measure_memory(pair, size)
     generation, of_generation = measure_generation(pair, size)
@@ -331,6 +349,7 @@ def benchmark(size: Size, device: torch.device) -> Results:
         "size": asdict(size),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "clock": clock,
         "load_average": load,
         "pairs": [list(one) for one in pair.pairs],
         "parameters": {
@@ -372,8 +391,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-composition"))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
     chosen = parser.parse_args()
-    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device))
+    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device), chosen.clock)
     marks = {name: aim and aim[1] for name, (_, aim) in ROWS.items()}
     write_report(results, chosen.out, plots={"ratios": draw(results, marks, "ratio", logarithmic=True)})
     for row in results.rows:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
 
 from graftlm.evaluation import Interval, Results
 
+Clock = Literal["wall", "cpu"]
 Turns = dict[str, list[float]]
 """What each turn measured, by name, round by round."""
 
 
-def rounds(turns: Mapping[str, Callable[[], float]], count: int, *, warm_up: bool = True) -> Turns:
-    """Take all turns `count` times, after one round that does not count, every other time in reverse."""
-    for turn in turns.values() if warm_up else ():
+def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> Turns:
+    """Take all turns `count` times after a warm-up, every other time in reverse."""
+    for turn in turns.values():
         turn()
     measured: Turns = {name: [] for name in turns}
     for index in range(count):
@@ -30,17 +32,21 @@ def rounds(turns: Mapping[str, Callable[[], float]], count: int, *, warm_up: boo
     return measured
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long `work` takes, what it leaves to a GPU included."""
-    start = _now(device)
+def seconds(work: Callable[[], object], device: torch.device, clock: Clock = "wall") -> float:
+    """How long `work` takes, what it leaves to a GPU included.
+
+    The clock `cpu` is the process's own time on the cores, all threads together: it stands still while other work has
+    them. With one thread it is what a clock on the wall would say of a machine that does nothing else.
+    """
+    start = _now(device, clock)
     work()
-    return _now(device) - start
+    return _now(device, clock) - start
 
 
-def _now(device: torch.device) -> float:
+def _now(device: torch.device, clock: Clock) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return time.perf_counter() if clock == "wall" else time.process_time()
 
 
 def interval(values: Sequence[float]) -> Interval:
