@@ -103,7 +103,16 @@ BAD = {
     "a layer out of range": ({"pairs": [[2, 0]]}, {}, "names layer 2 of one, which has layers 0 to 1"),
     "the anchor's too": ({"pairs": [[0, -1]]}, {}, "names layer -1 of the anchor, which has layers 0 to 1"),
     "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, r"\[0, 1\] of one is named twice"),
-    "heads that do not divide": ({}, {"heads": 7}, "7 heads do not divide the anchor's width 48: set heads to one of"),
+    "heads that do not divide": (
+        {},
+        {"heads": 7},
+        "7 heads do not divide the anchor's width 48 evenly: set heads to one of",
+    ),
+    "heads of an odd width": (
+        {},
+        {"heads": 16},
+        "16 heads do not divide the anchor's width 48 evenly: set heads to one",
+    ),
     "a long stride": ({"stride": 9}, {}, "A stride of 9 passes over all 2 layers of one: set stride to 2 or less"),
 }
 

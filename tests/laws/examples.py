@@ -74,12 +74,15 @@ def _augmenting(family: str, tokens: int = TOKENS) -> str:
 
 EXAMPLES: dict[str, list[Example]] = {
     "composition": [
-        Example("composition", {"stride": 1, "augmenting": {"one": {"name": _augmenting("llama")}}}, spread=0.05),
+        Example(
+            "composition",
+            {"stride": 1, "positions": "none", "augmenting": {"one": {"name": _augmenting("llama")}}},
+            spread=0.05,
+        ),
         Example(
             "composition",
             {
                 "norm": "pre",
-                "positions": "rotary",
                 "augmenting": {
                     "one": {"name": _augmenting("gemma3"), "pairs": [[2, 0], [0, 0]]},
                     "two": {"name": _augmenting("gpt2"), "pairs": [[1, 1]]},
@@ -91,7 +94,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example(
             "composition",
-            {"stride": 1, "positions": "rotary", "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
+            {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
             name="two-tokenizers",
             spread=0.05,
             exceptions={"encoders": _OTHER_TOKENIZER, "taken back": _NOT_TAKEN_BACK},

@@ -42,7 +42,7 @@ class CompositionConfig(GraftConfig):
         heads: of the cross-attention; by default as many as the anchor's own attention has.
         init: `zero` starts as the bare anchor; `paper` starts all matrices at random.
         positions: `rotary` turns queries and keys by their places in the text; with `none`, as in the paper, attention
-            knows tokens by what they say alone.
+            knows tokens by what they say alone, and can hardly tell the last one.
         norm: `pre` normalises the anchor's states and the projected ones before attention.
         refresh: what the augmenting models read: `every` token, or the `prompt` alone, as encoders of it.
         alignment: whether tokens are matched by `position`, which takes one tokenizer, or by `characters`.
@@ -54,7 +54,7 @@ class CompositionConfig(GraftConfig):
     heads: int | None = Field(None, ge=1)
     init: Init = "zero"
     norm: Norm = "none"
-    positions: Positions = "none"
+    positions: Positions = "rotary"
     refresh: Literal["every", "prompt"] = "every"
     alignment: Literal["auto", "position", "characters"] = "auto"
 

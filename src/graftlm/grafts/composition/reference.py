@@ -74,9 +74,7 @@ def cross(
             query = turned(query_D[part], places[0][t] if places else None)
             keys = [turned((projected[s] @ weights.w_k)[part], places[1][s] if places else None) for s in sees[t]]
             values = [(projected[s] @ weights.w_v)[part] for s in sees[t]]
-            shares = torch.softmax(
-                torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0
-            )
+            shares = torch.softmax(torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0)
             parts.append(sum(share * value for share, value in zip(shares, values, strict=True)))
         written.append(torch.cat(parts) @ weights.w_o)
     return torch.stack(written)
