@@ -1,0 +1,354 @@
+"""What the compositions on real text share: trained rows, how their rates are chosen, and tasks with a prompt.
+
+A row is trained and its texts are measured as in other reproductions; its tasks are measured afterwards, from the
+graft on the disk. Both are kept, so an interrupted run goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from transformers import AutoTokenizer
+
+from graftlm.artifact import load_graft
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.config import Config
+from graftlm.data import DataConfig, Mixture, SourceConfig, build_documents, build_mixture
+from graftlm.errors import DataError
+from graftlm.evaluation import Interval, Row, value_of
+from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
+from graftlm.evaluation.plots import PALETTE
+from graftlm.evaluation.results import write_atomically
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.reproduce import Options
+from graftlm.reproduce.cells import Cell, _workers, over_seeds
+from graftlm.training import TrainingConfig
+from graftlm.training.bench import Bench, Measurement, count_weights
+from graftlm.training.recipe import BackboneConfig, EvaluationConfig
+
+# Of the rows that compositions are trained on: English that the anchor has read.
+OLD_SHARE = 0.2
+# Learning rates to try, by kind of graft.
+RATES = {"composition": (1e-2,), "lora": (3e-3,)}
+
+Measured = dict[str, Measurement]
+
+
+class Task(Config):
+    """Prompts and their answers.
+
+    Args:
+        name: begins the names of its metrics.
+        path: of a JSON Lines file with a `prompt` and a `text` a line.
+        answers: so many of the first prompts are answered greedily, for chrF; 0 leaves it out.
+        max_new_tokens: of an answer.
+        stop: ends an answer.
+    """
+
+    name: str
+    path: str
+    answers: int = 0
+    max_new_tokens: int = 48
+    stop: tuple[str, ...] = ("\n",)
+
+
+class Trained(NamedTuple):
+    """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate."""
+
+    id: str
+    label: str
+    graft: Mapping[str, Any]
+    data: DataConfig
+    chosen_by: tuple[str, ...]
+
+
+class Study:
+    """One experiment's anchor, settings and folders.
+
+    Args:
+        anchor: folder of the model that every row is trained on.
+        steps: of every row.
+        sets: what the bare models are measured on as well.
+        validation: tasks that choose, measured for every cell.
+        tasks: measured for the chosen cells.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        anchor: Path,
+        *,
+        steps: int,
+        batch_size: int,
+        sets: DataConfig,
+        validation: Sequence[Task] = (),
+        tasks: Sequence[Task] = (),
+    ) -> None:
+        self.options, self.anchor = options, anchor
+        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        self.steps, self.batch_size = steps, batch_size
+        self.evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
+        self.sets, self.validation, self.tasks = sets, validation, tasks
+
+    def training(self, rate: float, seed: int) -> TrainingConfig:
+        """The numbers of one run."""
+        return TrainingConfig(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            learning_rate=rate,
+            warmup_steps=max(1, min(10, self.steps // 4)),
+            precision="bf16",
+            seed=seed,
+            checkpoint_every=self.steps,
+            keep_checkpoints=1,
+        )
+
+    def cell(self, row: Trained, rate: float, seed: int) -> Cell:
+        """One run of a row."""
+        return Cell(
+            id=f"{row.id}_lr{rate:g}_s{seed}",
+            label=row.label,
+            backbone=self._model(self.anchor),
+            graft=graft_config(dict(row.graft)),
+            data=row.data.model_copy(update={"seed": seed}),
+            training=self.training(rate, seed),
+            evaluation=self.evaluation,
+        )
+
+    def bare(self, name: str, folder: Path) -> Cell:
+        """A model as it is."""
+        data, training = self.sets, self.training(1e-3, 0)
+        return Cell(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
+
+    def run(self, cells: Sequence[Cell], tasks: Sequence[Task], title: str) -> Measured:
+        """Train and measure cells and their tasks, several at a time with one core each."""
+        said = [task.model_dump_json() for task in tasks]
+        wanted = {cell.id: cell.model_dump_json() for cell in cells}
+        found: Measured = {}
+        out = str(self.options.out / "cells")
+        if self.options.jobs == 1:  # a process of its own takes longer to start than a small cell to run
+            return {name: Measurement.from_json(json.loads(_run(cell, said, out))) for name, cell in wanted.items()}
+        with Progress() as progress, _workers(self.options.jobs) as pool:
+            bar = progress.add_task(title, total=len(wanted))
+            futures = {pool.submit(_run, cell, said, out): cell_id for cell_id, cell in wanted.items()}
+            for future in as_completed(futures):
+                found[futures[future]] = Measurement.from_json(json.loads(future.result()))
+                progress.advance(bar)
+        return {cell_id: found[cell_id] for cell_id in wanted}
+
+    def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
+        """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
+        seed = self.seeds[0]
+        tried = {row.id: {rate: self.cell(row, rate, seed) for rate in RATES[row.graft["kind"]]} for row in rows}
+        if all(len(cells) == 1 for cells in tried.values()):
+            return {}, {name: rate for name, cells in tried.items() for rate in cells}
+        cells = [cell for of_row in tried.values() for cell in of_row.values()]
+        measured = self.run(cells, self.validation, "learning rates")
+        return measured, {
+            row.id: min(tried[row.id], key=lambda rate: total(measured[tried[row.id][rate].id], row.chosen_by))
+            for row in rows
+        }
+
+    def try_out(self, rows: Sequence[Trained], rate: float) -> Measured:
+        """Rows at one learning rate with the first seed, on validation text."""
+        return self.run([self.cell(row, rate, self.seeds[0]) for row in rows], self.validation, "variants")
+
+    def measure(self, rows: Sequence[Trained], rates: Mapping[str, float], title: str) -> dict[str, list[Measurement]]:
+        """Every row at its rate, one measurement a seed."""
+        cells = {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
+        flat = [cell for of_row in cells.values() for cell in of_row]
+        measured = self.run(flat, [*self.validation, *self.tasks], title)
+        return {row_id: [measured[cell.id] for cell in of_row] for row_id, of_row in cells.items()}
+
+    def measure_bare(self, models: Mapping[str, Path]) -> Measured:
+        """Models as they are."""
+        cells = [self.bare(name, folder) for name, folder in models.items()]
+        return self.run(cells, [*self.validation, *self.tasks], "the parents")
+
+    def setting(self) -> dict[str, Any]:
+        """What a reader needs to know beside the rows."""
+        training = self.training(1e-3, 0).model_dump(mode="json", exclude={"learning_rate", "seed"})
+        return {
+            "training": training,
+            "rates": {kind: list(rates) for kind, rates in RATES.items()},
+            "old_share": OLD_SHARE,
+        }
+
+    def _model(self, folder: Path) -> BackboneConfig:
+        return BackboneConfig(name=str(folder), device=self.options.device)
+
+
+def total(measured: Measurement, names: Iterable[str]) -> float:
+    """The sum of some metrics."""
+    return sum(value_of(measured.row.metrics[name]) for name in names)
+
+
+def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
+    """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
+    models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
+    settings = {"stride": 1, "positions": "rotary", "norm": "pre"}
+    return {"kind": "composition", "augmenting": models, **settings, **more}
+
+
+def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
+    """The graft section of LoRA with as many trainable parameters as another graft, up to the rounding of its rank."""
+    backbone = load_backbone(str(anchor))
+    extra = count_weights(build_graft(graft_config(dict(graft)), backbone).parameters())
+    return {"kind": "lora", "capacity": extra / count_weights(backbone.model.parameters())}
+
+
+def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Measurement) -> Row:
+    """One row over seeds, with what was forgotten in bits per byte as well."""
+    for one in measured:
+        if "forgotten" in one.row.metrics:
+            lost = total(one, ["old_bpb"]) - total(anchor, ["old_bpb"])
+            more = {"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)}
+            one.row = one.row.model_copy(update={"metrics": one.row.metrics | more})
+    return over_seeds(measured, row_id, label)
+
+
+def plain(measured: Measurement, starts: tuple[str, ...]) -> dict[str, float]:
+    """The plain numbers of the metrics whose names start so."""
+    return {name: value_of(metric) for name, metric in measured.row.metrics.items() if name.startswith(starts)}
+
+
+def only(row: Row, *endings: str) -> Row:
+    """A row with those metrics alone whose names end so."""
+    return row.model_copy(update={"metrics": {k: v for k, v in row.metrics.items() if k.endswith(endings)}})
+
+
+def check_files(options: Options, names: Sequence[str]) -> None:
+    """Raise a `DataError` that names the first missing file."""
+    for name in names:
+        if not (options.data / name).exists():
+            raise DataError(
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
+            )
+
+
+def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
+    """One group of bars a row, one bar a metric (by its name, with what to call it), with their intervals."""
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(metrics)
+    for index, (name, label) in enumerate(metrics.items()):
+        shown = [(place, row.metrics[name]) for place, row in enumerate(rows) if name in row.metrics]
+        values = [value_of(metric) for _, metric in shown]
+        ends = [(m.mean - m.low, m.high - m.mean) if isinstance(m, Interval) else (0.0, 0.0) for _, m in shown]
+        places = [place + (index - (len(metrics) - 1) / 2) * height for place, _ in shown]
+        errors = [list(side) for side in zip(*ends, strict=True)]
+        axes.barh(places, values, height, xerr=errors, color=PALETTE[index], label=label, ecolor="#222222")
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _run(cell_json: str, tasks_json: list[str], out: str) -> str:
+    """One cell with its tasks, as JSON; what was measured before is read back.
+
+    Of each task `<name>` is in nats per token of the answers, `<name>_bpb` in bits per byte, `<name>_answer` in nats
+    per answer, and `<name>_chrf` compares greedy answers with the right ones.
+    """
+    torch.set_num_threads(1)
+    cell = Cell.model_validate_json(cell_json)
+    folder = Path(out) / cell.id
+    tests = json.dumps(cell.data.model_dump(mode="json", include={"test"})["test"])
+    bench = _bench(cell.backbone.model_dump_json(), tests, cell.data.length, cell.evaluation.model_dump_json())
+    backbone = bench.backbone
+    values = _measured(cell, bench, folder).to_json()
+    tasks = [Task.model_validate_json(one) for one in tasks_json]
+    kept = {task.name: _kept(folder, task, cell) for task in tasks}
+    if missing := [task for task in tasks if kept[task.name] is None]:
+        if cell.graft is None:
+            kept |= _measure_all(backbone.model, backbone, missing, folder, cell)
+        else:
+            with GraftedModel(backbone, {"graft": load_graft(folder / "graft", backbone)}) as model:
+                kept |= _measure_all(model, backbone, missing, folder, cell)
+    for found in kept.values():
+        values["row"]["metrics"] |= found
+    return json.dumps(values)
+
+
+def _measured(cell: Cell, bench: Bench, folder: Path) -> Measurement:
+    """A cell's training and its texts."""
+    if cell.graft is None:
+        return bench.backbone_measurement()
+    mixture = _mixture(cell.backbone.model_dump_json(), cell.data.model_dump_json(), cell.training.batch_size)
+    return bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
+
+
+@lru_cache(maxsize=2)
+def _bench(backbone: str, tests: str, length: int, evaluation: str) -> Bench:
+    """One loaded model with its scores, kept for the next cells of this process."""
+    documents = {name: build_documents(map(SourceConfig.parse, found)) for name, found in json.loads(tests).items()}
+    settings = EvaluationConfig.model_validate_json(evaluation)
+    return Bench(BackboneConfig.model_validate_json(backbone).load(), documents, settings, length)
+
+
+@lru_cache(maxsize=2)
+def _mixture(backbone: str, data: str, batch_size: int) -> Mixture:
+    """Packed rows, kept likewise."""
+    tokenizer = AutoTokenizer.from_pretrained(BackboneConfig.model_validate_json(backbone).name)
+    return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)
+
+
+def _measure_all(model: Any, backbone: Backbone, tasks: Sequence[Task], folder: Path, cell: Cell) -> dict[str, Any]:
+    found = {}
+    for task in tasks:
+        found[task.name] = measure_task(model, backbone.need_tokenizer(), task)
+        content = json.dumps({"key": _key(folder, task, cell), "metrics": found[task.name]})
+        write_atomically(folder / f"task-{task.name}.json", content.encode())
+    return found
+
+
+def measure_task(model: Any, tokenizer: Any, task: Task) -> dict[str, Any]:
+    """The metrics of one task, as plain JSON values."""
+    examples = read_examples(task.path)
+    scores = score_answers(model, tokenizer, examples)
+    found: dict[str, Any] = {
+        task.name: scores.interval("nats_per_token").model_dump(),
+        f"{task.name}_bpb": scores.interval("bits_per_byte").model_dump(),
+        f"{task.name}_answer": float(scores.nats.sum()) / len(examples),
+    }
+    if task.answers:
+        some = examples[: task.answers]
+        answers = generate_answers(
+            model, tokenizer, [one.prompt for one in some], max_new_tokens=task.max_new_tokens, stop=task.stop
+        )
+        found[f"{task.name}_chrf"] = chrf(answers, some, beta=1)
+    return found
+
+
+def read_examples(path: str | Path) -> list[Example]:
+    """The examples of a JSON Lines file."""
+    with Path(path).open(encoding="utf-8") as lines:
+        return [Example(prompt=one["prompt"], answer=one["text"]) for one in map(json.loads, lines)]
+
+
+def _kept(folder: Path, task: Task, cell: Cell) -> dict[str, Any] | None:
+    try:
+        values = json.loads((folder / f"task-{task.name}.json").read_text(encoding="utf-8"))
+        return values["metrics"] if values["key"] == _key(folder, task, cell) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _key(folder: Path, task: Task, cell: Cell) -> str:
+    """SHA-256 over the task, its file, and the weights that answer."""
+    digest = hashlib.sha256(task.model_dump_json(exclude={"path"}).encode())
+    weights = Path(cell.backbone.name) / "model.safetensors" if cell.graft is None else folder / "graft"
+    for file in [Path(task.path), *(sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights])]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,200 @@
+"""An English anchor and a French specialist, composed with a twentieth of the specialist's text.
+
+Every trained row takes as many steps of as many rows, at the learning rate that validation text chose from the same
+values. Test text took no part in any choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graftlm.data import DataConfig, SourceConfig
+from graftlm.errors import RecipeError, did_you_mean
+from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation.report import write_report
+from graftlm.reproduce import Options
+from graftlm.reproduce.composed import (
+    OLD_SHARE,
+    Study,
+    Task,
+    Trained,
+    bars,
+    check_files,
+    composition,
+    equal_lora,
+    only,
+    plain,
+    row_of,
+)
+from graftlm.reproduce.composition_language import paper
+from graftlm.reproduce.composition_language.texts import FILES, QUICK, Amounts, write_texts
+from graftlm.reproduce.parents import FILES as PARENT_FILES
+from graftlm.reproduce.parents import QUICK as QUICK_SIZE
+from graftlm.reproduce.parents import Parents, Size, make_parents
+from graftlm.training.bench import Measurement
+
+NAME = "composition-language"
+TABLES = {
+    "2": ("composition",),
+    "5": ("composition", "lora", "vanilla_m_a", "random_m_a", "prompts", "encoder_m_a"),
+    "specialists": ("composition", "code", "french_and_code"),
+    "tokenizers": ("composition", "own_tokenizer"),
+    "variants": ("composition", "norm_none", "stride_2", "positions_none"),
+}
+LABELS = {
+    "m_b": "anchor m_B",
+    "m_a": "French specialist m_A",
+    "m_a_code": "code specialist",
+    "m_a_own": "French specialist, own tokenizer",
+    "composition": "composition",
+    "lora": "LoRA, equal parameters",
+    "vanilla_m_a": "with vanilla m_A",
+    "random_m_a": "with random m_A",
+    "own_tokenizer": "with the specialist's own tokenizer",
+    "code": "with the code specialist",
+    "french_and_code": "with both specialists",
+    "prompts": "composition, rows with prompts",
+    "encoder_m_a": "m_A as encoder, rows with prompts",
+    "norm_none": "composition, norm: none",
+    "positions_none": "composition, positions: none, as in the paper",
+    "stride_2": "composition, stride 2",
+}
+TEXT = ("validation_old", "validation_new")
+PROMPTS = ("validation_continue", "validation_pairs")
+# Only a choice of the setting, on validation text: one seed.
+VARIANTS = TABLES["variants"][1:]
+
+
+def run(options: Options) -> Results:
+    """Run the asked tables and write `results.json`, `report.md` and plots.
+
+    Raises:
+        DataError: the data folder lacks a file.
+        RecipeError: there is no such table.
+    """
+    wanted = _wanted(options)
+    check_files(options, (*PARENT_FILES, *FILES))
+    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
+    parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
+    texts = options.out / "texts"
+    write_texts(options.data, parents, texts, amounts, size.length)
+    study = study_of(options, parents, texts, size)
+    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
+    models = {"m_b": parents.anchor, "m_a": parents.french, "m_a_code": parents.code, "m_a_own": parents.own}
+    bare = study.measure_bare(models)
+    main_rows = [row for row in trained if row.id not in VARIANTS]
+    tuning, rates = study.tune(main_rows)
+    tuning |= study.try_out([row for row in trained if row.id in VARIANTS], rates["composition"])
+    main = study.measure(main_rows, rates, "the chosen rates, every seed")
+    rows = rows_of(bare, main)
+    details = {
+        "rates": rates,
+        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
+        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
+        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
+        "setting": study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries()},
+    }
+    seeds, published = study.seeds, paper.rows()
+    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
+    plots = {"bits-per-byte": bars(rows, {"new_bpb": "French", "old_bpb": "English"}, "bits per byte")}
+    write_report(results, options.out, plots=plots)
+    return results
+
+
+def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> Study:
+    """The settings that all rows share."""
+    names = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
+    answered = {"bible_en_fr": 4, "bible_fr_en": 4} if options.quick else {"bible_en_fr": 8, "bible_fr_en": 8}
+    return Study(
+        options,
+        parents.anchor,
+        steps=3 if options.quick else 150,
+        batch_size=2,
+        sets=data_of(texts, size, ["french"]),
+        validation=[Task(name=name, path=str(texts / f"task-{name}.jsonl")) for name in PROMPTS],
+        tasks=[Task(name=n, path=str(texts / f"task-{n}.jsonl"), answers=answered.get(n, 0)) for n in names],
+    )
+
+
+def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = False) -> DataConfig:
+    """What a row is trained and measured on: a twentieth of specialists' text, and some English."""
+    more = {"prompt_column": "prompt"} if prompts else {}
+    ending = "prompts" if prompts else "part"
+
+    def source(name: str, **more: Any) -> SourceConfig:
+        return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
+
+    sets = ("old", "new", "python", "validation_old", "validation_new", "validation_python")
+    return DataConfig(
+        new=[source(f"{part}-{ending}", **more) for part in parts],
+        old=[source(f"english-{ending}", **more)],
+        old_share=OLD_SHARE,
+        length=size.length,
+        boundaries="whole" if prompts else "separate",
+        test={name: [source(name)] for name in sets},
+    )
+
+
+def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
+    """Every trained row."""
+    french, code = data_of(texts, size, ["french"]), data_of(texts, size, ["python"])
+    both, prompts = data_of(texts, size, ["french", "python"]), data_of(texts, size, ["french"], prompts=True)
+    pair = composition({"french": parents.french})
+    two = {"french": parents.french, "code": parents.code}
+    grafts: dict[str, tuple[Mapping[str, Any], DataConfig, tuple[str, ...]]] = {
+        "composition": (pair, french, TEXT),
+        "lora": (equal_lora(parents.anchor, pair), french, TEXT),
+        "vanilla_m_a": (composition({"french": parents.vanilla}), french, TEXT),
+        "random_m_a": (composition({"french": parents.random}), french, TEXT),
+        "own_tokenizer": (composition({"french": parents.own}), french, TEXT),
+        "code": (composition({"code": parents.code}), code, ("validation_old", "validation_python")),
+        "french_and_code": (composition(two), both, (*TEXT, "validation_python")),
+        "prompts": (pair, prompts, PROMPTS),
+        "encoder_m_a": ({**pair, "refresh": "prompt"}, prompts, PROMPTS),
+        "norm_none": ({**pair, "norm": "none"}, french, TEXT),
+        "stride_2": ({**pair, "stride": 2}, french, TEXT),
+        "positions_none": ({**pair, "positions": "none"}, french, TEXT),
+    }
+    return [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
+
+
+def rows_of(bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]]) -> list[Row]:
+    """The rows of all tables. Another tokenizer's tokens are other units, so only bits per byte stand for it."""
+    anchor = bare["m_b"]
+    rows = [row_of([one], name, LABELS[name], anchor) for name, one in bare.items()]
+    rows = [only(row, "_bpb", "_answer", "_chrf", "_parameters") if row.id == "m_a_own" else row for row in rows]
+    return rows + [row_of(measured, name, LABELS[name], anchor) for name, measured in main.items()]
+
+
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """What the issue asks: better French than both parents, English kept, little lost between two tokenizers."""
+    found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    wanted: list[tuple[str, str, str, str]] = [
+        ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b"),
+        ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a"),
+        ("English forgotten, nats per token, over LoRA's", "forgotten", "composition", "lora"),
+        (
+            "French with both specialists over the better of the French one alone",
+            "new_bpb",
+            "french_and_code",
+            "composition",
+        ),
+        ("Python with both specialists over the code specialist alone", "python_bpb", "french_and_code", "code"),
+        ("French with the specialist's own tokenizer over the shared one", "new_bpb", "own_tokenizer", "composition"),
+    ]
+    limits = {"own_tokenizer": 1.05, "french_and_code": 1.05}
+    return [
+        Aim(text=text, metric=metric, aim=limit, measured=ratio, met=ratio < limit)
+        for text, metric, row, other in wanted
+        if {row, other} <= found.keys()
+        for limit, ratio in [(limits.get(row, 1.0), found[row][metric] / found[other][metric])]
+    ]
+
+
+def _wanted(options: Options) -> set[str]:
+    for table in options.tables:
+        if table not in TABLES:
+            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
+    return {row for table in options.tables or TABLES for row in TABLES[table]}
