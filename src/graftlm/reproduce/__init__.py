@@ -13,6 +13,8 @@ from graftlm.evaluation import Results
 
 EXPERIMENTS: dict[str, str] = {
     "neutral-residues": "graftlm.reproduce.neutral_residues",
+    "composition-language": "graftlm.reproduce.composition_language",
+    "composition-code": "graftlm.reproduce.composition_code",
 }
 
 
