@@ -24,7 +24,7 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_documents, build_mixture
 from graftlm.errors import DataError
-from graftlm.evaluation import Interval, Row, value_of
+from graftlm.evaluation import Aim, Interval, Row, value_of
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.evaluation.plots import PALETTE
 from graftlm.evaluation.results import write_atomically
@@ -224,6 +224,16 @@ def plain(measured: Measurement, starts: tuple[str, ...]) -> dict[str, float]:
 def only(row: Row, *endings: str) -> Row:
     """A row with those metrics alone whose names end so."""
     return row.model_copy(update={"metrics": {k: v for k, v in row.metrics.items() if k.endswith(endings)}})
+
+
+def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
+    """The aim that a composition forgets no more than LoRA; a difference, for either may have gained."""
+    found = {row.id: value_of(row.metrics["forgotten"]) for row in rows if "forgotten" in row.metrics}
+    if not {"composition", "lora"} <= found.keys():
+        return []
+    more = found["composition"] - found["lora"]
+    text = "English forgotten beyond LoRA's, nats per token"
+    return [Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0)]
 
 
 def check_files(options: Options, names: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from graftlm.reproduce.composed import (
     check_files,
     composition,
     equal_lora,
+    more_forgotten,
     plain,
     row_of,
 )
@@ -200,17 +201,17 @@ def rows_of(bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measure
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
-    """The composition against both parents, on both tasks, and what it forgets beside LoRA."""
+    """The composition over both parents, on both tasks, and what it forgets beside LoRA."""
     found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
     words = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
     pairs = [(f"{text}, bits per byte", name, other) for name, text in words.items() for other in ("m_b", "m_a")]
-    pairs.append(("English forgotten, nats per token", "forgotten", "lora"))
-    return [
+    ratios = [
         Aim(text=f"{text}, over {LABELS[other]}'s", metric=metric, aim=1.0, measured=ratio, met=ratio < 1)
         for text, metric, other in pairs
         if {"composition", other} <= found.keys()
         for ratio in [found["composition"][metric] / found[other][metric]]
     ]
+    return [*ratios, *more_forgotten(rows)]
 
 
 def _wanted(options: Options) -> set[str]:
