@@ -184,7 +184,7 @@ class Augmenting:
         spelled = isinstance(self._aligned, Spelling)
         owner = f"{self.name} {id(self)}"
         taken = slots(cache, owner, own + pairs + spelled, self._anchor_layers, self._fresh_layers().__next__)
-        mine = [cache.layers[index] for index in taken]
+        mine: list[Any] = [cache.layers[index] for index in taken]
         state = mine[-1] if spelled else None
         assert state is None or isinstance(state, StateLayer)
         return Cache(layers=mine[:own]) if own else None, mine[own : own + pairs], state
@@ -245,7 +245,7 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None:
-    known = augmenting.model.get_input_embeddings().weight.shape[0]
+    known = len(augmenting.model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an Embedding's, a matrix
     used = len(anchor.tokenizer) if anchor.tokenizer is not None else int(anchor.sites.config.vocab_size)
     if known < used:
         raise GraftError(
