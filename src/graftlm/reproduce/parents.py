@@ -114,7 +114,7 @@ def make_parents(data: Path, folder: Path, size: Size, jobs: int) -> Parents:
 
 def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[str, Pretraining]:
     """The config of every parent, by its name in `Parents`."""
-    shape = {"length": size.length, "batch_size": size.batch_size}
+    shape: dict[str, Any] = {"length": size.length, "batch_size": size.batch_size}
     shared, own = str(tokenizers["shared"]), str(tokenizers["own"])
 
     def texts(name: str) -> list[SourceConfig]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -70,8 +71,10 @@ def pretrain(config: Pretraining, models: Path, *, progress: bool = False) -> Pa
         return folder
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     start = pretrain(config.start, models, progress=progress) if config.start else None
-    model = AutoModelForCausalLM.from_pretrained(start, dtype="float32") if start else random_llama(config, tokenizer)
-    summary = _train(model, tokenizer, config, folder, progress) if config.sources else {}
+    model: Any = random_llama(config, tokenizer)
+    if start is not None:
+        model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
+    summary = dict(_train(model, tokenizer, config, folder, progress)) if config.sources else {}
     model.requires_grad_(False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
