@@ -71,9 +71,8 @@ def pretrain(config: Pretraining, models: Path, *, progress: bool = False) -> Pa
         return folder
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     start = pretrain(config.start, models, progress=progress) if config.start else None
-    model: Any = random_llama(config, tokenizer)
-    if start is not None:
-        model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
+    how = {"dtype": "float32"}
+    model: Any = AutoModelForCausalLM.from_pretrained(start, **how) if start else random_llama(config, tokenizer)
     summary = dict(_train(model, tokenizer, config, folder, progress)) if config.sources else {}
     model.requires_grad_(False)
     model.save_pretrained(folder)
