@@ -84,24 +84,25 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def _run_cell(text: str, out: str) -> str:
     torch.set_num_threads(1)
     cell = Cell.model_validate_json(text)
-    bench = _bench(cell.backbone, _without_training(cell.data.model_dump_json()), cell.evaluation)
+    evaluation = cell.evaluation.model_dump_json()
+    bench = _bench(cell.backbone, _without_training(cell.data.model_dump_json()), evaluation)
     if cell.graft is None:
         return json.dumps(bench.backbone_measurement().to_json())
-    mixture = _mixture(cell.backbone, cell.data.model_dump_json(), cell.evaluation, cell.training.batch_size)
+    mixture = _mixture(cell.backbone, cell.data.model_dump_json(), evaluation, cell.training.batch_size)
     folder = Path(out) / cell.id
     measured = bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
     return json.dumps(measured.to_json())
 
 
 @lru_cache(maxsize=2)
-def _bench(backbone: BackboneConfig, data: str, evaluation: EvaluationConfig) -> Bench:
+def _bench(backbone: BackboneConfig, data: str, evaluation: str) -> Bench:
     """One loaded backbone with its scores, kept for the next cells of this process."""
     config = DataConfig.model_validate_json(data)
-    return Bench(backbone.load(), load_tests(config), evaluation, config.length)
+    return Bench(backbone.load(), load_tests(config), EvaluationConfig.model_validate_json(evaluation), config.length)
 
 
 @lru_cache(maxsize=4)
-def _mixture(backbone: BackboneConfig, data: str, evaluation: EvaluationConfig, batch_size: int) -> Mixture:
+def _mixture(backbone: BackboneConfig, data: str, evaluation: str, batch_size: int) -> Mixture:
     """Packed rows, kept likewise."""
     tokenizer = _bench(backbone, _without_training(data), evaluation).tokenizer
     return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)
