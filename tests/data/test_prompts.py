@@ -171,6 +171,16 @@ def test_a_stream_gives_the_rows_of_the_packed_documents(
         assert np.array_equal(stream.take(0, len(packed), (0, NEW)), packed)
 
 
+@pytest.mark.parametrize("size", range(1, 16))
+def test_a_stream_waits_for_the_end_of_an_example(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", 1)
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 3)
+    corpus = [Document("0" * size), Document("1" * 12, prompt="22")]
+    stream = StreamingBlocks(lambda: corpus, PLAIN, 16, boundaries="whole", buffer_rows=1)
+    packed = pack([*corpus, *corpus], PLAIN, 16, boundaries="whole").marked[:-1]
+    assert np.array_equal(stream.take(0, len(packed), (0, NEW)), packed)
+
+
 EXAMPLES = [Document("la réponse " * (1 + i % 3), f"row {i}", f"question {i}: ") for i in range(20)]
 
 
