@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation import (
@@ -26,7 +27,9 @@ from graftlm.evaluation import (
     score_answers,
 )
 from graftlm.evaluation.examples import chrf_counts, chrf_of
+from graftlm.generation import Decoding, generate_text
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from stories import convert_stories
 from tiny import BOS, EOS, PAD, SPECIAL, tiny_model, tiny_tokenizer
 
 PROMPTS = ["The quick", "a", "Le renard brun saute par-dessus le chien", "def f(x):", "語 und 🙂", "dog dog dog dog"]
@@ -291,3 +294,27 @@ def test_answers_to_other_examples(metric: Any) -> None:
 def test_examples_are_values() -> None:
     assert dataclasses.replace(Example("a", "b"), tests="assert a").tests == "assert a"
     assert PAD != EOS
+
+
+def test_a_real_model_with_a_sentencepiece_tokenizer(data_dir: Path, tmp_path: Path) -> None:
+    backbone = load_backbone(convert_stories(data_dir / "models" / "stories260K", tmp_path))
+    model, tokenizer = backbone.model, backbone.need_tokenizer()
+    prompts = [
+        "Once upon a time, there was a",
+        "One day, Lily",
+        "The",
+        "Tom said: Hello! Do you want to play with me in the",
+    ]
+    together = generate_answers(model, tokenizer, prompts, max_new_tokens=24, stop=(".",))
+    alone = [generate_answers(model, tokenizer, [prompt], max_new_tokens=24, stop=(".",))[0] for prompt in prompts]
+    assert together == alone
+    assert together[0].startswith(" little"), "the blank between prompt and answer stays"
+    decoding = Decoding(max_new_tokens=24)
+    whole = [generate_text(model, tokenizer, prompt, decoding).text for prompt in prompts]
+    assert together == [text.partition(".")[0] for text in whole]
+    likely, unlikely = (
+        Example(prompts[0], answer) for answer in ("little girl named Lily.", "quantum of lizards under.")
+    )
+    scores = score_answers(model, tokenizer, [likely, unlikely])
+    assert 2 * scores.nats[0] < scores.nats[1]
+    assert scores.bytes.tolist() == [len(likely.answer), len(unlikely.answer)]
