@@ -43,9 +43,9 @@ HOW = {
     "decode_step": "seconds of one forward pass of one token behind a cached context; the parents' passes are their "
     "own, each with its cache and its output layer. bound: weights read by a composed step (the augmenting model's "
     "output layer is not) over those read by both parents",
-    "generate_256_vs_recompute": "one sequence, one forward pass a token, that of the prompt included. Recomputed: "
-    "both models read the whole sequence again for every token, and the output layer its last token; timed in between, "
-    "at every so-many-th length (lengths), and summed over all lengths by linear interpolation",
+    "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
+    "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
+    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
@@ -77,13 +77,13 @@ class Size:
     """Decode steps per turn."""
     prompt: int = 16
     new_tokens: int = 256
-    every: int = 16
-    """Recomputation is timed at every so-many-th length."""
+    every: int = 32
+    """Of the lengths of a generation, every so-many-th is timed."""
     rows: int = 2
     length: int = 128
-    decode_rounds: int = 31
-    generate_rounds: int = 2
-    train_rounds: int = 7
+    decode_rounds: int = 21
+    generate_rounds: int = 3
+    train_rounds: int = 5
 
 
 QUICK = Size(
@@ -222,38 +222,36 @@ def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
         mask = torch.ones_like(so_far)
         pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
 
+    def one_token(reader: Reader, n: int) -> float:
+        if missing := n - 1 - reader.cache.get_seq_length():
+            reader.read(ids[:, n - 1 - missing : n - 1])
+        taken = pair.seconds(lambda: reader.step(ids[:, n - 1 : n], size.steps)) / size.steps
+        reader.cache.crop(-size.steps)
+        return taken
+
     found: Turns = {"cached": [], "recomputed": []}
-    last: dict[str, list[float]] = {}
+    taken: Turns = {}
     for _ in range(size.generate_rounds):
-        last = generation(pair, ids, lengths, size, again)
-        found["cached"].append(sum(last["cached"]))
-        found["recomputed"].append(summed(lengths, last["recomputed"], size))
-    return found, {"lengths": lengths, "seconds_by_length": last}
-
-
-def generation(pair: Pair, ids: Tensor, lengths: list[int], size: Size, again: Any) -> dict[str, list[float]]:
-    """Seconds of each pass with the cache, prompt first; and at some lengths, in between, of reading all again."""
-    taken: dict[str, list[float]] = {"cached": [], "recomputed": []}
-    readers: list[Reader] = []
-    for n in range(size.prompt, size.prompt + size.new_tokens):
-        if readers:
-            taken["cached"].append(pair.seconds(lambda n=n: readers[0].read(ids[:, n - 1 : n])))
-        else:
-            taken["cached"].append(pair.seconds(lambda n=n: readers.append(Reader(pair.composed.model, ids[:, :n]))))
-        if n in lengths:
+        taken = {"cached": [], "recomputed": []}
+        readers: list[Reader] = []
+        start = pair.seconds(lambda readers=readers: readers.append(Reader(pair.composed.model, ids[:, : size.prompt])))
+        for n in lengths:
+            taken["cached"].append(one_token(readers[0], n))
             taken["recomputed"].append(pair.seconds(lambda n=n: again(ids[:, :n])))
-    return taken
+        for name, some in taken.items():
+            found[name].append(start + summed(lengths, some, size))
+    return found, {"lengths": lengths, "seconds_by_length": taken}
 
 
 def sampled_lengths(size: Size) -> list[int]:
-    """The lengths at which recomputation is timed: of those that a generation reads, the first and last among them."""
+    """Lengths of text at which a pass is timed, the first and last behind the prompt among them."""
     last = size.prompt + size.new_tokens - 1
-    return [*range(size.prompt, last, size.every), last]
+    return [*range(size.prompt + 1, last, size.every), last]
 
 
 def summed(lengths: list[int], taken: list[float], size: Size) -> float:
-    """The seconds of all lengths, those between by linear interpolation."""
-    return float(np.interp(range(size.prompt, size.prompt + size.new_tokens), lengths, taken).sum())
+    """The seconds of all passes behind the prompt's, those between by linear interpolation."""
+    return float(np.interp(range(size.prompt + 1, size.prompt + size.new_tokens), lengths, taken).sum())
 
 
 class Vector(Graft):
@@ -333,17 +331,17 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pair = Pair(size, device, dtype, clock)
     decoding, of_decoding = measure_decoding(pair, size)
-    memory = measure_memory(pair, size)
-    generation, of_generation = measure_generation(pair, size)
-    training, of_training = measure_training(pair, size)
     parents = [a + b for a, b in zip(decoding["anchor"], decoding["augmenting"], strict=True)]
-    held = [sum(memory[side].values()) for side in ("composed", "parents")]
-    found = {
-        "decode_step": ratios(decoding["composed"], parents),
-        "generate_256_vs_recompute": ratios(generation["recomputed"], generation["cached"]),
-        "train_step": ratios(training["composed"], training["bound"]),
-        "memory": ratios([held[0]], [held[1]]),
-    }
+    found = {"decode_step": told("decode_step", decoding["composed"], parents)}
+    memory = measure_memory(pair, size)
+    composed, both = (float(sum(memory[side].values())) for side in ("composed", "parents"))
+    training, of_training = measure_training(pair, size)
+    found["train_step"] = told("train_step", training["composed"], training["bound"])
+    generation, of_generation = measure_generation(pair, size)
+    found["generate_256_vs_recompute"] = told(
+        "generate_256_vs_recompute", generation["recomputed"], generation["cached"]
+    )
+    found["memory"] = told("memory", [composed], [both])
     load.append(os.getloadavg()[0])
     details = {
         "size": asdict(size),
@@ -363,13 +361,16 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         "train_step": of_training | {"seconds": training},
         "memory": {"bytes": memory},
     }
-    rows = [Row(id=name, label=ROWS[name][0], metrics={"ratio": ratio}) for name, ratio in found.items()]
+    rows = [Row(id=name, label=label, metrics={"ratio": found[name]}) for name, (label, _) in ROWS.items()]
     return Results.here(NAME, rows, aims=aims(found, size), details=details)
 
 
-def ratios(over: list[float], under: list[float]) -> Interval:
-    """Round by round."""
-    return interval([a / b for a, b in zip(over, under, strict=True)])
+def told(name: str, over: list[float], under: list[float]) -> Interval:
+    """A row's ratio, round by round, which is printed as well."""
+    ratio, (label, aim) = interval([a / b for a, b in zip(over, under, strict=True)]), ROWS[name]
+    aimed = f", aim {aim[0]} {aim[1]:g}" if aim else ""
+    print(f"{label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){aimed}", flush=True)
+    return ratio
 
 
 def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
@@ -396,11 +397,6 @@ def main() -> None:
     results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device), chosen.clock)
     marks = {name: aim and aim[1] for name, (_, aim) in ROWS.items()}
     write_report(results, chosen.out, plots={"ratios": draw(results, marks, "ratio", logarithmic=True)})
-    for row in results.rows:
-        ratio, aim = row.metrics["ratio"], ROWS[row.id][1]
-        assert isinstance(ratio, Interval)
-        aimed = f", aim {aim[0]} {aim[1]:g}" if aim else ""
-        print(f"{row.label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){aimed}")
     print(f"written to {chosen.out}")
 
 
