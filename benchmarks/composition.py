@@ -14,7 +14,7 @@ import argparse
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ HOW = {
     "output layer is not) over those read by both parents",
     "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
     "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
-    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation",
+    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. generate_behind_the_context: the same, behind "
+    "the context of decode_step for a prompt",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
@@ -338,6 +339,7 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     training, of_training = measure_training(pair, size)
     found["train_step"] = told("train_step", training["composed"], training["bound"])
     generation, of_generation = measure_generation(pair, size)
+    longer, of_longer = measure_generation(pair, replace(size, prompt=size.context))
     found["generate_256_vs_recompute"] = told(
         "generate_256_vs_recompute", generation["recomputed"], generation["cached"]
     )
@@ -358,6 +360,8 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         "how": HOW,
         "decode_step": of_decoding | {"seconds": decoding},
         "generate_256_vs_recompute": of_generation | {"seconds": generation},
+        "generate_behind_the_context": of_longer
+        | {"seconds": longer, "ratio": ratios(longer["recomputed"], longer["cached"]).model_dump()},
         "train_step": of_training | {"seconds": training},
         "memory": {"bytes": memory},
     }
@@ -367,10 +371,15 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
 
 def told(name: str, over: list[float], under: list[float]) -> Interval:
     """A row's ratio, round by round, which is printed as well."""
-    ratio, (label, aim) = interval([a / b for a, b in zip(over, under, strict=True)]), ROWS[name]
+    ratio, (label, aim) = ratios(over, under), ROWS[name]
     aimed = f", aim {aim[0]} {aim[1]:g}" if aim else ""
     print(f"{label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){aimed}", flush=True)
     return ratio
+
+
+def ratios(over: list[float], under: list[float]) -> Interval:
+    """Round by round."""
+    return interval([a / b for a, b in zip(over, under, strict=True)])
 
 
 def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
