@@ -43,7 +43,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     One test at a time, whatever processes run the suite: what limits a user's processes counts those of all of them.
     """
-    turn = open(Path(tempfile.gettempdir()) / "sandbox-tests.lock", "w")  # noqa: SIM115
+    turn = (Path(tempfile.gettempdir()) / "sandbox-tests.lock").open("w")
     fcntl.flock(turn, fcntl.LOCK_EX)
     place = Path(tempfile.mkdtemp(prefix="sandbox-"))
     place.chmod(0o755)  # whoever programs run as has to come through
