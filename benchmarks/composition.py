@@ -45,8 +45,8 @@ HOW = {
     "output layer is not) over those read by both parents",
     "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
     "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
-    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. generate_behind_the_context: the same, behind "
-    "the context of decode_step for a prompt",
+    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. "
+    "generate_behind_the_context: the same, behind the context of decode_step for a prompt",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
