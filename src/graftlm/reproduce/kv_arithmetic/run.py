@@ -86,7 +86,7 @@ QUICK = Setting(
     joint=Lessons(steps=4, batch_size=4, examples=16),
     shapes={role: Shape(width=16, layers=2, heads=2, inner=32) for role in ("memory", "arithmetic", "random")},
     graft={"stride": 1},
-    lora_rank=5,
+    lora_rank=9,
 )
 
 
