@@ -72,6 +72,14 @@ def _augmenting(family: str, tokens: int = TOKENS) -> str:
     return folder
 
 
+_EXPERTS = {
+    "english": {"rank": 4, "alpha": 8, "targets": ["attention", "ffn"], "texts": ["The quick brown fox", "thin forest"]},
+    "code": {"rank": 2, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
+    "french": {"rank": 3, "targets": ["embedding", "attention"], "texts": ["Le renard brun saute dans la forêt"]},
+}
+_ROUTING = {"own keys": "its centroids are computed, and not trained"}
+
+
 EXAMPLES: dict[str, list[Example]] = {
     "composition": [
         Example(
@@ -104,6 +112,21 @@ EXAMPLES: dict[str, list[Example]] = {
     "neutral-residues": [
         Example("neutral-residues", {"alpha": 1.0}),
         Example("neutral-residues", {"alpha": 1.0, "gate": "sigmoid", "gate_bias": True, "init": "he"}, name="sigmoid"),
+    ],
+    "token-routing": [
+        Example("token-routing", {"experts": _EXPERTS, "prompt": "causal"}, exceptions=_ROUTING),
+        Example(
+            "token-routing",
+            {"experts": _EXPERTS, "prompt": "causal", "every": 3, "window": 4, "policy": "nearest", "top": 1},
+            name="one-at-a-time",
+            exceptions=_ROUTING,
+        ),
+        Example(
+            "token-routing",
+            {"experts": _EXPERTS, "prompt": "causal", "cache": "recompute"},
+            name="recomputing",
+            exceptions=_ROUTING,
+        ),
     ],
     "lora": [
         Example(

@@ -13,6 +13,7 @@ REGISTRY: dict[str, str] = {
     "composition": "graftlm.grafts.composition:Composition",
     "neutral-residues": "graftlm.grafts.neutral_residues:NeutralResidues",
     "adapter": "graftlm.grafts.neutral_residues:VanillaAdapter",
+    "token-routing": "graftlm.grafts.token_routing:TokenRouting",
     "lora": "graftlm.grafts.baselines:LowRank",
     "finetune": "graftlm.grafts.baselines:FineTuning",
 }

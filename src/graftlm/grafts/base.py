@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, Tap, Wiring
@@ -23,6 +24,19 @@ class GraftConfig(Config):
     """The base of a graft's config; `kind` names its room in the registry."""
 
     kind: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a graft did at each token of a generation.
+
+    Attributes:
+        labels: what is told of each token, such as the names of experts.
+        values: (B, S, labels), for every token that the model has read.
+    """
+
+    labels: list[str]
+    values: Tensor
 
 
 class Graft(nn.Module):
@@ -62,6 +76,17 @@ class Graft(nn.Module):
     def augmenting(self) -> Mapping[str, Backbone]:
         """The other frozen models that this graft reads, by name; an artefact remembers what they were."""
         return {}
+
+    def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Texts that the graft learns from without gradients, by a name of its own: sources as a recipe's data has."""
+        return {}
+
+    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Learn from the texts of `sources`, before training."""
+
+    def trace(self, cache: Cache) -> Trace | None:
+        """What the graft did at each token of a generation, from what it left in the cache."""
+        return None
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model to run with this graft: the backbone itself, but for baselines that need their own."""

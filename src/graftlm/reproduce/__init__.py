@@ -13,6 +13,7 @@ from graftlm.evaluation import Results
 
 EXPERIMENTS: dict[str, str] = {
     "neutral-residues": "graftlm.reproduce.neutral_residues",
+    "kv-arithmetic": "graftlm.reproduce.kv_arithmetic",
     "composition-language": "graftlm.reproduce.composition_language",
     "composition-code": "graftlm.reproduce.composition_code",
 }

@@ -44,19 +44,19 @@ class Size(Config):
         modules: how modules are dealt out, of so many in a fixed order that mixes packages.
     """
 
-    vocabulary: int = 2048
+    vocabulary: int = 512
     anchor_width: int = 192
     anchor_layers: int = 8
     width: int = 128
     layers: int = 4
-    length: int = 256
-    batch_size: int = 8
+    length: int = 384
+    batch_size: int = 6
     novel: int = 200_000
     english_novels: int = 23
     french_novels: int = 27
     documentation: int = 2_400_000
     french: int = 300_000
-    mixed: int = 1_650_000
+    mixed: int = 3_000_000
     code: int = 7_000_000
     module: int = 1_000_000
     modules: dict[str, int] = {"train": 17, "validation": 1, "test": 2}

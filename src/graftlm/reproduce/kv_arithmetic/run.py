@@ -39,8 +39,8 @@ LABELS = {
 }
 TRAINED = ("composition", "lora", "random_m_a", "encoder_m_a")
 # Chosen by --table rates.
-RATES = {"composition": 1e-2, "lora": 3e-3, "random_m_a": 1e-2, "encoder_m_a": 1e-2}
-TRIED_RATES = (1e-3, 3e-3, 1e-2)
+RATES = {"composition": 3e-2, "lora": 1e-3, "random_m_a": 3e-2, "encoder_m_a": 3e-2}
+TRIED_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 ABLATIONS: dict[str, dict[str, Any]] = {
     "norm-none": {"norm": "none"},
     "init-paper": {"init": "paper"},

@@ -1,0 +1,6 @@
+"""Token-level routing of LoRA experts, without gradients."""
+
+from graftlm.grafts.token_routing.config import EmbedderConfig, ExpertConfig, TokenRoutingConfig
+from graftlm.grafts.token_routing.method import TokenRouting
+
+__all__ = ["EmbedderConfig", "ExpertConfig", "TokenRouting", "TokenRoutingConfig"]
