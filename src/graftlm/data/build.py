@@ -20,7 +20,7 @@ from graftlm.errors import DataError
 class DataConfig(Config):
     """The texts of a run: what the model shall learn, and some of what it knows."""
 
-    new: list[SourceConfig] = Field(min_length=1, description="What the model shall learn.")
+    new: list[SourceConfig] = Field([], description="What the model shall learn.")
     old: list[SourceConfig] = Field([], description="Text like the backbone's own training data.")
     old_share: float = Field(0.1, ge=0, le=1, description="Share p of rows that are old; 0 ignores the old sources.")
     length: int = Field(256, ge=2, description="Tokens per row.")
@@ -47,8 +47,10 @@ def build_mixture(
         progress: called after every tokenised chunk with the number of characters done since the last call.
 
     Raises:
-        DataError: a source can't be read, or there are no old sources though their share is above 0.
+        DataError: a source can't be read, or there are no new sources, or no old ones though their share is above 0.
     """
+    if not config.new:
+        raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
     if config.old_share > 0 and not config.old:
         raise DataError(
             f"old_share is {config.old_share:g}, but the recipe has no old sources: name some under old, "

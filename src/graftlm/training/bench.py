@@ -16,7 +16,9 @@ from torch import Tensor
 
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
-from graftlm.data import Document, Mixture
+from graftlm.data import Document, Mixture, SourceConfig
+from graftlm.data.sources import read_some
+from graftlm.errors import RecipeError
 from graftlm.evaluation import Outcome, Row, Scores, measure_task, read_task, score
 from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from graftlm.evaluation.report import learning_and_forgetting
@@ -110,33 +112,44 @@ class Bench:
         self,
         row_id: str,
         config: GraftConfig,
-        mixture: Mixture,
+        mixture: Mixture | None,
         training: TrainingConfig,
         out: Path,
         *,
         label: str = "",
         progress: bool = True,
     ) -> Measurement:
-        """Train a fresh graft into `out/graft` and measure it; a finished run of the same settings is read back."""
-        identity = {"graft": config.model_dump(mode="json"), "data": mixture.fingerprint()}
-        identity["backbone"] = self.backbone.fingerprint.id
+        """Train a fresh graft into `out/graft` and measure it; a finished run of the same settings is read back.
+
+        Raises:
+            RecipeError: there are steps to do, and no mixture to do them on.
+        """
+        identity = {"graft": config.model_dump(mode="json"), "backbone": self.backbone.fingerprint.id}
+        identity["data"] = mixture.fingerprint() if mixture else None
         set_seed(training.seed)
         graft = build_graft(config, self.backbone)
         if others := graft.augmenting():
             identity["augmenting"] = {name: one.fingerprint.id for name, one in others.items()}
+        texts = {name: _whole_texts(sources) for name, sources in graft.sources().items()}
+        identity["texts"] = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
         key = self._key(row_id, identity, training)
         kept = _read_measurement(out, key)
         if kept is not None:
             return kept
         self.backbone_scores()
         self.backbone_outcomes()
+        graft.fit(texts)
         with GraftedModel(self.backbone, {"graft": graft}) as model:
-            with MemoryWatch() as memory:
-                summary = train(model, mixture, training, out, identity=identity, progress=progress)
+            summary, peak = None, 0
+            if training.steps:
+                with MemoryWatch() as memory:
+                    summary = train(model, _need(mixture), training, out, identity=identity, progress=progress)
+                peak = memory.peak
             if not PartialState().is_main_process:
                 return Measurement(Row(id=row_id, label=label or row_id, metrics={}))
             measurement = self.measure(model, row_id, label or graft_label(config))
-            measurement.add_training(summary, memory.peak)
+            if summary is not None:
+                measurement.add_training(summary, peak)
             save_graft(
                 model.grafts["graft"],  # type: ignore[arg-type]  # a ModuleDict forgets what it holds
                 self.backbone,
@@ -242,11 +255,22 @@ def count_weights(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _summary(summary: TrainingSummary, training: TrainingConfig, measurement: Measurement) -> dict[str, Any]:
+def _need(mixture: Mixture | None) -> Mixture:
+    if mixture is None:
+        raise RecipeError("A run with steps needs text: name some under data.new, or set training.steps to 0.")
+    return mixture
+
+
+def _whole_texts(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The documents that a graft names, as it learns from them without gradients."""
+    return [document.whole for source in sources for document in read_some(SourceConfig.parse(dict(source)))]
+
+
+def _summary(summary: TrainingSummary | None, training: TrainingConfig, measurement: Measurement) -> dict[str, Any]:
     metrics = measurement.row.model_dump(mode="json")["metrics"]
     return {
-        "steps": summary.steps,
-        "tokens": summary.tokens,
+        "steps": summary.steps if summary else 0,
+        "tokens": summary.tokens if summary else 0,
         "training": training.model_dump(mode="json"),
         "measured": metrics,
         "observed": {key: value for key, value in measurement.statistics.items() if _is_per_layer(value)},

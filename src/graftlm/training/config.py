@@ -16,7 +16,7 @@ class TrainingConfig(Config):
     split. Keys in `FREE_ON_RESUME` may change between a run and its resumption; all others must stay as they were.
     """
 
-    steps: int = Field(ge=1, description="Updates of the weights.")
+    steps: int = Field(ge=0, description="Updates of the weights; 0 for a graft that learns without gradients.")
     batch_size: int = Field(default=16, ge=1, description="Rows per step, over all processes.")
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="Rows per forward pass and process; all of a process's rows when absent."

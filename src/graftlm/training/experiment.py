@@ -30,7 +30,7 @@ def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool 
         )
     folder = Path(out or recipe.out)
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)
-    say(f"Training {graft_label(recipe.graft)} for {recipe.training.steps:,} steps.")
+    say(f"{graft_label(recipe.graft).capitalize()}: {recipe.training.steps:,} steps.")
     measured = bench.run(recipe.graft.kind, recipe.graft, mixture, recipe.training, folder, progress=progress)
     results = report(folder, "train", bench, [measured], [recipe.training.seed], recipe.evaluation)
     _check_budget(results, recipe.evaluation.forgetting_budget)
@@ -52,7 +52,7 @@ def compare_recipe(
     for name, method in recipe.methods.items():
         config, training = recipe.method(name)
         say(f"Training {method.label or graft_label(config)} for {training.steps:,} steps.")
-        if mixture.state_dict() or mixture.batch_size != training.batch_size:
+        if mixture and (mixture.state_dict() or mixture.batch_size != training.batch_size):
             mixture = build_mixture(recipe.data, bench.tokenizer, training.batch_size)
         measured.append(
             bench.run(name, config, mixture, training, folder / name, label=method.label, progress=progress)
@@ -60,11 +60,13 @@ def compare_recipe(
     return report(folder, "compare", bench, measured, [recipe.training.seed], recipe.evaluation)
 
 
-def prepare(recipe: Recipe, folder: Path, *, progress: bool, say: Say) -> tuple[Bench, Mixture]:
-    """Load backbone, tests and mixture of a recipe, and keep the recipe beside its results."""
+def prepare(recipe: Recipe, folder: Path, *, progress: bool, say: Say) -> tuple[Bench, Mixture | None]:
+    """Load backbone, tests and mixture of a recipe, and keep the recipe beside its results; no mixture for no steps."""
     backbone = recipe.backbone.load()
     tests = load_tests(recipe.data)
-    mixture = build_mixture(recipe.data, backbone.need_tokenizer(), recipe.training.batch_size)
+    mixture = None
+    if recipe.data.new:
+        mixture = build_mixture(recipe.data, backbone.need_tokenizer(), recipe.training.batch_size)
     if PartialState().is_main_process:
         write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
     say(f"Backbone {backbone.name}: {count_weights(backbone.model.parameters()):,} parameters, frozen.")

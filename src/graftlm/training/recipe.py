@@ -68,7 +68,7 @@ class Recipe(Config):
     backbone: BackboneConfig
     graft: AnyGraft | None = Field(None, description="What to train; `kind` names the method.")
     methods: dict[str, MethodConfig] = Field({}, description="For graft compare: what to train, by row id.")
-    data: DataConfig
+    data: DataConfig = DataConfig()
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     out: str = Field("runs/graft", description="Folder for the graft, its report and the checkpoints.")
@@ -79,6 +79,8 @@ class Recipe(Config):
             raise ValueError("a recipe has a graft section, or methods to compare; both are missing")
         if "backbone" in self.methods:
             raise ValueError("the method id backbone is taken by the backbone's own row; choose another")
+        if self.training.steps and not self.data.new:
+            raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
         for name, method in self.methods.items():
             method_training(self.training, method.training, f"methods.{name}.training")
         return self

@@ -77,7 +77,7 @@ class TokenRouting(Graft):
         trained = frozenset(n for n, name in enumerate(self.names) if self.config.experts[name].path is None)
         for path, module in backbone.model.named_modules():
             own = {
-                number: _moved(factors[name][path], backbone)
+                number: _moved(factors[name][path], backbone, trained=number in trained)
                 for number, name in enumerate(self.names)
                 if path in factors[name]
             }
@@ -289,9 +289,10 @@ def _factors_of(
     return read_adapter(name, expert, backbone)
 
 
-def _moved(factors: Factors, backbone: Backbone) -> Factors:
-    """Factors where the backbone is, in its dtype."""
-    a, b = (one.detach().to(backbone.device, backbone.model.dtype) for one in (factors.a, factors.b))
+def _moved(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
+    """Factors where the backbone is, in its dtype; in single precision where they are trained."""
+    dtype = torch.float32 if trained else backbone.model.dtype
+    a, b = (one.detach().to(backbone.device, dtype) for one in (factors.a, factors.b))
     return Factors(a, b, factors.scale)
 
 

@@ -124,7 +124,10 @@ class Task:
 
 
 def make_pairs(world: World, seed: int) -> Pairs:
-    """Random keys with unique values from 1 to their number; a share of them is held in."""
+    """Random keys with unique values from 1 to their number; a share of them is held in, spread over the values.
+
+    Were it left to chance, a seed might hold in hardly any small values, of which all products are made.
+    """
     source = random.Random(f"pairs {seed}")
     names: dict[str, None] = {}
     while len(names) < world.keys:
@@ -132,9 +135,10 @@ def make_pairs(world: World, seed: int) -> Pairs:
     numbers = list(range(1, world.keys + 1))
     source.shuffle(numbers)
     values = dict(zip(names, numbers, strict=True))
-    held_in = round(world.held_in * world.keys)
-    keys = tuple(values)
-    return Pairs(values, keys[:held_in], keys[held_in:])
+    ordered = sorted(values, key=lambda key: values[key])
+    count = round(world.held_in * world.keys)
+    chosen = {ordered[source.randrange(i * world.keys // count, (i + 1) * world.keys // count)] for i in range(count)}
+    return Pairs(values, tuple(key for key in values if key in chosen), tuple(key for key in values if key not in chosen))
 
 
 def compute(values: Sequence[int], operations: str) -> list[int]:
