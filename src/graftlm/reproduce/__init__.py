@@ -16,6 +16,7 @@ EXPERIMENTS: dict[str, str] = {
     "kv-arithmetic": "graftlm.reproduce.kv_arithmetic",
     "composition-language": "graftlm.reproduce.composition_language",
     "composition-code": "graftlm.reproduce.composition_code",
+    "token-routing": "graftlm.reproduce.token_routing",
 }
 
 

@@ -1,4 +1,4 @@
-"""LoRA experts of four domains, mixed token by token: Table 1 of the token-routing paper at a size made from nothing."""
+"""LoRA experts of four domains, mixed token by token: Table 1 of the paper, at a size made from nothing."""
 
 from graftlm.reproduce.token_routing.run import run
 

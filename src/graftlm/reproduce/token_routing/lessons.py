@@ -43,7 +43,7 @@ class Lesson(Config):
 
     def key(self) -> str:
         """SHA-256 over the settings, the texts and the backbone's weights."""
-        digest = hashlib.sha256(self.model_dump_json(exclude={"backbone", "texts", "device"}).encode())
+        digest = hashlib.sha256(self.model_dump_json(exclude={"backbone", "texts", "device", "adapters"}).encode())
         for file in [*self.files(), Path(self.backbone) / "model.safetensors"]:
             digest.update(file.read_bytes() if file.exists() else str(file).encode())
         return digest.hexdigest()
@@ -59,9 +59,7 @@ class Lesson(Config):
     def mixture(self, backbone: Backbone) -> Mixture:
         """The rows of every step."""
         sources = [SourceConfig(path=str(file)) for file in self.files()]
-        data = DataConfig(
-            new=sources, old_share=0, length=self.setting.length, boundaries="whole", seed=self.seed
-        )
+        data = DataConfig(new=sources, old_share=0, length=self.setting.length, boundaries="whole", seed=self.seed)
         return build_mixture(data, backbone.need_tokenizer(), self.setting.batch_size)
 
     def training(self) -> TrainingConfig:

@@ -60,6 +60,4 @@ def load_arrow(lesson: Lesson, adapters: Mapping[str, str]) -> Any:
     """Arrow between frozen experts, with PEFT's settings: each token of each layer takes the three that fit it best."""
     paths = list(adapters.values())
     config = ArrowConfig(top_k=min(3, len(paths)), rng_seed=lesson.seed)
-    return create_arrow_model(lesson.load().model, paths, config)  # type: ignore[arg-type]  # any model
-
-
+    return create_arrow_model(lesson.load().model, paths, config)

@@ -1,7 +1,7 @@
 """Four domains as prompts and right answers, what the backbone reads, and documents that change domain in the middle.
 
-Every prompt ends in the same way, so that nothing but its content tells the domains apart. Training, validation and test
-are other questions; of reading comprehension also other articles. A question of validation or test that shares
+Every prompt ends in the same way, so that nothing but its content tells the domains apart. Training, validation and
+test are other questions; of reading comprehension also other articles. A question of validation or test that shares
 `SHINGLE` words in a row with any training text, the backbone's among them, is left out.
 """
 
@@ -30,6 +30,7 @@ ARC = {
     for part in ("train", "test")
 }
 MBPP, ALGORITHMS = "routing/code/mbpp/mbpp.jsonl", "routing/code/thealgorithms_py.jsonl"
+MBPP_PARTS = {"train": range(601, 975), "validation": range(511, 601), "test": range(11, 511)}
 XQUAD, QED = "routing/reading/xquad/xquad.en.json", "routing/reading/qed/qed-dev.jsonlines"
 WIKIPEDIA = ("lm_text/wikitext2_valid_test/valid.txt", "lm_text/wikitext2_valid_test/test.txt")
 FILES = (ENGLISH, *WIKIPEDIA, *GSM8K, *ARC["train"], *ARC["test"], MBPP, ALGORITHMS, XQUAD, QED)
@@ -101,18 +102,21 @@ def read_domains(data: Path) -> dict[str, Parts]:
     return {"math": _math(data), "science": _science(data), "code": _code(data), "reading": _reading(data)}
 
 
-def write_texts(data: Path, corpus: Path, folder: Path, amounts: Amounts, tokenizer: Any, length: int) -> dict[str, int]:
+def write_texts(
+    data: Path, corpora: Iterable[Path], folder: Path, amounts: Amounts, tokenizer: Any, length: int
+) -> dict[str, int]:
     """Write the chosen questions of every domain and part, and the documents; gives how many were left out, by domain.
 
     Args:
-        corpus: what the backbone has read.
+        corpora: files of what the backbone has read.
         tokenizer, length: only what fits into so many tokens is taken.
     """
     domains = {
         domain: {part: _fitting(items, tokenizer, length) for part, items in parts.items()}
         for domain, parts in read_domains(data).items()
     }
-    known = shingles([*read_texts(corpus), *(one.whole for parts in domains.values() for one in parts["train"])])
+    trained = [one.whole for parts in domains.values() for one in parts["train"]]
+    known = shingles([*(text for file in corpora for text in read_texts(file)), *trained])
     left_out = {}
     for domain, parts in domains.items():
         clean = {part: [one for one in parts[part] if not known & shingles([one.whole])] for part in PARTS[1:]}
@@ -180,10 +184,9 @@ def _code(data: Path) -> Parts:
     """MBPP in its published parts; for training also functions of The Algorithms, in files that the backbone lacks."""
     parts: dict[str, list[Item]] = {part: [] for part in PARTS}
     for one in _json_lines(data / MBPP):
-        number = one["task_id"]
-        part = "test" if 11 <= number <= 510 else "validation" if 511 <= number <= 600 else "train" if number > 600 else ""
-        if part:
-            parts[part].append(Item(ask(one["text"]), "\n" + one["code"].replace("\r\n", "\n").strip() + "\n"))
+        for part, numbers in MBPP_PARTS.items():
+            if one["task_id"] in numbers:
+                parts[part].append(Item(ask(one["text"]), "\n" + one["code"].replace("\r\n", "\n").strip() + "\n"))
     modules = deal(_modules(data), {"backbone": 2, "expert": 1})["expert"]
     parts["train"] += [Item(ask(one.doc), f"\n{one.code}\n") for one in functions(modules)]
     return parts
@@ -217,9 +220,7 @@ def _title(title: str) -> str:
 # Documents that change domain
 
 
-def _changing(
-    code: Sequence[Item], prose: Sequence[Item], tokenizer: Any, amounts: Amounts
-) -> list[tuple[str, str]]:
+def _changing(code: Sequence[Item], prose: Sequence[Item], tokenizer: Any, amounts: Amounts) -> list[tuple[str, str]]:
     """Pairs of a program and a passage, each cut to its first tokens."""
     programs = _cut([one.answer.lstrip("\n") for one in _shuffled(code)], tokenizer, amounts.half)
     passages = _cut([one.prompt.partition("\n")[0] for one in _shuffled(prose)], tokenizer, amounts.half)

@@ -1,0 +1,174 @@
+"""One way to mix the experts, for one seed: loaded, asked, and kept in a cell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+
+from graftlm.backbone import Backbone
+from graftlm.data.packing import leading_bos
+from graftlm.evaluation.examples import Example, score_answers
+from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.results import write_atomically
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.reproduce.token_routing.lessons import Lesson
+from graftlm.reproduce.token_routing.peers import load_arrow, train_xlora
+from graftlm.reproduce.token_routing.texts import DOMAINS, Item, read_changing, read_items
+
+MEASURED = "measurement.json"
+
+Trace = np.ndarray
+
+
+class Cell(Lesson):
+    """What is measured of one row for one seed.
+
+    Args:
+        id: its folder's name.
+        mixes: `none` for the bare backbone, a `routing` of ours, or a peer of PEFT's.
+        adapters: the experts' folders, by domain.
+        routing: of the graft's config, what is not its experts.
+        part: which questions are asked.
+        traced: measure whether the right expert has the largest weight.
+        asks: questions of the domains, or documents that change domain.
+    """
+
+    id: str
+    mixes: Literal["none", "routing", "xlora", "arrow"] = "routing"
+    adapters: dict[str, str] = {}
+    routing: dict[str, Any] = {}
+    part: Literal["validation", "test"] = "test"
+    traced: bool = False
+    asks: Literal["questions", "documents"] = "questions"
+
+    def cell_key(self) -> str:
+        """SHA-256 over the settings and all that is read."""
+        digest = hashlib.sha256(self.key().encode())
+        names = [f"{domain}-{self.part}.jsonl" for domain in DOMAINS] + [f"changing-{self.part}.jsonl"]
+        files = [Path(self.texts) / name for name in names]
+        files += [Path(folder) / "adapter_model.safetensors" for folder in self.adapters.values()]
+        for file in files:
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+
+def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
+    """Measure one cell; one that was measured in `out` with the same settings is read back."""
+    file, key = out / cell.id / MEASURED, cell.cell_key()
+    kept = _read(file)
+    if kept is not None and kept["key"] == key:
+        return kept
+    with opened(cell, out) as (model, graft, backbone):
+        ask = ask_questions if cell.asks == "questions" else read_documents
+        found = ask(cell, model, graft, backbone)
+    write_atomically(file, json.dumps({"key": key} | found).encode())
+    return found
+
+
+@contextmanager
+def opened(cell: Cell, out: Path) -> Iterator[tuple[Any, Any, Backbone]]:
+    """The model of a cell, its graft where it has one, and the backbone, whose tokenizer it reads with."""
+    backbone = cell.load()
+    if cell.mixes == "xlora":
+        yield train_xlora(cell, cell.adapters, out / cell.id), None, backbone
+    elif cell.mixes == "arrow":
+        yield load_arrow(cell, cell.adapters), None, backbone
+    elif cell.mixes == "none":
+        yield backbone.model, None, backbone
+    else:
+        experts = {name: {"path": path} for name, path in cell.adapters.items()}
+        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, **cell.routing}), backbone)
+        graft.fit({name: _examples_of(cell, name) for name in cell.adapters})
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            yield model, graft, backbone
+
+
+def ask_questions(cell: Cell, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:
+    """Log-perplexity of the right answers in nats per token, by domain, and the share of ARC that is chosen right."""
+    amounts, tokenizer = cell.setting.amounts, backbone.need_tokenizer()
+    asked = {domain: read_items(Path(cell.texts), domain, cell.part)[: amounts.tested] for domain in DOMAINS}
+    found: dict[str, float] = {}
+    for domain, items in asked.items():
+        scores = score_answers(model, tokenizer, [Example(one.prompt, one.answer) for one in items])
+        found[f"nll_{domain}"] = scores.nats_per_token
+    found["nll_average"] = float(np.mean([found[f"nll_{domain}"] for domain in DOMAINS]))
+    if cell.part == "test":
+        choices = [one for one in read_items(Path(cell.texts), "science", cell.part) if one.choices]
+        found["arc_accuracy"] = choose(model, tokenizer, choices[: amounts.chosen])
+    if cell.traced:
+        found["routing_accuracy"] = right_share(model, graft, backbone, asked)
+    return {"metrics": found}
+
+
+def choose(model: Any, tokenizer: Any, items: Sequence[Item]) -> float:
+    """The share of items whose right answer is the likeliest of its choices, in nats per byte."""
+    scores = score_answers(model, tokenizer, [Example(one.prompt, choice) for one in items for choice in one.choices])
+    nats, right, start = scores.nats / scores.bytes, 0, 0
+    for one in items:
+        own = nats[start : start + len(one.choices)]
+        right += one.choices[int(own.argmin())] == one.answer
+        start += len(one.choices)
+    return right / len(items)
+
+
+def right_share(model: Any, graft: Any, backbone: Backbone, asked: Mapping[str, Sequence[Item]]) -> float:
+    """The share of prompts at whose end the domain's own expert has the largest weight."""
+    marks = []
+    for domain, items in asked.items():
+        for one in items:
+            _, weights = read_through(model, graft, backbone, [one.prompt])
+            marks.append(graft.names[int(weights[-1, :-1].argmax())] == domain)
+    return float(np.mean(marks))
+
+
+def read_documents(cell: Cell, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:
+    """Nats of every token of the documents that change domain, and the weights of every token."""
+    found = []
+    for halves in read_changing(Path(cell.texts), cell.part):
+        nats, weights = read_through(model, graft, backbone, halves)
+        first = len(_ids(backbone, halves[:1]))
+        found.append({"nats": nats.tolist(), "first": first, "weights": np.round(weights, 4).tolist()})
+    return {"documents": found, "names": graft.names if graft is not None else []}
+
+
+def read_through(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str]) -> tuple[np.ndarray, Trace]:
+    """(T - 1,) nats of every token but the first of some texts in one row, and (T, experts + 1) weights."""
+    ids = torch.tensor([_ids(backbone, texts)], device=backbone.device)
+    cache = DynamicCache(config=backbone.model.config)
+    with evaluating(model), torch.inference_mode():
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1].float()
+        nats = functional.cross_entropy(logits, ids[0, 1:], reduction="none").double().cpu().numpy()
+    trace = graft.trace(cache) if graft is not None else None
+    return nats, np.zeros((ids.shape[1], 0)) if trace is None else trace.values[0].cpu().numpy()
+
+
+def _ids(backbone: Backbone, texts: Sequence[str]) -> list[int]:
+    """The tokens of texts, each tokenised apart, behind the BOS that belongs there."""
+    tokenizer = backbone.need_tokenizer()
+    bos = leading_bos(tokenizer)
+    pieces = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    return [*([] if bos is None else [bos]), *(token for piece in pieces for token in piece)]
+
+
+def _examples_of(cell: Cell, domain: str) -> list[str]:
+    """Examples for a centroid, of training alone, drawn by the seed."""
+    items = read_items(Path(cell.texts), domain, "train")
+    count = min(cell.setting.centroids, len(items))
+    return [one.whole for one in random.Random(f"{domain} {cell.seed}").sample(items, count)]
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

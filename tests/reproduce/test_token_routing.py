@@ -1,0 +1,180 @@
+"""Token routing at its smallest, on text that the test makes: its data's promises, a quick run, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftlm.errors import DataError, RecipeError
+from graftlm.evaluation import Results, value_of
+from graftlm.reproduce import Options
+from graftlm.reproduce.parents import ENGLISH
+from graftlm.reproduce.token_routing import plan, switch, texts
+
+run = import_module("graftlm.reproduce.token_routing.run")
+
+WORDS = ["the", "river", "house", "walked", "under", "morning", "old", "said", "garden", "letter", "stone", "fish"]
+NLLS = {"nll_math", "nll_science", "nll_code", "nll_reading", "nll_average"}
+
+
+def words(count: int, seed: object) -> str:
+    source = random.Random(str(seed))
+    return " ".join(source.choice(WORDS) for _ in range(count))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    write(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def function(name: str) -> str:
+    head = f'def {name}(x):\n    """Return {words(8, name)}."""\n'
+    return f"{head}    total = x + {len(name)}\n    return total * total - x\n"
+
+
+def arc(seed: object) -> dict[str, str]:
+    choices = " ".join(f"Answer{n}: {words(2, (seed, n))}" for n in range(1, 5))
+    question = f"Please choose the correct answer to the question: {words(6, seed)}?"
+    return {"instruction": f"{question}\n\n{choices}\n\nAnswer format: answer1/answer2", "answer": "answer3"}
+
+
+def article(number: int) -> dict[str, object]:
+    context = words(14, ("article", number))
+    asked = {"question": f"{words(3, number)}?", "answers": [{"text": context.split()[2]}]}
+    return {"title": f"Title_{number}", "paragraphs": [{"context": context, "qas": [asked, asked]}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    write_lines(data / ENGLISH, [{"text": words(600, f"novel {n}")} for n in range(3)])
+    for name in texts.WIKIPEDIA:
+        write(data / name, "".join(f"\n = Title {n} = \n \n {words(60, (name, n))} , <unk> .\n" for n in range(4)))
+    for name in texts.GSM8K:
+        sums = [{"question": f"{words(6, (name, n))} {n}?", "answer": f"{n} <<1+1=2>>2\n#### {n}"} for n in range(20)]
+        write_lines(data / name, sums)
+    for part, files in texts.ARC.items():
+        for name in files:
+            write(data / name, json.dumps([arc((part, name, n)) for n in range(20)]))
+    numbers = [*range(11, 21), *range(511, 521), *range(601, 611)]
+    tasks = [{"task_id": n, "text": f"Write {words(6, n)}.", "code": function(f"f{n}")} for n in numbers]
+    write_lines(data / texts.MBPP, tasks)
+    write_lines(data / texts.ALGORITHMS, [{"path": f"m{n}.py", "text": function(f"g{n}") * 3} for n in range(9)])
+    write(data / texts.XQUAD, json.dumps({"data": [article(n) for n in range(33)]}))
+    answer = [{"start": 0, "end": 4, "string": "x"}]
+    asked: dict[str, Any] = {"title_text": "Title 40", "question_text": "who", "paragraph_text": words(9, "qed")}
+    write_lines(data / texts.QED, [asked | {"original_nq_answers": [answer]}, asked | {"original_nq_answers": []}])
+    return data
+
+
+def test_parts_share_no_question(folder: Path) -> None:
+    for domain, parts in texts.read_domains(folder).items():
+        prompts = {part: {one.prompt for one in parts[part]} for part in texts.PARTS}
+        assert all(prompts.values()), domain
+        assert not prompts["train"] & (prompts["validation"] | prompts["test"])
+        assert not prompts["validation"] & prompts["test"]
+        assert all(one.prompt.endswith("\nAnswer:") and one.answer[0] in " \n" for one in parts["test"])
+    science = texts.read_domains(folder)["science"]["test"][0]
+    assert len(science.choices) == 4
+    assert science.answer == science.choices[2]
+
+
+def test_what_was_read_in_training_is_not_asked(folder: Path, tmp_path: Path, tiny_backbone) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_backbone("llama"))
+    amounts = texts.QUICK.model_copy(update={"tested": 50, "chosen": 50})
+    known = texts.read_domains(folder)["reading"]["test"][0]
+    assert len(known.whole.split()) > texts.SHINGLE
+    write_lines(tmp_path / "corpus.jsonl", [{"text": f"{words(5, 0)} {known.whole.upper()}"}])
+    left_out = texts.write_texts(folder, [tmp_path / "corpus.jsonl"], tmp_path, amounts, tokenizer, 2_000)
+    assert known not in texts.read_items(tmp_path, "reading", "test")
+    assert left_out["reading"] >= 1
+    trained = texts.shingles(
+        one.whole for domain in texts.DOMAINS for one in texts.read_items(tmp_path, domain, "train")
+    )
+    for domain in texts.DOMAINS:
+        asked = texts.read_items(tmp_path, domain, "test")
+        assert not trained & texts.shingles(one.whole for one in asked)
+    assert texts.read_changing(tmp_path, "test")
+
+
+def test_the_place_of_a_switch() -> None:
+    code, prose = [0.9, 0.1, 0.0], [0.2, 0.8, 0.0]
+    names = ["code", "reading"]
+    steady = {"first": 3, "weights": [code] * 3 + [code] * 4 + [prose] * 10, "nats": [1.0] * 2 + [2.0] * 14}
+    wavering = {**steady, "weights": [code] * 3 + [prose] * 4 + [code] + [prose] * 9}
+    never = {**steady, "weights": [code] * 17}
+    assert [switch.switched_after(one, names) for one in (steady, wavering, never)] == [4, 5, 14]
+    metrics = switch.metrics_of([steady, wavering, never], names)
+    assert metrics["nll_code_half"] == 1
+    assert metrics["nll_prose_half"] == 2
+    assert metrics["switch_tokens"] == 5
+    other = {**steady, "nats": [5.0] * 16}
+    assert switch.by_hand([steady], [other])["nll_prose_half"] == 5
+
+
+def test_every_row_in_the_one_form(folder: Path, tmp_path: Path) -> None:
+    options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1)
+    results = run.run(options)
+    rows = {row.id: row.metrics for row in results.rows}
+    assert set(rows) == set(run.LABELS)
+    for name, metrics in rows.items():
+        if not name.startswith("switch"):
+            assert metrics.keys() >= NLLS | {"arc_accuracy"}
+            assert 0 <= value_of(metrics["arc_accuracy"]) <= 1
+            routed = name.startswith(("routed", "paper", "prompt"))
+            assert ("routing_accuracy" in metrics) == routed
+        else:
+            assert {"nll_code_half", "nll_prose_half", "nll_document"} <= metrics.keys()
+    for domain in texts.DOMAINS:
+        assert rows["oracle"][f"nll_{domain}"] == rows[f"expert_{domain}"][f"nll_{domain}"]
+    assert len(results.aims) == 9
+    assert {row.id for row in results.paper} == {"base", "oracle", *(f"paper_k{k}" for k in run.EVERY)}
+    assert {"log-perplexity.png", "switch.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+    kept = [*(tmp_path / "out" / "cells").glob("*/*.json")]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    again = run.run(options.model_copy(update={"tables": ("1",)}))
+    assert {path: path.stat().st_mtime_ns for path in kept} == before, "what was measured is read back"
+    assert again.row("routed_k2").metrics == results.row("routed_k2").metrics
+
+
+def test_choices_are_made_on_validation_text(folder: Path, tmp_path: Path) -> None:
+    results = run.run(Options(data=folder, out=tmp_path, quick=True, jobs=1, tables=("choices",)))
+    assert len(results.rows) == len(run.TRIED_TARGETS) * len(run.TRIED_RATES["expert"]) + len(run.TRIED_RATES["xlora"])
+    assert all(row.metrics.keys() >= NLLS and "arc_accuracy" not in row.metrics for row in results.rows)
+
+
+def test_mistakes(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"lacks lm_text/eltec_eng.jsonl: pass --data"):
+        run.run(Options(data=tmp_path, out=tmp_path / "out"))
+    with pytest.raises(RecipeError, match="There is no table '2'"):
+        run.run(Options(data=folder, out=tmp_path / "out", tables=("2",)))
+
+
+def test_the_paper_s_embedder_is_taken_where_it_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(data=tmp_path, out=tmp_path / "out")
+    assert plan.embedder_of(options) == "backbone"
+    (tmp_path / plan.MINI_LM).mkdir(parents=True)
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: object())
+    assert plan.embedder_of(options) == str(tmp_path / plan.MINI_LM)
+
+
+def test_the_committed_results_are_of_this_form() -> None:
+    file = Path(str(run.__file__)).parent
+    if not (file / "results.json").exists():
+        pytest.skip("no results are committed yet")
+    results = Results.read(file)
+    assert {row for row in run.LABELS if not row.startswith("switch")} <= {row.id for row in results.rows}
+    assert results.seeds[0] == 0
