@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce import Options
 from graftlm.reproduce.parents import ENGLISH
 from graftlm.reproduce.token_routing import plan, switch, texts
+from graftlm.reproduce.token_routing.lessons import Lesson
+from graftlm.reproduce.token_routing.peers import load_arrow, load_xlora
+from graftlm.reproduce.token_routing.setting import QUICK
 
 run = import_module("graftlm.reproduce.token_routing.run")
 
@@ -122,6 +128,31 @@ def test_the_place_of_a_switch() -> None:
     assert metrics["switch_tokens"] == 5
     other = {**steady, "nats": [5.0] * 16}
     assert switch.by_hand([steady], [other])["nll_prose_half"] == 5
+
+
+def test_peers_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> None:
+    folder = str(tiny_backbone("llama"))
+    backbone = load_backbone(folder)
+    new = {name: {"rank": 2, "targets": ["attention", "ffn"], "texts": [words(9, name)]} for name in texts.DOMAINS}
+    graft: Any = build_graft(graft_config({"kind": "token-routing", "experts": new, "temperature": 1e6}), backbone)
+    for parameter in graft.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    adapters = {name: str(graft.write_adapter(name, tmp_path / name)) for name in texts.DOMAINS}
+    lesson = Lesson(domains=texts.DOMAINS, backbone=folder, texts="", setting=QUICK, rate=1e-3)
+    ids = torch.randint(4, 300, (2, 9))
+    with torch.inference_mode(), GraftedModel(backbone, {"graft": graft}) as model:
+        uniform, bare = model(input_ids=ids).logits, load_backbone(folder).model(input_ids=ids).logits
+
+    xlora = load_xlora(lesson, adapters)
+    trained = [name for name, parameter in xlora.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("internal_xlora_classifier" in name for name in trained)
+    for parameter in xlora.base_model.internal_xlora_classifier.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.inference_mode():
+        torch.testing.assert_close(xlora(input_ids=ids).logits, uniform, atol=1e-4, rtol=1e-4)
+        arrow = load_arrow(lesson, adapters)(input_ids=ids).logits
+    assert (arrow - bare).abs().max() > 1e-2
 
 
 def test_every_row_in_the_one_form(folder: Path, tmp_path: Path) -> None:

@@ -38,20 +38,21 @@ class Peer(nn.Module):
         return GraftedOutput(loss=loss, lm_loss=loss.detach())
 
 
-def train_xlora(lesson: Lesson, adapters: Mapping[str, str], folder: Path) -> Any:
-    """X-LoRA between frozen experts: a linear router on the last states, trained on the texts of all domains.
-
-    The router has steps, rows and tokens as one expert had.
-    """
-    backbone = lesson.load()
-    mixture = lesson.mixture(backbone)
-    set_seed(lesson.seed)
-    model: Any = backbone.model
+def load_xlora(lesson: Lesson, adapters: Mapping[str, str]) -> Any:
+    """X-LoRA between frozen experts, with PEFT's settings: a linear router on the last states of the bare backbone."""
+    model: Any = lesson.load().model
     model.config.use_cache = False  # it can't use one
     # It looks for its adapters under their numbers, whatever they are called.
     numbered = {str(number): path for number, path in enumerate(adapters.values())}
     config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=model.config.hidden_size, adapters=numbered)
-    model = get_peft_model(model, config)
+    return get_peft_model(model, config)
+
+
+def train_xlora(lesson: Lesson, adapters: Mapping[str, str], folder: Path) -> Any:
+    """X-LoRA, its router trained on the texts of all domains, in as many steps of as many rows as one expert was."""
+    mixture = lesson.mixture(lesson.load())
+    set_seed(lesson.seed)
+    model = load_xlora(lesson, adapters)
     train(Peer(model), mixture, lesson.training(), folder / "training", identity={"key": lesson.key()}, progress=False)
     return model
 
