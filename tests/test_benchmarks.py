@@ -15,8 +15,23 @@ ROOT = Path(__file__).parents[1]
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "composition": ["decode_step", "generate_256_vs_recompute", "train_step", "memory"],
+    "token_routing": [
+        "decode_vs_one_lora",
+        "vs_published_merge",
+        "vs_xlora",
+        "routing_share",
+        "batch16_mixed",
+        "experts_2",
+        "experts_8",
+        "experts_32",
+        "experts_128",
+    ],
 }
-AIMS = {"neutral_residues": 3, "composition": 2}
+AIMS = {
+    "neutral_residues": ["ratio"] * 3,
+    "composition": ["ratio"] * 2,
+    "token_routing": [*["ratio"] * 5, "ratio_top2"],
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -44,4 +59,4 @@ def check_form(results: Results, name: str) -> None:
         ratio = row.metrics["ratio"]
         assert isinstance(ratio, Interval)
         assert 0 < ratio.low <= ratio.mean <= ratio.high
-    assert [aim.metric for aim in results.aims] == ["ratio"] * AIMS[name]
+    assert [aim.metric for aim in results.aims] == AIMS[name]

@@ -21,6 +21,7 @@ from graftlm.version import __version__
 
 if TYPE_CHECKING:
     from graftlm.evaluation import Results
+    from graftlm.generation import Generation
 
 _RESUMED = ("train", "compare", "reproduce", "demo")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
@@ -113,6 +114,7 @@ def train(
     _settle()
     from graftlm import load_recipe, run_recipe
     from graftlm.evaluation import Results
+    from graftlm.generation import Generation
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)
@@ -242,6 +244,12 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, metavar="N", help="Continuations that are followed at a time.")] = 1,
     seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of the random choices.")] = None,
     bare: Annotated[bool, typer.Option("--bare", help="The backbone alone, to compare.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Colour each token by what the graft did, such as which expert wrote it.")
+    ] = False,
+    trace_html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the trace as a page that needs nothing else.")
+    ] = None,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -260,9 +268,15 @@ def generate(
     text = read_prompt(prompt)
     live = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     model = live.model if bare else GraftedModel(live, {"graft": load_graft(graft, live, changes or ())})
-    on_text = None if as_json else lambda piece: typer.echo(piece, nl=False)
-    found = generate_text(model, live.need_tokenizer(), text, decoding, on_text=on_text)
-    _emit(found.to_json(), as_json, typer.echo)
+    traced = trace or trace_html is not None
+    on_text = None if as_json or traced else lambda piece: typer.echo(piece, nl=False)
+    found = generate_text(model, live.need_tokenizer(), text, decoding, on_text=on_text, trace=traced)
+    if trace_html is not None:
+        from graftlm.evaluation.results import write_atomically
+        from graftlm.traces import trace_page
+
+        write_atomically(trace_html, trace_page(found).encode())
+    _emit(found.to_json(), as_json, lambda: _show_trace(found) if traced else typer.echo())
 
 
 @app.command()
@@ -436,6 +450,12 @@ def _report(results: Results, folder: Path, as_json: bool) -> None:
                 typer.echo(f"{kind:8} {path}")
 
     _emit({"results": results.model_dump(mode="json"), "files": files}, as_json, show)
+
+
+def _show_trace(found: Generation) -> None:
+    from graftlm.traces import print_trace
+
+    print_trace(found, _stdout())
 
 
 def _stdout() -> Any:

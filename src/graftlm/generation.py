@@ -11,10 +11,12 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from graftlm.config import Config
-from graftlm.errors import DataError
+from graftlm.errors import DataError, GraftError
+from graftlm.grafts import GraftedModel
 
 
 class Decoding(Config):
@@ -42,13 +44,30 @@ class Decoding(Config):
 
 
 @dataclass(frozen=True)
+class TracedToken:
+    """A generated token's text, and what the grafts did where it was written, by label."""
+
+    text: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Generation:
-    """A prompt and its continuation; `tokens` counts those that were generated."""
+    """A prompt and its continuation.
+
+    Attributes:
+        prompt: what was given.
+        text: what was written.
+        tokens: how many tokens were generated.
+        seconds: how long that took.
+        trace: what the grafts did at each of them, where it was asked for.
+    """
 
     prompt: str
     text: str
     tokens: int
     seconds: float
+    trace: list[TracedToken] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +107,7 @@ def generate_text(
     decoding: Decoding | None = None,
     *,
     on_text: Callable[[str], None] | None = None,
+    trace: bool = False,
 ) -> Generation:
     """Continue a prompt.
 
@@ -97,11 +117,15 @@ def generate_text(
         prompt: what to continue.
         decoding: how; by default 64 tokens, always the likeliest.
         on_text: called with each piece of text as soon as it is known, the prompt first. With beams, all at the end.
+        trace: tell of each token what the model's grafts did, such as which expert wrote it.
 
     Raises:
         DataError: the prompt has no tokens, or does not fit the model.
+        GraftError: a trace is asked for, and there is none.
     """
     decoding = decoding or Decoding()
+    if trace and decoding.num_beams > 1:
+        raise GraftError("A trace follows one continuation, and beams follow several: leave out num_beams.")
     inputs = tokenizer(prompt, return_tensors="pt", verbose=False)
     ids = inputs["input_ids"].to(model.device)
     _check_length(model, ids.shape[-1], decoding.max_new_tokens)
@@ -109,19 +133,41 @@ def generate_text(
         torch.manual_seed(decoding.seed)
     stream = _Stream(tokenizer, on_text) if on_text is not None and decoding.num_beams == 1 else None
     start = time.perf_counter()
-    (tokens,) = model.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=inputs["attention_mask"].to(model.device),
         streamer=stream,
         pad_token_id=_padding(tokenizer),
+        return_dict_in_generate=True,
         **decoding.arguments(),
     )
     seconds = time.perf_counter() - start
+    (tokens,) = output.sequences
+    traced = _traced(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
     before = str(tokenizer.decode(ids[0], skip_special_tokens=True))
     whole = str(tokenizer.decode(tokens, skip_special_tokens=True))
     if on_text is not None and stream is None:
         on_text(whole)
-    return Generation(prompt, whole.removeprefix(before), len(tokens) - ids.shape[-1], seconds)
+    return Generation(prompt, whole.removeprefix(before), len(tokens) - ids.shape[-1], seconds, traced)
+
+
+def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) -> list[TracedToken]:
+    """What the grafts did at each generated token, which is what they did at the one before it, that wrote it."""
+    traces = model.traces(cache) if isinstance(model, GraftedModel) else {}
+    if not traces:
+        raise GraftError("There is no trace: only grafts that decide at each token leave one, such as token-routing.")
+    found, text = [], ""
+    for place in range(given, len(tokens)):
+        longer = str(tokenizer.decode(tokens[given : place + 1], skip_special_tokens=True))
+        whole = longer.removesuffix("\ufffd") if place + 1 < len(tokens) else longer  # a character may take several tokens
+        values = {
+            label: float(value)
+            for one in traces.values()
+            for label, value in zip(one.labels, one.values[0, place - 1].tolist(), strict=True)
+        }
+        found.append(TracedToken(whole[len(text) :], values))
+        text = whole if len(whole) > len(text) else text
+    return found
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:

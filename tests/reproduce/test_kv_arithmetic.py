@@ -132,7 +132,7 @@ def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
 
 
 def test_every_row_in_the_one_form(tmp_path: Path) -> None:
-    options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=2)
+    options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1)
     results = reproduce("kv-arithmetic", options)
     assert [row.id for row in results.rows][:6] == ROWS
     assert {"norm-none", "init-paper", "positions-none"} <= {row.id for row in results.rows}

@@ -216,11 +216,11 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
 
 
 def command_line() -> str:
-    """The command of this process as one would type it, without the folder of its program."""
+    """The command of this process as one would type it elsewhere: of absolute paths nothing but DIR is left."""
     program = Path(sys.argv[0]).name
     # `python -m package` leaves the path of the package's __main__.py or of the module.
     program = "graft" if program in {"", "-c", "-m", "__main__.py", "cli.py"} else program
-    return shlex.join([program, *sys.argv[1:]])
+    return shlex.join([program, *("DIR" if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 def source_commit() -> str | None:

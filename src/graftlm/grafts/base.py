@@ -269,6 +269,11 @@ class GraftedModel(nn.Module):
         """transformers' own `generate` on the grafted model."""
         return self.model.generate(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
 
+    def traces(self, cache: Cache) -> dict[str, Trace]:
+        """What the grafts did at each token of a generation, by the graft's name, from its cache."""
+        found = {name: graft.trace(cache) for name, graft in zip(self.grafts, self._each(), strict=True)}
+        return {name: trace for name, trace in found.items() if trace is not None}
+
     def train(self, mode: bool = True) -> Self:
         """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)

@@ -105,6 +105,12 @@ class TokenRoutingConfig(GraftConfig):
     combination: Combination = "exact"
     bundle: bool = False
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reads == "prompt" and self.prompt == "causal":
+            raise ValueError("reads: prompt routes by the prompt as a whole: leave prompt at whole")
+        return self
+
     @field_validator("experts")
     @classmethod
     def _names_can_be_written(cls, value: dict[str, ExpertConfig]) -> dict[str, ExpertConfig]:

@@ -6,6 +6,7 @@ Shape suffixes: B rows, T tokens of this pass, S tokens so far, d the vector's w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,15 @@ from graftlm.grafts.token_routing.reading import Reading
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 
 
+@dataclass
+class Memo:
+    """Sums over the tokens that were read so far, (B, d) and (B, 1), and how many columns they cover."""
+
+    length: int = 0
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+
+
 class Embedder(Protocol):
     """Turns texts into vectors."""
 
@@ -27,8 +37,11 @@ class Embedder(Protocol):
         """(texts, d) float32."""
         ...
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None) -> Tensor:
-        """(B, T, d) float32: of each wanted token's document up to it, or of its last `window` tokens."""
+    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
+        """(B, T, d) float32: of each wanted token's document up to it, or of its last `window` tokens.
+
+        `memo` is what a generation keeps from step to step.
+        """
         ...
 
 
@@ -38,7 +51,8 @@ class OfBackbone:
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
         tokenizer = backbone.tokenizer
-        self._special = sorted(set(tokenizer.all_special_ids)) if tokenizer is not None else []
+        special = sorted(set(tokenizer.all_special_ids)) if tokenizer is not None else []
+        self._special = torch.tensor(special, dtype=torch.long, device=backbone.device)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
@@ -49,25 +63,42 @@ class OfBackbone:
             found.append((self._embed(tokens) * self._said(tokens)[:, None]).sum(0) / max(1, len(ids)))
         return torch.stack(found)
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None) -> Tensor:
-        ids, start = reading.ids_BS, reading.start_BT
+    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
+        if memo is not None and window is None and wanted_BT.shape[1] == 1:
+            return self._from_running_sums(reading, memo)[:, None]
+        ids = reading.ids_BS
         columns = torch.arange(ids.shape[1], device=ids.device)
-        own = columns[reading.past :]
-        first = start if window is None else torch.maximum(start, own - window + 1)
-        read_BTS = (columns >= first[..., None]) & (columns <= own[:, None]) & wanted_BT[..., None]
-        read = (read_BTS & self._said(ids)[:, None]).float()
-        read = read / read.sum(-1, keepdim=True).clamp(min=1)
-        return read @ self._embed(ids)
+        said_BS = self._said(ids)
+        rows = []
+        for row, wanted_T in enumerate(wanted_BT):
+            own = columns[reading.past :][wanted_T]
+            start = reading.start_BT[row][wanted_T]
+            first = start if window is None else torch.maximum(start, own - window + 1)
+            read = ((columns >= first[:, None]) & (columns <= own[:, None]) & said_BS[row]).float()
+            means = (read @ self._embed(ids[row])) / read.sum(-1, keepdim=True).clamp(min=1)
+            rows.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
+        return torch.stack(rows)
+
+    def _from_running_sums(self, reading: Reading, memo: Memo) -> Tensor:
+        """(B, d) the mean up to the newest token, of sums that are kept from step to step."""
+        new = reading.ids_BS[:, memo.length :]
+        columns = torch.arange(memo.length, reading.ids_BS.shape[1], device=new.device)
+        counted = ((columns >= reading.start_BT[:, -1:]) & self._said(new)).float()
+        sums, counts = (counted[:, None] @ self._embed(new))[:, 0], counted.sum(-1, keepdim=True)
+        if memo.sums is not None and memo.counts is not None:
+            sums, counts = sums + memo.sums, counts + memo.counts
+        memo.length, memo.sums, memo.counts = reading.ids_BS.shape[1], sums, counts
+        return sums / counts.clamp(min=1)
 
     def _embed(self, ids: Tensor) -> Tensor:
         weight: Tensor = self._backbone.sites.module(Site("embedding"))[0].weight  # type: ignore[assignment]
-        return functional.embedding(ids.to(weight.device), weight).float().to(ids.device)
+        return functional.embedding(ids.to(weight.device), weight).detach().float().to(ids.device)
 
     def _said(self, ids: Tensor) -> Tensor:
         """False at special tokens, which say nothing about what a text is about."""
-        if not self._special:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return torch.isin(ids, torch.tensor(self._special, device=ids.device), invert=True)
+        if self._special.device != ids.device:
+            self._special = self._special.to(ids.device)
+        return torch.isin(ids, self._special, invert=True)
 
 
 class OfSentences:
@@ -81,7 +112,7 @@ class OfSentences:
         found = self._model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
         return found.float()
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None) -> Tensor:
+    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
         places = wanted_BT.nonzero().tolist()
         texts = []
         for row, token in places:

@@ -108,8 +108,9 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[d
             "SHA-256): put that one back, or make the graft anew."
         )
     base = str(peft.base_model_name_or_path or "a base that it does not name")
+    factors = {key: one for key, one in tensors.items() if not _is_a_copy(name, folder, key, one, backbone)}
     found = {
-        path: _factors(name, path, a, b, peft, base, backbone) for path, (a, b) in _pairs(name, folder, tensors).items()
+        path: _factors(name, path, a, b, peft, base, backbone) for path, (a, b) in _pairs(name, folder, factors).items()
     }
     _compare_names(name, base, backbone)
     return found, digest
@@ -237,6 +238,22 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(f"The tensor {key} of the expert {name} holds NaN or infinity: train it again.")
     return tensors, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_a_copy(name: str, folder: Path, key: str, tensor: Tensor, backbone: Backbone) -> bool:
+    """Whether a tensor is the backbone's own, which PEFT saves beside the factors of embeddings.
+
+    Raises:
+        ArtifactError: it stands for one of the backbone's, and is another.
+    """
+    if _KEY.fullmatch(key):
+        return False
+    path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    own = dict(backbone.model.named_parameters(remove_duplicate=False))
+    live = own.get(path, own.get(path.removesuffix(".weight") + ".base_layer.weight"))
+    if live is not None and live.shape == tensor.shape and torch.equal(live.cpu(), tensor.to(live.dtype)):
+        return True
+    raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", "train it as plain LoRA")
 
 
 def _pairs(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -18,23 +18,52 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.backbone.cache import slots
 from graftlm.errors import GraftError
+from graftlm.grafts.token_routing.embedders import Memo
 from graftlm.grafts.token_routing.reading import Before, Reading
 
 _OWNED = "token routing {}"
 
 
-@dataclass(frozen=True)
-class History:
-    """Ids and weights of a generation's tokens, in a layer of its cache, so that beams and crops reach them.
+class Remembered(DynamicLayer):
+    """A cache layer for what a routing remembers: keys are ids, (B, 1, S, 1), values are weights and the number of given
+    tokens, (B, 1, S, E + 2).
 
-    Keys are ids, (B, 1, S, 1); values are weights and the number of given tokens, (B, 1, S, E + 1).
+    `memo` is for the embedder's running sums; it is forgotten whenever rows or tokens are rearranged.
     """
 
-    layer: DynamicLayer
-    weights: int
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.memo = Memo()
+
+    def reset(self) -> None:
+        self.memo = Memo()
+        super().reset()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self.memo = Memo()
+        super().crop(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self.memo = Memo()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.memo = Memo()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.memo = Memo()
+        super().batch_select_indices(indices)
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered of a generation's tokens, in a layer of its cache, so that beams and crops reach it."""
+
+    layer: Remembered
 
     @classmethod
-    def of(cls, call: Call, owner: object, experts: int, backbone_layers: int) -> History | None:
+    def of(cls, call: Call, owner: object, backbone_layers: int) -> History | None:
         """The history of the pass's generation, None without a cache.
 
         Raises:
@@ -43,15 +72,15 @@ class History:
         if call.cache is None:
             return None
         past = int(call.cache.get_seq_length())
-        (index,) = slots(call.cache, _OWNED.format(id(owner)), 1, backbone_layers, DynamicLayer)
+        (index,) = slots(call.cache, _OWNED.format(id(owner)), 1, backbone_layers, Remembered)
         layer = call.cache.layers[index]
-        assert isinstance(layer, DynamicLayer)
+        assert isinstance(layer, Remembered)
         if layer.get_seq_length() != past:
             raise GraftError(
                 f"The cache holds {past} tokens that the routing has not read: begin the generation anew with the graft "
                 "attached."
             )
-        return cls(layer, experts + 1)
+        return cls(layer)
 
     @classmethod
     def found(cls, cache: Cache, owner: object) -> History | None:
@@ -60,8 +89,8 @@ class History:
         if taken is None:
             return None
         layer = cache.layers[taken[0]]
-        assert isinstance(layer, DynamicLayer)
-        return cls(layer, layer.values.shape[-1] - 1 if layer.values is not None else 0)
+        assert isinstance(layer, Remembered)
+        return cls(layer)
 
     def before(self) -> Before | None:
         """What is remembered; None before the first pass."""

@@ -25,12 +25,12 @@ from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import Graft, GraftConfig, Trace, check_tensors
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
-from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
+from graftlm.grafts.token_routing.embedders import PROBE, Embedder, Memo, load_embedder
 from graftlm.grafts.token_routing.experts import Factors, new_factors, place_of, read_adapter, write_adapter
 from graftlm.grafts.token_routing.history import History, Rewriting
 from graftlm.grafts.token_routing.mixture import Mixture, Routes
 from graftlm.grafts.token_routing.policy import cosines, weigh
-from graftlm.grafts.token_routing.reading import Reading, read
+from graftlm.grafts.token_routing.reading import Before, Reading, read
 
 BARE = "none"
 
@@ -106,10 +106,12 @@ class TokenRouting(Graft):
             return
         if call.input_ids is None:
             raise GraftError("A routing reads token ids, and the model was given embeddings: pass input_ids.")
-        history = History.of(call, self, len(self.names), self._backbone[0].sites.n_layers)
+        history = History.of(call, self, self._backbone[0].sites.n_layers)
         before = None if history is None else history.before()
-        reading = read(call, self.config, before, whole=call.training or not self._causal)
-        weights_BTE = self._weigh(reading, before, training=call.training)
+        begins = history is not None and before is None
+        reading = read(call, self.config, before, whole=call.training or not self._causal, begins=begins)
+        memo = None if history is None else history.layer.memo
+        weights_BTE = self._weigh(reading, before, memo, training=call.training)
         if history is not None:
             history.add(reading, weights_BTE)
         if self._rewrites and not call.training:
@@ -125,15 +127,15 @@ class TokenRouting(Graft):
         sparse = self.config.top is not None or self.config.threshold is not None
         return Routes.of(weights_BTE[..., :-1], sparse=sparse)
 
-    def _weigh(self, reading: Reading, before: Any, *, training: bool) -> Tensor:
-        """(B, T, E + 1) the weights of every token of this pass."""
-        anew_BT = reading.anew_BT
-        past = () if before is None else (before.weights_BPE,)
-        known_BSE = torch.cat([*past, self._weights_of(reading, anew_BT, training=training)], dim=1)
-        columns = reading.until_BT[..., None].expand(-1, -1, known_BSE.shape[-1])
-        return known_BSE.gather(1, columns)
+    def _weigh(self, reading: Reading, before: Before | None, memo: Memo | None, *, training: bool) -> Tensor:
+        """(B, T, E + 1) the weights of every token of this pass; one that is older than the pass is the last token's."""
+        found_BTE = self._weights_of(reading, reading.anew_BT, memo, training=training)
+        last_B1E = torch.zeros_like(found_BTE[:, :1]) if before is None else before.weights_BPE[:, -1:]
+        columns = (reading.until_BT - reading.past).clamp(min=-1) + 1
+        known = torch.cat([last_B1E, found_BTE], dim=1)
+        return known.gather(1, columns[..., None].expand(-1, -1, known.shape[-1]))
 
-    def _weights_of(self, reading: Reading, wanted_BT: Tensor, *, training: bool) -> Tensor:
+    def _weights_of(self, reading: Reading, wanted_BT: Tensor, memo: Memo | None, *, training: bool) -> Tensor:
         """(B, T, E + 1) the weights of routes that read up to each wanted token; in training, the nearest expert's."""
         experts = len(self.names)
         if not wanted_BT.any():
@@ -141,7 +143,7 @@ class TokenRouting(Graft):
         if experts == 1 and (self.config.threshold is None or training):
             return torch.tensor([1.0, 0.0], device=wanted_BT.device).expand(*wanted_BT.shape, 2)
         self._need_centroids()
-        vectors = self._need_embedder().prefixes(reading, wanted_BT, self.config.window)
+        vectors = self._need_embedder().prefixes(reading, wanted_BT, self.config.window, memo)
         found = cosines(vectors, self.centroids, self._centre())
         if training:
             nearest = nn.functional.one_hot(found.argmax(-1), experts + 1)
@@ -150,7 +152,8 @@ class TokenRouting(Graft):
 
     def trace(self, cache: Cache) -> Trace | None:
         history = History.found(cache, self)
-        return None if history is None else Trace([*self.names, BARE], history.before().weights_BPE)
+        before = None if history is None else history.before()
+        return None if before is None else Trace([*self.names, BARE], before.weights_BPE)
 
     def observe(self, call: Call) -> dict[str, Tensor]:
         """`weights`: the mean over tokens, one value for each expert, and the bare backbone's."""

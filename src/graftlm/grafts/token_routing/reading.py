@@ -52,14 +52,17 @@ class Reading:
         return found.scatter(1, columns, True)[:, 1:]
 
 
-def read(call: Call, config: TokenRoutingConfig, before: Before | None, *, whole: bool) -> Reading:
+def read(
+    call: Call, config: TokenRoutingConfig, before: Before | None, *, whole: bool = False, begins: bool = False
+) -> Reading:
     """The reading of a pass.
 
     Args:
         call: the pass, with its token ids.
         config: the routing's.
-        before: what the cache holds of the tokens before; None without a cache.
+        before: what the cache holds of the tokens before; None for none.
         whole: whether each token reads its whole document, as in training and in encoders.
+        begins: whether a generation begins with this pass, so that its tokens are the prompt.
     """
     ids_BT = call.input_ids
     assert ids_BT is not None
@@ -69,11 +72,9 @@ def read(call: Call, config: TokenRoutingConfig, before: Before | None, *, whole
     if whole:
         last = _last_of_document(start, real, past.shape[1])
         return Reading(ids_BS, start, last, torch.ones_like(start))
-    given = _given(call, config, before, start, real)
+    given = _given(call, config, before, start, real, begins)
     since = index + 1 - given
     until = torch.where(since <= 0, given - 1, index - since % config.every)
-    if config.prompt == "causal":
-        until = torch.where(since <= 0, index - index % config.every, until)
     if config.reads == "prompt":
         until = torch.where((given > 1) & (since > 0), given - 1, until)
     return Reading(ids_BS, start, start + until, given)
@@ -86,12 +87,12 @@ class Before:
     Attributes:
         ids_BP: their ids.
         weights_BPE: their routes' weights, the bare backbone's last.
-        given_B: how many tokens were given; None before the first pass.
+        given_B: how many tokens were given.
     """
 
     ids_BP: Tensor
     weights_BPE: Tensor
-    given_B: Tensor | None
+    given_B: Tensor
 
 
 def _documents(call: Call, past: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,16 +116,18 @@ def _documents(call: Call, past: int) -> tuple[Tensor, Tensor, Tensor]:
     return start, columns - start, real
 
 
-def _given(call: Call, config: TokenRoutingConfig, before: Before | None, start: Tensor, real: Tensor) -> Tensor:
+def _given(
+    call: Call, config: TokenRoutingConfig, before: Before | None, start: Tensor, real: Tensor, begins: bool
+) -> Tensor:
     """(B, T) n: prompt tokens of each token's document, at least one."""
     length = start.shape[1]
-    if before is not None and before.given_B is not None:
+    if before is not None:
         return before.given_B[:, None].expand(-1, length)
-    if call.prompt is not None:
+    if call.prompt is not None and config.prompt == "whole":
         prompt = call.prompt.to(start.device) & real
         counts = torch.zeros_like(start).scatter_add(1, start.clamp(max=length - 1), prompt.long())
         return counts.gather(1, start.clamp(max=length - 1)).clamp(min=1)
-    if before is not None and (config.prompt == "whole" or config.reads == "prompt"):  # a generation's first pass
+    if begins and config.prompt == "whole":
         return real.sum(1, keepdim=True).clamp(min=1).expand(-1, length)
     return torch.ones_like(start)
 

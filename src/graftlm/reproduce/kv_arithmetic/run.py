@@ -1,7 +1,7 @@
 """Table 1 of the composition paper from nothing: two models made here, composed on a fifth of the keys.
 
 Every trained row sees the same D_C for the same number of steps. Learning rates were chosen with seed 0 on validation
-expressions (`--table rates`), and stand in `RATES`.
+expressions (`--table rates`), and stand in `RATES`; both changed compositions take the composition's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Plan:
 
     def job(self, row: str, seed: int, name: str = "", *, rate: float | None = None, **changes: Any) -> Job:
         """One row for one seed; `changes` are to the graft's config, or to the job where it has such a field."""
-        fields = {key: changes.pop(key) for key in list(changes) if key in Job.model_fields}
+        own = Job.model_fields.keys() - {"augmenting"}  # which is the graft's
+        fields = {key: changes.pop(key) for key in list(changes) if key in own}
         said = {"joint": self.setting.data, "lessons": self.setting.joint, "seed": seed} | fields
         job_id = f"{name or row}_s{seed}"
         if row in ("m_a", "m_b"):

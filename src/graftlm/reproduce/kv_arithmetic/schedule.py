@@ -18,6 +18,10 @@ from graftlm.reproduce.kv_arithmetic.parents import DONE, Parent, make_parent
 
 def run_jobs(jobs: Sequence[Job], out: Path, *, processes: int, title: str) -> dict[str, dict[str, Any]]:
     """Make what is not there yet, each job after its parents; measurements by job id."""
+    if processes == 1:  # a process of its own takes longer to start than a small model to train
+        for parent in {parent.key(): parent for job in jobs for parent in job.parents}.values():
+            make_parent(parent, out / "parents")
+        return {job.id: run_job(job, out) for job in jobs}
     waiting = {job.id: job for job in jobs}
     parents = {parent.key(): parent for job in jobs for parent in job.parents}
     made = {key for key, parent in parents.items() if (parent.folder(out / "parents") / DONE).exists()}
