@@ -30,13 +30,13 @@ class Setting(Config):
 
     amounts: Amounts = Field(default_factory=Amounts)
     vocabulary: int = 2048
-    width: int = 192
-    layers: int = 5
-    heads: int = 6
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
     length: int = 320
     backbone_batch: int = Field(6, ge=1)
     rank: int = Field(16, ge=1)
-    steps: int = Field(120, ge=1)
+    steps: int = Field(60, ge=1)
     batch_size: int = Field(6, ge=1)
     centroids: int = Field(300, ge=1)
 

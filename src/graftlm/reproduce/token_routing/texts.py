@@ -69,9 +69,9 @@ class Amounts(Config):
     """
 
     novels: int = 23
-    novel: int = 150_000
-    wikipedia: int = 2_300_000
-    code: int = 2_000_000
+    novel: int = 70_000
+    wikipedia: int = 1_200_000
+    code: int = 1_000_000
     trained: int = 1_800
     validated: int = 24
     tested: int = 60
