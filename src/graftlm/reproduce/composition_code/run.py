@@ -153,8 +153,8 @@ def study_of(options: Options, parents: Parents, texts: Path, size: Size, amount
     return Study(
         options,
         parents.anchor,
-        steps=3 if options.quick else 150,
-        batch_size=2,
+        steps=3 if options.quick else 400,
+        batch_size=2 if options.quick else 4,
         sets=data_of(texts, size),
         validation=[task(name) for name in VALIDATION],
         tasks=[task("c2t", amounts.answers), task("t2c", amounts.answers)],

@@ -44,6 +44,7 @@ TABLES = {
     "tokenizers": ("composition", "own_tokenizer"),
     "variants": ("composition", "norm_none", "stride_2", "positions_none"),
 }
+BY_DEFAULT = ("2", "5", "specialists", "tokenizers")
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "French specialist m_A",
@@ -111,8 +112,8 @@ def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> Stu
     return Study(
         options,
         parents.anchor,
-        steps=3 if options.quick else 150,
-        batch_size=2,
+        steps=3 if options.quick else 400,
+        batch_size=2 if options.quick else 4,
         sets=data_of(texts, size, ["french"]),
         validation=[Task(name=name, path=str(texts / f"task-{name}.jsonl")) for name in PROMPTS],
         tasks=[Task(name=n, path=str(texts / f"task-{n}.jsonl"), answers=answered.get(n, 0)) for n in names],
@@ -198,4 +199,4 @@ def _wanted(options: Options) -> set[str]:
     for table in options.tables:
         if table not in TABLES:
             raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
-    return {row for table in options.tables or TABLES for row in TABLES[table]}
+    return {row for table in options.tables or BY_DEFAULT for row in TABLES[table]}
