@@ -114,7 +114,6 @@ def train(
     _settle()
     from graftlm import load_recipe, run_recipe
     from graftlm.evaluation import Results
-    from graftlm.generation import Generation
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)

@@ -159,7 +159,9 @@ def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) 
     found, text = [], ""
     for place in range(given, len(tokens)):
         longer = str(tokenizer.decode(tokens[given : place + 1], skip_special_tokens=True))
-        whole = longer.removesuffix("\ufffd") if place + 1 < len(tokens) else longer  # a character may take several tokens
+        whole = (
+            longer.removesuffix("\ufffd") if place + 1 < len(tokens) else longer
+        )  # a character may take several tokens
         values = {
             label: float(value)
             for one in traces.values()

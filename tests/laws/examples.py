@@ -73,7 +73,12 @@ def _augmenting(family: str, tokens: int = TOKENS) -> str:
 
 
 _EXPERTS = {
-    "english": {"rank": 4, "alpha": 8, "targets": ["attention", "ffn"], "texts": ["The quick brown fox", "thin forest"]},
+    "english": {
+        "rank": 4,
+        "alpha": 8,
+        "targets": ["attention", "ffn"],
+        "texts": ["The quick brown fox", "thin forest"],
+    },
     "code": {"rank": 2, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
     "french": {"rank": 3, "targets": ["embedding", "attention"], "texts": ["Le renard brun saute dans la forêt"]},
 }

@@ -10,7 +10,16 @@ import torch
 from graftlm.errors import RecipeError
 from graftlm.grafts.token_routing.mixture import Routes
 from tiny import tiny_ids, tiny_model
-from token_routing.tools import FAMILIES, assert_equal, backbone, peft_logits, routing, settings, summed_logits, write_adapters
+from token_routing.tools import (
+    FAMILIES,
+    assert_equal,
+    backbone,
+    peft_logits,
+    routing,
+    settings,
+    summed_logits,
+    write_adapters,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -56,7 +65,9 @@ def test_no_weight_at_all_is_the_bare_backbone_to_the_bit(tmp_path: Path) -> Non
 def test_linear_is_what_peft_calls_linear_and_not_the_sum(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    chosen = {name: {"r": 4, "lora_alpha": 4 + n, "target_modules": ["q_proj", "up_proj"]} for n, name in enumerate("abc")}
+    chosen = {
+        name: {"r": 4, "lora_alpha": 4 + n, "target_modules": ["q_proj", "up_proj"]} for n, name in enumerate("abc")
+    }
     folders = write_adapters("llama", tmp_path, chosen)
     weights = [0.2, 0.5, 0.3]
     first, *others = folders.items()

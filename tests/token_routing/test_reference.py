@@ -107,7 +107,9 @@ def test_updates_and_their_gradients(ranks: list[int], seed: int) -> None:
     x, weights = draw(1, 3, 5).requires_grad_(), draw(1, 3, len(ranks)).softmax(-1)
     found = mixture(x, Routes.of(weights, sparse=False))
     assert found is not None
-    leaves = [Factors(one.a.clone().requires_grad_(), one.b.clone().requires_grad_(), one.scale) for one in experts.values()]
+    leaves = [
+        Factors(one.a.clone().requires_grad_(), one.b.clone().requires_grad_(), one.scale) for one in experts.values()
+    ]
     literal_x = x.detach().clone().requires_grad_()
     wanted = torch.stack([reference.update(literal_x[0, t], weights[0, t].tolist(), leaves) for t in range(3)])[None]
     torch.testing.assert_close(found, wanted)

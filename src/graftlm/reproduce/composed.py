@@ -38,7 +38,7 @@ from graftlm.training.recipe import BackboneConfig, EvaluationConfig
 # Of the rows that compositions are trained on: English that the anchor has read.
 OLD_SHARE = 0.2
 # Learning rates to try, by kind of graft.
-RATES = {"composition": (1e-2,), "lora": (3e-3,)}
+RATES = {"composition": (3e-3,), "lora": (3e-3,)}
 
 Measured = dict[str, Measurement]
 

@@ -197,7 +197,10 @@ def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
-        raise TrainingError("The model has no trainable parameters: attach a graft that trains, or set training.steps to 0 for one that learns without gradients.")
+        raise TrainingError(
+            "The model has no trainable parameters: attach a graft that trains, or set training.steps to 0 for one "
+            "that learns without gradients."
+        )
     for name, parameter in found.items():
         if parameter.dtype != torch.float32:
             raise TrainingError(

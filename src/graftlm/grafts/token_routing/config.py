@@ -38,7 +38,9 @@ class ExpertConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.rank is None):
-            raise ValueError("an expert has either the path of a LoRA adapter, or a rank and targets to be trained here")
+            raise ValueError(
+                "an expert has either the path of a LoRA adapter, or a rank and targets to be trained here"
+            )
         if self.rank is not None and not self.targets:
             raise ValueError("a new expert needs targets, what it changes: attention, ffn, or names such as q_proj")
         if self.path is not None and (self.targets or self.alpha is not None):
@@ -80,8 +82,8 @@ class TokenRoutingConfig(GraftConfig):
         every: k, the number of tokens until weights are computed anew.
         reads: what is embedded: `all` text so far, or the `prompt` alone.
         window: only the last so many tokens of that.
-        prompt: `whole`: a prompt is known at once, and all of its tokens take the route of its end; `causal`: each takes
-            that of the text before it, as in text without a prompt.
+        prompt: `whole`: a prompt is known at once, and all of its tokens take the route of its end; `causal`: each
+            takes that of the text before it, as in text without a prompt.
         cache: what happens to keys and values when weights change: `keep` those that older weights made, or `recompute`
             them, which costs a pass over all text each time.
         combination: `exact`, the weighted sum of the experts' updates; or `linear`, as published, whose factors are

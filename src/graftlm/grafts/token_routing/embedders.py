@@ -66,13 +66,13 @@ class OfBackbone:
     def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
         if memo is not None and window is None and wanted_BT.shape[1] == 1:
             return self._from_running_sums(reading, memo)[:, None]
-        ids = reading.ids_BS
+        ids = reading.ids
         columns = torch.arange(ids.shape[1], device=ids.device)
         said_BS = self._said(ids)
         rows = []
         for row, wanted_T in enumerate(wanted_BT):
             own = columns[reading.past :][wanted_T]
-            start = reading.start_BT[row][wanted_T]
+            start = reading.start[row][wanted_T]
             first = start if window is None else torch.maximum(start, own - window + 1)
             read = ((columns >= first[:, None]) & (columns <= own[:, None]) & said_BS[row]).float()
             means = (read @ self._embed(ids[row])) / read.sum(-1, keepdim=True).clamp(min=1)
@@ -81,13 +81,13 @@ class OfBackbone:
 
     def _from_running_sums(self, reading: Reading, memo: Memo) -> Tensor:
         """(B, d) the mean up to the newest token, of sums that are kept from step to step."""
-        new = reading.ids_BS[:, memo.length :]
-        columns = torch.arange(memo.length, reading.ids_BS.shape[1], device=new.device)
-        counted = ((columns >= reading.start_BT[:, -1:]) & self._said(new)).float()
+        new = reading.ids[:, memo.length :]
+        columns = torch.arange(memo.length, reading.ids.shape[1], device=new.device)
+        counted = ((columns >= reading.start[:, -1:]) & self._said(new)).float()
         sums, counts = (counted[:, None] @ self._embed(new))[:, 0], counted.sum(-1, keepdim=True)
         if memo.sums is not None and memo.counts is not None:
             sums, counts = sums + memo.sums, counts + memo.counts
-        memo.length, memo.sums, memo.counts = reading.ids_BS.shape[1], sums, counts
+        memo.length, memo.sums, memo.counts = reading.ids.shape[1], sums, counts
         return sums / counts.clamp(min=1)
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class OfSentences:
         places = wanted_BT.nonzero().tolist()
         texts = []
         for row, token in places:
-            start, stop = int(reading.start_BT[row, token]), reading.past + token + 1
+            start, stop = int(reading.start[row, token]), reading.past + token + 1
             first = start if window is None else max(start, stop - window)
-            ids = reading.ids_BS[row, first:stop]
+            ids = reading.ids[row, first:stop]
             texts.append(self._tokenizer.decode(ids, skip_special_tokens=True))
         vectors = self.texts(texts).to(wanted_BT.device)
         found = vectors.new_zeros(*wanted_BT.shape, vectors.shape[-1])

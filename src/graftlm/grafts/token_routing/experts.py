@@ -104,8 +104,8 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[d
     tensors, digest = _read_tensors(name, folder)
     if config.sha256 not in (None, digest):
         raise ArtifactError(
-            f"The expert {name} in {folder} is not the one that the graft was made with (its {TENSORS_NAME} has another "
-            "SHA-256): put that one back, or make the graft anew."
+            f"The expert {name} in {folder} is not the one that the graft was made with (its {TENSORS_NAME} has "
+            "another SHA-256): put that one back, or make the graft anew."
         )
     base = str(peft.base_model_name_or_path or "a base that it does not name")
     factors = {key: one for key, one in tensors.items() if not _is_a_copy(name, folder, key, one, backbone)}
@@ -129,8 +129,8 @@ def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str
         paths = _paths_of(target, backbone)
         if not paths:
             raise GraftError(
-                f"The expert {name} is to change {target!r}, and {backbone.name} has no such module: name attention, ffn, "
-                f"embedding, or one of {', '.join(_names_of_linears(backbone))}."
+                f"The expert {name} is to change {target!r}, and {backbone.name} has no such module: name attention, "
+                f"ffn, embedding, or one of {', '.join(_names_of_linears(backbone))}."
             )
         for path in paths:
             place = place_of(backbone.model.get_submodule(path), path)
@@ -272,9 +272,7 @@ def _pairs(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, 
     return {path: (found["A"], found["B"]) for path, found in halves.items()}
 
 
-def _factors(
-    name: str, path: str, a: Tensor, b: Tensor, peft: LoraConfig, base: str, backbone: Backbone
-) -> Factors:
+def _factors(name: str, path: str, a: Tensor, b: Tensor, peft: LoraConfig, base: str, backbone: Backbone) -> Factors:
     try:
         place = place_of(backbone.model.get_submodule(path), path)
     except AttributeError:
@@ -310,8 +308,8 @@ def _compare_names(name: str, base: str, backbone: Backbone) -> None:
     own, other = (Path(one).name.lower() for one in (backbone.name, base))
     if own != other and not base.startswith("a base"):
         warnings.warn(
-            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: its shapes fit, but what "
-            "it learned holds for its own base alone.",
+            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: its shapes fit, but "
+            "what it learned holds for its own base alone.",
             stacklevel=2,
         )
 

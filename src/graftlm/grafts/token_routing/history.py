@@ -25,9 +25,9 @@ _OWNED = "token routing {}"
 
 
 class Remembered(DynamicLayer):
-    """A cache layer for what a routing remembers: keys are ids, (B, 1, S, 1), values are weights and the number of given
-    tokens, (B, 1, S, E + 2).
+    """A cache layer for what a routing remembers.
 
+    Keys are ids, (B, 1, S, 1); values are weights and the number of given tokens, (B, 1, S, E + 2).
     `memo` is for the embedder's running sums; it is forgotten whenever rows or tokens are rearranged.
     """
 
@@ -77,8 +77,8 @@ class History:
         assert isinstance(layer, Remembered)
         if layer.get_seq_length() != past:
             raise GraftError(
-                f"The cache holds {past} tokens that the routing has not read: begin the generation anew with the graft "
-                "attached."
+                f"The cache holds {past} tokens that the routing has not read: begin the generation anew with the "
+                "graft attached."
             )
         return cls(layer)
 
@@ -101,8 +101,8 @@ class History:
 
     def add(self, reading: Reading, weights_BTE: Tensor) -> None:
         """Remember the tokens of a pass."""
-        ids = reading.ids_BS[:, reading.past :]
-        given = reading.given_BT[..., None].to(weights_BTE.dtype)
+        ids = reading.ids[:, reading.past :]
+        given = reading.given[..., None].to(weights_BTE.dtype)
         self.layer.update(ids[:, None, :, None], torch.cat([weights_BTE, given], dim=-1)[:, None])
 
 
@@ -115,9 +115,9 @@ class _Local(threading.local):
 class Rewriting:
     """Under `cache: recompute`, every token's states are those of the newest weights.
 
-    When a route changes, all text is read again with the new weights, and the cache takes the new keys and values. A pass
-    over several routes, as of whole text without a cache, takes one further pass for each: that is what it means, and it
-    is slow.
+    When a route changes, all text is read again with the new weights, and the cache takes the new keys and values. A
+    pass over several routes, as of whole text without a cache, takes one further pass for each: that is what it means,
+    and it is slow.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -135,7 +135,7 @@ class Rewriting:
 
     def rewrite(self, call: Call, reading: Reading, weights_BTE: Tensor, before: Before | None) -> Tensor:
         """(B, 1, E) the newest weights, after what was computed with older ones has been computed again."""
-        turns_BT = reading.anew_BT.long().cumsum(1)  # tokens of one turn share a route
+        turns_BT = reading.anew.long().cumsum(1)  # tokens of one turn share a route
         turns_BT = torch.where(_reads_past(reading), 0, turns_BT.gather(1, _columns(reading)))
         newest_B1E = weights_BTE[:, -1:]
         self._restate_past(call, reading, newest_B1E, before)
@@ -151,19 +151,19 @@ class Rewriting:
 
     def _restate_past(self, call: Call, reading: Reading, newest_B1E: Tensor, before: Before | None) -> None:
         """Give the cache the keys and values that the newest weights make of the tokens before."""
-        if before is None or call.cache is None or torch.equal(before.weights_BPE[:, -1:], newest_B1E):
+        if before is None or call.cache is None or torch.equal(before.weights[:, -1:], newest_B1E):
             return
         past = reading.past
         fresh = DynamicCache(config=self._model[0].config)
         mask = None if call.attention_mask is None else call.attention_mask[:, :past]
-        self._run(reading.ids_BS[:, :past], mask, newest_B1E, fresh)
+        self._run(reading.ids[:, :past], mask, newest_B1E, fresh)
         for old, new in zip(call.cache.layers[: self._layers], fresh.layers, strict=False):
             old.keys, old.values = new.keys, new.values
 
     def _states(self, call: Call, reading: Reading, weights_B1E: Tensor) -> Tensor:
         """(B, T, d) the last states of this pass's tokens when all text is read with some weights."""
         places = call.position_ids if call.attention_mask is None and not reading.past else None
-        output = self._run(reading.ids_BS, call.attention_mask, weights_B1E, None, places)
+        output = self._run(reading.ids, call.attention_mask, weights_B1E, None, places)
         return output.last_hidden_state[:, reading.past :]
 
     def _run(
@@ -196,8 +196,8 @@ class Rewriting:
 
 
 def _columns(reading: Reading) -> Tensor:
-    return (reading.until_BT - reading.past).clamp(min=0)
+    return (reading.until - reading.past).clamp(min=0)
 
 
 def _reads_past(reading: Reading) -> Tensor:
-    return reading.until_BT < reading.past
+    return reading.until < reading.past

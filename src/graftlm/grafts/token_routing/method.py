@@ -1,7 +1,7 @@
 """Token-level routing: LoRA experts mixed anew every k tokens, without gradients.
 
-At token i, with e(i) the embedding of the text that its route reads (see `reading.py`) and c_j the centroid of expert j's
-examples, the weights are
+At token i, with e(i) the embedding of the text that its route reads (see `reading.py`) and c_j the centroid of expert
+j's examples, the weights are
 
     w(i) = policy(cos(e(i), c_1), ..., cos(e(i), c_E))                      (`policy.py`)
 
@@ -128,10 +128,10 @@ class TokenRouting(Graft):
         return Routes.of(weights_BTE[..., :-1], sparse=sparse)
 
     def _weigh(self, reading: Reading, before: Before | None, memo: Memo | None, *, training: bool) -> Tensor:
-        """(B, T, E + 1) the weights of every token of this pass; one that is older than the pass is the last token's."""
-        found_BTE = self._weights_of(reading, reading.anew_BT, memo, training=training)
-        last_B1E = torch.zeros_like(found_BTE[:, :1]) if before is None else before.weights_BPE[:, -1:]
-        columns = (reading.until_BT - reading.past).clamp(min=-1) + 1
+        """(B, T, E + 1) the weights of every token of this pass; older ones than the pass are the last token's."""
+        found_BTE = self._weights_of(reading, reading.anew, memo, training=training)
+        last_B1E = torch.zeros_like(found_BTE[:, :1]) if before is None else before.weights[:, -1:]
+        columns = (reading.until - reading.past).clamp(min=-1) + 1
         known = torch.cat([last_B1E, found_BTE], dim=1)
         return known.gather(1, columns[..., None].expand(-1, -1, known.shape[-1]))
 
@@ -144,7 +144,7 @@ class TokenRouting(Graft):
             return torch.tensor([1.0, 0.0], device=wanted_BT.device).expand(*wanted_BT.shape, 2)
         self._need_centroids()
         vectors = self._need_embedder().prefixes(reading, wanted_BT, self.config.window, memo)
-        found = cosines(vectors, self.centroids, self._centre())
+        found = cosines(vectors, self.centroids, self._centre(self.centroids))
         if training:
             nearest = nn.functional.one_hot(found.argmax(-1), experts + 1)
             return nearest.to(found.dtype)
@@ -153,7 +153,7 @@ class TokenRouting(Graft):
     def trace(self, cache: Cache) -> Trace | None:
         history = History.found(cache, self)
         before = None if history is None else history.before()
-        return None if before is None else Trace([*self.names, BARE], before.weights_BPE)
+        return None if before is None else Trace([*self.names, BARE], before.weights)
 
     def observe(self, call: Call) -> dict[str, Tensor]:
         """`weights`: the mean over tokens, one value for each expert, and the bare backbone's."""
@@ -188,21 +188,24 @@ class TokenRouting(Graft):
 
     def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor) -> None:
         device = self._backbone[0].device
-        self.centroids, self.probe = centroids_Ed.to(device, torch.float32), probe_d.to(device, torch.float32)
-        if not len(centroids_Ed):
-            return
-        norms = (self.centroids - self._centre()).norm(dim=-1)
+        centroids_Ed = centroids_Ed.to(device, torch.float32)
+        norms = (
+            (centroids_Ed - self._centre(centroids_Ed)).norm(dim=-1)
+            if len(centroids_Ed)
+            else torch.ones(len(self.names))
+        )
         for name, norm in zip(self.names, norms.tolist(), strict=True):
             if not norm > 1e-6:
                 raise GraftError(
                     f"The centroid of the expert {name} has no direction (its norm is {norm:.1g}): give it examples of "
                     "other text than the others have."
                 )
+        self.centroids, self.probe = centroids_Ed, probe_d.to(device, torch.float32)
 
-    def _centre(self) -> Tensor:
+    def _centre(self, centroids_Ed: Tensor) -> Tensor:
         """(d,) what is taken off every vector."""
-        centred = self.config.embedder.centres and len(self.centroids) > 1
-        return self.centroids.mean(0) if centred else torch.zeros_like(self.centroids[0])
+        centred = self.config.embedder.centres and len(centroids_Ed) > 1
+        return centroids_Ed.mean(0) if centred else torch.zeros_like(centroids_Ed[0])
 
     def _need_embedder(self) -> Embedder:
         if self._embedder is None:
@@ -255,8 +258,8 @@ class TokenRouting(Graft):
         centroids, probe = tensors.pop("centroids", None), tensors.pop("probe", None)
         if centroids is None or probe is None or len(centroids) not in (0, len(self.names)):
             raise ArtifactError(
-                "The graft's tensor file lacks the centroids, or has them for other experts: it is damaged or of another "
-                "config; copy or make the graft again."
+                "The graft's tensor file lacks the centroids, or has them for other experts: it is damaged or of "
+                "another config; copy or make the graft again."
             )
         self._take_absent(tensors)
         own = self._own_factors()
@@ -281,9 +284,7 @@ class TokenRouting(Graft):
             self._mix(factors)
 
 
-def _factors_of(
-    name: str, expert: Any, bundled: bool, backbone: Backbone
-) -> tuple[dict[str, Factors], str | None]:
+def _factors_of(name: str, expert: Any, bundled: bool, backbone: Backbone) -> tuple[dict[str, Factors], str | None]:
     """An expert's factors by module path, none for a bundled one whose folder is gone, and its file's hash."""
     if expert.path is None:
         return new_factors(name, expert, backbone), None

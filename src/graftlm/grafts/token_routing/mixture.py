@@ -45,11 +45,11 @@ class Routes:
     """The experts' weights in one pass.
 
     Attributes:
-        weights_BTE: of every expert; T is 1 where all tokens share them. What they lack to 1 is the bare backbone's.
+        weights: (B, T, E) of every expert; T is 1 where all tokens share them. What they lack to 1 is the backbone's.
         active: experts with a weight anywhere in the pass, None for all.
     """
 
-    weights_BTE: Tensor
+    weights: Tensor
     active: frozenset[int] | None = None
     _spread: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Routes:
         """(B, T, R): w_e s_e, or its root, as often as the rank; made once a pass for all modules that are alike."""
         key = (layout, like.dtype, like.device, root)
         if key not in self._spread:
-            weights = self.weights_BTE.to(like.device)[..., list(layout.experts)]
+            weights = self.weights.to(like.device)[..., list(layout.experts)]
             weights = weights * torch.tensor(layout.scales, device=like.device)
             ranks = torch.tensor(layout.ranks, device=like.device)
             weights = (weights.sqrt() if root else weights).to(like.dtype)
@@ -78,8 +78,8 @@ class _Stack:
     """Some experts' factors in one piece."""
 
     layout: Layout
-    a_Rd: Tensor
-    b_Ro: Tensor
+    a: Tensor
+    b: Tensor
 
 
 class Mixture(nn.Module):
@@ -90,7 +90,7 @@ class Mixture(nn.Module):
     Args:
         factors: by the expert's number.
         place: the module's sizes.
-        combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, which has cross terms.
+        combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, with cross terms.
         trained: numbers of the experts that are trained here.
     """
 
@@ -123,14 +123,14 @@ class Mixture(nn.Module):
         stack = self._stack(routes.active)
         if stack is None:
             return None
-        u_BTR = self._down(x, stack.a_Rd)
+        u_BTR = self._down(x, stack.a)
         linear = self.combination == "linear"
         weights = routes.spread(stack.layout, u_BTR, root=linear)[:, -x.shape[1] :]
         u_BTR = u_BTR * weights
         if linear:
             experts = len(stack.layout.experts)
             u_BTR = u_BTR.unflatten(-1, (experts, -1)).sum(-2).repeat(1, 1, experts) * weights
-        delta = u_BTR @ stack.b_Ro.to(u_BTR.dtype)
+        delta = u_BTR @ stack.b.to(u_BTR.dtype)
         return delta if self.place.scale == 1 else delta * self.place.scale
 
     def _down(self, x: Tensor, a_Rd: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Mixture(nn.Module):
 
     def _all(self) -> _Stack:
         first = self.a[0]
-        if self._whole is None or first.data_ptr() != self._whole.a_Rd.data_ptr() or first.dtype != self._whole.a_Rd.dtype:
+        if self._whole is None or first.data_ptr() != self._whole.a.data_ptr() or first.dtype != self._whole.a.dtype:
             self._some.clear()
             self._whole = self._put_together(self.layout.experts)
             self._become_views(self._whole)
@@ -170,7 +170,7 @@ class Mixture(nn.Module):
         start = 0
         for index, rank in enumerate(self.layout.ranks):
             rows = slice(start, start + rank)
-            self.a[index].data, self.b[index].data = whole.a_Rd[rows], whole.b_Ro[rows]
+            self.a[index].data, self.b[index].data = whole.a[rows], whole.b[rows]
             start += rank
 
     def _put_together(self, experts: tuple[int, ...]) -> _Stack:

@@ -11,8 +11,8 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 def weigh(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     """(..., E) cosines to (..., E + 1) weights that add up to one; the last one is the bare backbone's.
 
-    `softmax`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost` before a plain softmax;
-    one below zero is divided, so that the nearest is never put last.
+    `softmax`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost` before a plain
+    softmax; one below zero is divided, so that the nearest is never put last.
     """
     best = cosines.amax(-1, keepdim=True)
     if config.policy == "softmax":

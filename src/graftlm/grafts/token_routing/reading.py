@@ -27,27 +27,27 @@ class Reading:
     """What the routes of one pass read.
 
     Attributes:
-        ids_BS: all tokens so far.
-        start_BT: the column in S where each token's document begins.
-        until_BT: the column up to which, inclusive, its route reads.
-        given_BT: n, as above.
+        ids: (B, S) all tokens so far.
+        start: (B, T) the column in S where each token's document begins.
+        until: (B, T) the column up to which, inclusive, its route reads.
+        given: (B, T) n, as above.
     """
 
-    ids_BS: Tensor
-    start_BT: Tensor
-    until_BT: Tensor
-    given_BT: Tensor
+    ids: Tensor
+    start: Tensor
+    until: Tensor
+    given: Tensor
 
     @property
     def past(self) -> int:
         """How many columns lie before this pass."""
-        return self.ids_BS.shape[1] - self.until_BT.shape[1]
+        return self.ids.shape[1] - self.until.shape[1]
 
     @property
-    def anew_BT(self) -> Tensor:
-        """True at each token of this pass up to which some token's route reads."""
-        length = self.until_BT.shape[1]
-        columns = (self.until_BT - self.past).clamp(min=-1) + 1  # those before the pass fall into a column of their own
+    def anew(self) -> Tensor:
+        """(B, T) True at each token of this pass up to which some token's route reads."""
+        length = self.until.shape[1]
+        columns = (self.until - self.past).clamp(min=-1) + 1  # those before the pass fall into a column of their own
         found = torch.zeros(len(columns), length + 1, dtype=torch.bool, device=columns.device)
         return found.scatter(1, columns, True)[:, 1:]
 
@@ -66,7 +66,7 @@ def read(
     """
     ids_BT = call.input_ids
     assert ids_BT is not None
-    past = before.ids_BP if before is not None else ids_BT[:, :0]
+    past = before.ids if before is not None else ids_BT[:, :0]
     start, index, real = _documents(call, past.shape[1])
     ids_BS = torch.cat([past, ids_BT], dim=1)
     if whole:
@@ -85,14 +85,14 @@ class Before:
     """What a generation's cache holds of the tokens before.
 
     Attributes:
-        ids_BP: their ids.
-        weights_BPE: their routes' weights, the bare backbone's last.
-        given_B: how many tokens were given.
+        ids: (B, P) their ids.
+        weights: (B, P, E + 1) their routes' weights, the bare backbone's last.
+        given: (B,) how many tokens were given.
     """
 
-    ids_BP: Tensor
-    weights_BPE: Tensor
-    given_B: Tensor
+    ids: Tensor
+    weights: Tensor
+    given: Tensor
 
 
 def _documents(call: Call, past: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _given(
     """(B, T) n: prompt tokens of each token's document, at least one."""
     length = start.shape[1]
     if before is not None:
-        return before.given_B[:, None].expand(-1, length)
+        return before.given[:, None].expand(-1, length)
     if call.prompt is not None and config.prompt == "whole":
         prompt = call.prompt.to(start.device) & real
         counts = torch.zeros_like(start).scatter_add(1, start.clamp(max=length - 1), prompt.long())

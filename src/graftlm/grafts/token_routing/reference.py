@@ -1,4 +1,4 @@
-"""Token-level routing, slow and literal: one token after the other, as the README's equations say it. For tests alone."""
+"""Token-level routing, slow and literal: one token after the other, as the README says it. For tests alone."""
 
 from __future__ import annotations
 

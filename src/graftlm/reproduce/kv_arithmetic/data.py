@@ -138,7 +138,9 @@ def make_pairs(world: World, seed: int) -> Pairs:
     ordered = sorted(values, key=lambda key: values[key])
     count = round(world.held_in * world.keys)
     chosen = {ordered[source.randrange(i * world.keys // count, (i + 1) * world.keys // count)] for i in range(count)}
-    return Pairs(values, tuple(key for key in values if key in chosen), tuple(key for key in values if key not in chosen))
+    return Pairs(
+        values, tuple(key for key in values if key in chosen), tuple(key for key in values if key not in chosen)
+    )
 
 
 def compute(values: Sequence[int], operations: str) -> list[int]:

@@ -1,0 +1,183 @@
+"""Adapters as users have them: what is read, what is refused in one sentence, and what is written for PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from graftlm.artifact import load_graft, save_graft
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
+from token_routing.tools import backbone, peft_logits, randomise, routing, write_adapters
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    return write_adapters("llama", tmp_path / "adapters")
+
+
+def change_config(folder: str, **values: Any) -> None:
+    path = Path(folder) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
+    "DoRA": (lambda f: change_config(f, use_dora=True), r"has DoRA \(use_dora\), which is no sum of products"),
+    "biases": (lambda f: change_config(f, bias="all"), r"has biases \(bias=all\), .* train it with bias='none'"),
+    "whole modules": (lambda f: change_config(f, modules_to_save=["lm_head"]), "has whole modules beside the factors"),
+    "PiSSA": (lambda f: change_config(f, init_lora_weights="pissa"), "a start that changed the base's weights"),
+    "another method": (lambda f: change_config(f, peft_type="IA3"), "is of the type IA3, but LORA is expected"),
+    "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
+    "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
+    "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not readable JSON"),
+    "no tensors": (lambda f: (Path(f) / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    "a pickle": (
+        lambda f: (Path(f) / "adapter_model.safetensors").rename(Path(f) / "adapter_model.bin"),
+        "has only a pickled adapter_model.bin, which is never read: save it again with safe_serialization=True",
+    ),
+    "cut tensors": (
+        lambda f: (Path(f) / "adapter_model.safetensors").write_bytes(b"\x08\x00"),
+        "is not a whole safetensors file",
+    ),
+    "one factor alone": (
+        lambda f: save_file(
+            {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 48)}, f"{f}/adapter_model.safetensors"
+        ),
+        "lacks a factor of lm_head",
+    ),
+    "NaN": (
+        lambda f: save_file(
+            {key: value * torch.nan for key, value in load_file(f"{f}/adapter_model.safetensors").items()},
+            f"{f}/adapter_model.safetensors",
+        ),
+        "holds NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_not_be_mixed_is_refused_in_a_sentence(what: str, folders: dict[str, str]) -> None:
+    damage, message = REFUSED[what]
+    damage(folders["one"])
+    with pytest.raises(ArtifactError, match=message) as caught:
+        routing("llama", folders)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_base(folders: dict[str, str]) -> None:
+    config = graft_config({"kind": "token-routing", "experts": {"one": {"path": folders["one"]}}})
+    wider = Backbone.wrap(tiny_model("llama", hidden_size=64), tiny_tokenizer(), "wider")
+    with pytest.raises(WrongBackboneError, match=r"was trained on .*, and in wider model\.\S+ takes 64 and gives"):
+        build_graft(config, wider)
+    with pytest.raises(WrongBackboneError, match=r"and in tiny-gpt2 there is no module model\.layers\.0"):
+        build_graft(config, backbone("gpt2"))
+
+
+def test_an_adapter_that_names_another_base_is_a_warning(folders: dict[str, str]) -> None:
+    change_config(folders["one"], base_model_name_or_path="somebody/another-model")
+    with pytest.warns(UserWarning, match="names somebody/another-model as its base"):
+        routing("llama", folders).detach()
+
+
+def test_an_embedding_that_was_resized_is_refused(folders: dict[str, str]) -> None:
+    path = Path(folders["three"]) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (key,) = (key for key in tensors if key.endswith("base_layer.weight"))
+    save_file(tensors | {key: tensors[key] + 1}, path)
+    with pytest.raises(ArtifactError, match=r"has weights model\.embed_tokens\.weight of its own \(304, 48\)"):
+        routing("llama", folders)
+
+
+def test_configs_that_do_not_fit() -> None:
+    for experts, message in (
+        ({}, "experts"),
+        ({"none": {"rank": 1, "targets": ["ffn"]}}, "the expert's name 'none' can't be used"),
+        ({"a": {}}, "has either the path of a LoRA adapter, or a rank and targets"),
+        ({"a": {"rank": 2}}, "a new expert needs targets"),
+        ({"a": {"path": "x", "targets": ["ffn"]}}, "an adapter says itself what it changes"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            graft_config({"kind": "token-routing", "experts": experts})
+    experts = {"a": {"rank": 1, "targets": ["ffn"]}}
+    with pytest.raises(RecipeError, match="reads: prompt routes by the prompt as a whole"):
+        graft_config({"kind": "token-routing", "experts": experts, "reads": "prompt", "prompt": "causal"})
+    config = graft_config({"kind": "token-routing", "experts": {"a": {"rank": 1, "targets": ["qproj"]}}})
+    with pytest.raises(GraftError, match=r"has no such module: name attention, ffn, embedding, or one of down_proj"):
+        build_graft(config, backbone("llama"))
+
+
+def test_centroids_that_are_missing_or_have_no_direction() -> None:
+    new = {"rank": 1, "targets": ["ffn"]}
+    for texts, error, message in (
+        ([[], ["fox"]], RecipeError, "The expert a has no examples, and without them"),
+        ([["fox"], ["fox"]], GraftError, "The centroid of the expert a has no direction"),
+    ):
+        experts = {name: {**new, "texts": text} for name, text in zip("ab", texts, strict=True)}
+        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts}), backbone("llama"))
+        with pytest.raises(error, match=message):
+            graft.fit({})
+        with pytest.raises(error, match=message), GraftedModel(backbone("llama"), {"graft": graft}) as model:
+            model(tiny_ids())
+
+
+def test_an_expert_written_here_is_what_peft_reads(tmp_path: Path) -> None:
+    experts = {"a": {"rank": 3, "alpha": 5, "targets": ["attention", "down_proj"]}}
+    graft = build_graft(graft_config({"kind": "token-routing", "experts": experts}), backbone("llama"))
+    randomise_all(graft)
+    with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
+        wanted = model(tiny_ids(), use_cache=False).logits
+    graft.write_adapter("a", tmp_path / "a")  # type: ignore[operator]
+    torch.testing.assert_close(peft_logits("llama", str(tmp_path / "a"), tiny_ids()), wanted, rtol=1e-4, atol=1e-4)
+    with routing("llama", {"a": str(tmp_path / "a")}) as model, torch.no_grad():
+        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def randomise_all(graft: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_(0, 0.3)
+
+
+def test_experts_by_path_are_found_again_and_must_be_the_same(folders: dict[str, str], tmp_path: Path) -> None:
+    with routing("llama", folders) as model, torch.no_grad():
+        wanted = model(tiny_ids(), use_cache=False).logits
+        save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
+    assert not any("one." in key for key in load_file(tmp_path / "graft" / "graft.safetensors"))
+    again = load_graft(tmp_path / "graft", backbone("llama"))
+    with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": again}) as model:
+        assert torch.equal(model(tiny_ids(), use_cache=False).logits, wanted)
+    model_ = PeftModel.from_pretrained(tiny_model("llama"), folders["two"])
+    randomise(model_, seed=77)
+    model_.save_pretrained(folders["two"])
+    with pytest.raises(ArtifactError, match=r"The expert two in \S+ is not the one that the graft was made with"):
+        load_graft(tmp_path / "graft", backbone("llama"))
+    with pytest.raises(ArtifactError, match="The expert one has no adapter_config.json"):
+        load_graft(tmp_path / "graft", backbone("llama"), ["experts.one.path=nowhere"])
+
+
+def test_bundled_experts_need_no_folder(folders: dict[str, str], tmp_path: Path) -> None:
+    with routing("llama", folders, bundle=True) as model, torch.no_grad():
+        wanted = model(tiny_ids(), use_cache=False).logits
+        save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
+    for folder in folders.values():
+        Path(folder).rename(f"{folder}-gone")
+    again = load_graft(tmp_path / "graft", backbone("llama"))
+    with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": again}) as model:
+        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, wanted)
+
+
+def test_the_factors_are_in_memory_once(folders: dict[str, str]) -> None:
+    with routing("llama", folders) as model, torch.no_grad():
+        model(tiny_ids(), use_cache=False)
+        for _, mixture in model.grafts["graft"]._mixtures():  # type: ignore[operator]
+            storages = {parameter.untyped_storage().data_ptr() for parameter in mixture.a}
+            assert len(storages) == 1

@@ -1,0 +1,259 @@
+"""Routing while text is written: prompts, policies for keys and values, beams, traces, and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from graftlm import load_recipe, run_recipe
+from graftlm.artifact import save_graft
+from graftlm.cli import app
+from graftlm.errors import GraftError
+from graftlm.evaluation import Results
+from graftlm.generation import Decoding, Generation, TracedToken, generate_text
+from graftlm.grafts import GraftedModel
+from graftlm.traces import print_trace, trace_page
+from tiny import BackboneFolder, tiny_ids
+from token_routing.tools import backbone, routing, write_adapters
+
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_adapters("llama", tmp_path_factory.mktemp("adapters"))
+
+
+def generate(model: GraftedModel, ids: Tensor, **how: Any) -> Any:
+    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **fixed, **how)
+
+
+def recomputed(model: GraftedModel, sequences: Tensor, prompt: int) -> Tensor:
+    """(B, NEW, V) the logits that each new token was chosen by, from one pass that knows where the prompt ends."""
+    marks = (torch.arange(sequences.shape[1]) < prompt).expand_as(sequences)
+    with torch.no_grad():
+        return model(sequences, prompt=marks, use_cache=False).logits[:, prompt - 1 : -1]
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
+    every: int, cache: str, family: str, tmp_path: Path
+) -> None:
+    folders = write_adapters(family, tmp_path)
+    with routing(family, folders, prompt="whole", every=every, cache=cache) as model:
+        output = generate(model, tiny_ids(2, 11))
+        found = torch.stack(output.logits, 1)
+        torch.testing.assert_close(found, recomputed(model, output.sequences, 11), rtol=1e-4, atol=1e-4)
+
+
+def test_keeping_and_recomputing_differ_and_agree_where_no_route_changes(folders: dict[str, str]) -> None:
+    def say(**settings: Any) -> Tensor:
+        with routing("llama", folders, **settings) as model:
+            return torch.stack(generate(model, tiny_ids(1, 6)).logits, 1)
+
+    fixed = {"prompt": "whole", "reads": "prompt"}
+    torch.testing.assert_close(say(cache="keep", **fixed), say(cache="recompute", **fixed), rtol=1e-4, atol=1e-4)
+    moving = {"prompt": "whole", "every": 1, "policy": "softmax", "temperature": 0.05, "window": 2}
+    assert (say(cache="keep", **moving)[:, 2] - say(cache="recompute", **moving)[:, 2]).abs().max() > 1e-3
+
+
+def test_recomputing_is_the_published_procedure(folders: dict[str, str]) -> None:
+    """Every token's logits are those of the whole text under that token's weights alone."""
+    with routing("llama", folders, prompt="whole", every=1, cache="recompute") as model:
+        output = generate(model, tiny_ids(1, 6))
+        weights = model.traces(output.past_key_values)["graft"].values
+    with routing("llama", folders) as model:
+        graft: Any = model.grafts["graft"]
+        for step, found in enumerate(output.logits):
+            place = 5 + step
+            graft._weigh = lambda *_, place=place, **__: weights[:, place : place + 1]
+            with torch.no_grad():
+                wanted = model(output.sequences[:, : place + 1], use_cache=False).logits[:, -1]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_beams_take_their_routes_with_them(folders: dict[str, str]) -> None:
+    with routing("llama", folders, prompt="whole", every=1) as model:
+        output = generate(model, tiny_ids(2, 7), num_beams=3, output_scores=True)
+        logits = recomputed(model, output.sequences, 7)
+        chosen = logits.log_softmax(-1).gather(-1, output.sequences[:, 7:, None]).sum((1, 2))
+        torch.testing.assert_close(output.sequences_scores * NEW, chosen, rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_that_was_begun_without_the_graft_is_refused(folders: dict[str, str]) -> None:
+    bare = backbone("llama").model(tiny_ids(1, 5), use_cache=True)
+    with (
+        routing("llama", folders) as model,
+        pytest.raises(GraftError, match="The cache holds 5 tokens that the routing"),
+    ):
+        model(tiny_ids(1, 1), past_key_values=bare.past_key_values)
+
+
+def test_embeddings_are_refused(folders: dict[str, str]) -> None:
+    with routing("llama", folders) as model, pytest.raises(GraftError, match="A routing reads token ids"):
+        model(inputs_embeds=torch.zeros(1, 3, 48))
+
+
+def test_a_trace_tells_of_every_token(folders: dict[str, str]) -> None:
+    host = backbone("llama")
+    with routing("llama", folders, prompt="whole", every=1) as model:
+        found = generate_text(model, host.need_tokenizer(), "The fox", Decoding(max_new_tokens=12), trace=True)
+        assert found.trace is not None
+        assert len(found.trace) == found.tokens
+        assert "".join(token.text for token in found.trace) == found.text
+        for token in found.trace:
+            assert list(token.values) == ["one", "two", "three", "none"]
+            assert sum(token.values.values()) == pytest.approx(1, abs=1e-5)
+        with pytest.raises(GraftError, match="leave out num_beams"):
+            generate_text(model, host.need_tokenizer(), "The", Decoding(num_beams=2), trace=True)
+    with pytest.raises(GraftError, match="There is no trace"):
+        generate_text(host.model, host.need_tokenizer(), "The", Decoding(max_new_tokens=1), trace=True)
+
+
+HOSTILE = Generation(
+    "<b>",
+    "</script>é",
+    2,
+    0.1,
+    [TracedToken("</script>", {"a": 0.9, "none": 0.1}), TracedToken("é", {"a": 0.2, "none": 0.8})],
+)
+
+
+def test_a_page_of_a_trace_holds_text_as_text() -> None:
+    page = trace_page(HOSTILE)
+    assert page.count("</script>") == 1
+    assert "&lt;/script&gt;" in page
+    assert "&lt;b&gt;" in page
+    data = page.split('id="trace">')[1].split("</script>")[0]
+    assert json.loads(data) == [token.values for token in HOSTILE.trace or []]
+
+
+def test_a_trace_in_the_terminal() -> None:
+    from rich.console import Console
+
+    console = Console(record=True, width=80, force_terminal=True, color_system="truecolor")
+    print_trace(HOSTILE, console)
+    text = console.export_text(styles=False)
+    assert "<b></script>é" in text
+    assert "a  55% of the weight, 1 of 2 tokens" in text
+    assert "none  45% of the weight, 1 of 2 tokens" in text
+
+
+@pytest.fixture
+def recipe(folders: dict[str, str], tiny_backbone: BackboneFolder, tmp_path: Path) -> Path:
+    (tmp_path / "two.txt").write_text("Le renard brun saute par-dessus le chien.")
+    text = f"""
+backbone: {{name: {tiny_backbone("llama")}, device: cpu}}
+graft:
+  kind: token-routing
+  experts:
+    one: {{path: {folders["one"]}, texts: ["The quick brown fox"]}}
+    two: {{path: {folders["two"]}, sources: [{{path: {tmp_path / "two.txt"}}}]}}
+data: {{length: 16, test: {{new: [{{path: {tmp_path / "two.txt"}}}]}}}}
+training: {{steps: 0}}
+evaluation: {{decode_prompts: 0}}
+out: {tmp_path / "run"}
+"""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_without_steps_makes_a_router(recipe: Path, tmp_path: Path) -> None:
+    results = run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
+    row = results.row("token-routing")
+    assert row.metrics["trainable_parameters"] == 0
+    assert "learned" in row.metrics
+    before = (tmp_path / "run" / "measurement.json").stat().st_mtime_ns
+    run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
+    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns == before
+    (tmp_path / "two.txt").write_text("Another text of the same expert, which moves its centroid.")
+    run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
+    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns != before
+
+    runner = CliRunner()
+    graft = str(tmp_path / "run" / "graft")
+    page = tmp_path / "trace.html"
+    done = runner.invoke(
+        app,
+        [
+            "generate",
+            graft,
+            "The fox",
+            "--max-new-tokens",
+            "5",
+            "--trace",
+            "--trace-html",
+            str(page),
+            "--device",
+            "cpu",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    assert "of the weight" in done.output
+    assert "What wrote which token" in page.read_text()
+    done = runner.invoke(
+        app, ["generate", graft, "The fox", "--max-new-tokens", "5", "--trace", "--json", "--device", "cpu"]
+    )
+    assert len(json.loads(done.output)["trace"]) == 5
+    assert Results.read(tmp_path / "run").row("token-routing")
+
+
+def test_new_experts_are_trained_by_the_loop(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
+    (tmp_path / "english.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    (tmp_path / "french.txt").write_text("Le renard brun saute par-dessus le chien paresseux. " * 20)
+    values = {
+        name: f"{{rank: 2, targets: [attention], sources: [{{path: {tmp_path / name}.txt}}]}}"
+        for name in ("english", "french")
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""
+backbone: {{name: {tiny_backbone("llama")}, device: cpu}}
+graft:
+  kind: token-routing
+  experts: {{english: {values["english"]}, french: {values["french"]}}}
+data:
+  new: [{{path: {tmp_path}/english.txt}}, {{path: {tmp_path}/french.txt}}]
+  old_share: 0
+  length: 32
+  test: {{new: [{{path: {tmp_path}/french.txt}}]}}
+training: {{steps: 30, batch_size: 4, learning_rate: 0.01}}
+evaluation: {{decode_prompts: 0}}
+out: {tmp_path / "run"}
+"""
+    )
+    results = run_recipe(load_recipe(path), progress=False, say=lambda text: None)
+    assert results.row("token-routing").metrics["learned"].mean > 0.1  # type: ignore[union-attr]
+    script = (
+        "import sys; from graftlm import load_backbone, load_graft, GraftedModel; "
+        "b = load_backbone(sys.argv[1]); m = GraftedModel(b, {'graft': load_graft(sys.argv[2], b)}); "
+        "g = m.grafts['graft']; print(sorted(g.factors('french')), g.centroids.shape)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_backbone("llama")), str(tmp_path / "run" / "graft")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "model.layers.1.self_attn.v_proj" in run.stdout
+    assert "[2, 48]" in run.stdout
+
+
+def test_saving_keeps_new_experts(folders: dict[str, str], tmp_path: Path) -> None:
+    with routing("llama", folders) as model:
+        save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
+        manifest = json.loads((tmp_path / "graft" / "graft.json").read_text())
+    assert all(len(one["sha256"]) == 64 for one in manifest["config"]["experts"].values())
