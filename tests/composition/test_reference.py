@@ -32,7 +32,8 @@ def weights_of(graft: Composition, name: str, number: int) -> reference.Weights:
     block: Any = graft.blocks[name][number]
     gains = [None if norm is None else norm.weight for norm in (block.norm_q, block.norm_kv)]
     matrices = [linear.weight.T for linear in (block.project, block.w_q, block.w_k, block.w_v, block.w_o)]
-    return reference.Weights(*matrices, *gains)
+    biases = [0.0 if linear.bias is None else linear.bias for linear in (block.w_q, block.w_k)]
+    return reference.Weights(*matrices, *gains, *biases)
 
 
 class Slow:
@@ -40,7 +41,7 @@ class Slow:
 
     def __init__(self, anchor: Backbone, graft: Composition, plan: Plan, heads: int) -> None:
         self.anchor, self.graft, self.plan, self.heads = anchor, graft, plan, heads
-        self.rotary = graft.config.positions == "rotary"
+        self.rotary = graft.config.positions != "none"
         self.states = {name: [self._read(name, tokens) for tokens, _ in rows] for name, rows in plan.items()}
 
     @torch.no_grad()
@@ -130,7 +131,7 @@ def double(*models: Backbone) -> None:
         model.model.double()
 
 
-@pytest.mark.parametrize("positions", ["none", "rotary"])
+@pytest.mark.parametrize("positions", ["none", "rotary", "local"])
 @pytest.mark.parametrize("norm", ["none", "pre"])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -180,7 +181,7 @@ class SlowSpelled(Slow):
             self.texts.append(texts)
 
 
-@pytest.mark.parametrize("positions", ["none", "rotary"])
+@pytest.mark.parametrize("positions", ["none", "rotary", "local"])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_two_tokenizers(family: str, padding: str, positions: str) -> None:

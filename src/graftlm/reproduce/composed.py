@@ -38,7 +38,7 @@ from graftlm.training.recipe import BackboneConfig, EvaluationConfig
 # Of the rows that compositions are trained on: English that the anchor has read.
 OLD_SHARE = 0.2
 # Learning rates to try, by kind of graft.
-RATES = {"composition": (3e-3,), "lora": (3e-3,)}
+RATES = {"composition": (3e-3,), "lora": (1e-2,)}
 
 Measured = dict[str, Measurement]
 
@@ -195,7 +195,7 @@ def total(measured: Measurement, names: Iterable[str]) -> float:
 def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
     """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
     models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
-    settings = {"stride": 1, "positions": "rotary", "norm": "pre"}
+    settings = {"stride": 1, "positions": "local", "norm": "pre"}
     return {"kind": "composition", "augmenting": models, **settings, **more}
 
 

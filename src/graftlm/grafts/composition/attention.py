@@ -8,7 +8,8 @@ heads, K = D / H the width of a head.
     f_cross(f_proj(h_A), h_B) = concat(head_k) W_O         (T, D)
 
 With rotary positions Q and K are turned by their places in the text, so that a weight may depend on how long ago a
-token was read; the paper's attention does not tell an old token from a new one but by what it says.
+token was read; the paper's attention does not tell an old token from a new one but by what it says. Local ones add
+b_Q and b_K before they are turned, and start half of the heads with their eyes on the token that was read last.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 Norm = Literal["none", "pre"]
 Init = Literal["zero", "paper"]
-Positions = Literal["none", "rotary"]
+Positions = Literal["none", "rotary", "local"]
 _BASE = 10_000.0  # of the rotary frequencies
+_LOCAL = 4.0  # what the biases of a local head start with, at its highest frequencies
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,23 @@ class CrossAttention(nn.Module):
         heads: H; divides D.
         norm: `pre` normalises the query's input and the projected states (RMS norm with a gain).
         init: `zero` starts with W_O = 0, so that nothing is written; `paper` starts all matrices alike.
+        positions: with `local`, queries and keys have biases.
     """
 
-    def __init__(self, width: int, augmenting_width: int, heads: int, norm: Norm, init: Init) -> None:
+    def __init__(
+        self,
+        width: int,
+        augmenting_width: int,
+        heads: int,
+        norm: Norm,
+        init: Init,
+        positions: Positions = "none",
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.project = nn.Linear(augmenting_width, width, bias=False)
-        self.w_q = nn.Linear(width, width, bias=False)
-        self.w_k = nn.Linear(width, width, bias=False)
+        self.w_q = nn.Linear(width, width, bias=positions == "local")
+        self.w_k = nn.Linear(width, width, bias=positions == "local")
         self.w_v = nn.Linear(width, width, bias=False)
         self.w_o = nn.Linear(width, width, bias=False)
         self.norm_q = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else None
@@ -89,6 +100,8 @@ class CrossAttention(nn.Module):
     def _initialise(self, init: Init) -> None:
         for linear in (self.project, self.w_q, self.w_k, self.w_v, self.w_o):
             linear.weight.normal_(0, 1 / math.sqrt(linear.in_features))
+            if linear.bias is not None:
+                linear.bias.copy_(_local_start(linear.out_features, self.heads))
         if init == "zero":
             self.w_o.weight.zero_()
 
@@ -141,6 +154,18 @@ class CrossAttention(nn.Module):
     @staticmethod
     def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
         return x if norm is None else norm(x)
+
+
+def _local_start(width: int, heads: int) -> Tensor:
+    """(D,) a bias that, turned by two places, is most like itself where they are the same, in half of the heads.
+
+    The product of two is 2 c^2 times the sum of cos(f (p - p')) over the highest quarter of the frequencies f.
+    """
+    bias_HK = torch.zeros(heads, width // heads)
+    half = bias_HK.shape[1] // 2
+    highest = torch.arange(half) < max(1, half // 4)
+    bias_HK[: max(1, heads // 2)] = _LOCAL * torch.cat([highest, highest]).float()
+    return bias_HK.flatten()
 
 
 def rotated(x_BHTK: Tensor, place_BT: Tensor) -> Tensor:

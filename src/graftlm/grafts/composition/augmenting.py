@@ -103,7 +103,7 @@ class Augmenting:
         backbone.model.requires_grad_(False)
         backbone.model.eval()
         self._prompt_only = config.refresh == "prompt"
-        self._rotary = config.positions == "rotary"
+        self._rotary = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
         self._aligned = choose_alignment(name, backbone, anchor, config)
         taps = [Tap(Site("layer", layer), "after", "replace", self._recorder(layer)) for layer in sorted(set(layers))]

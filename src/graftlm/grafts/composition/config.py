@@ -42,7 +42,8 @@ class CompositionConfig(GraftConfig):
         heads: of the cross-attention; by default as many as the anchor's own attention has.
         init: `zero` starts as the bare anchor; `paper` starts all matrices at random.
         positions: `rotary` turns queries and keys by their places in the text; with `none`, as in the paper, attention
-            knows tokens by what they say alone, and can hardly tell the last one.
+            knows tokens by what they say alone, and can hardly tell the last one. `local` is rotary, and starts with
+            half of the heads looking at the token that was read last.
         norm: `pre` normalises the anchor's states and the projected ones before attention.
         refresh: what the augmenting models read: `every` token, or the `prompt` alone, as encoders of it.
         alignment: whether tokens are matched by `position`, which takes one tokenizer, or by `characters`.

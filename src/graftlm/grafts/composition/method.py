@@ -48,7 +48,7 @@ class Composition(Graft):
         super().__init__()
         sites = backbone.sites
         heads = config.heads or int(sites.config.num_attention_heads)
-        check_heads(heads, sites.width, even=config.positions == "rotary")
+        check_heads(heads, sites.width, even=config.positions != "none")
         self._models: dict[str, Augmenting] = {}
         self.blocks = nn.ModuleDict()
         resolved = {}
@@ -58,7 +58,7 @@ class Composition(Graft):
             self._models[name] = Augmenting(name, live, [i for i, _ in pairs], backbone, config)
             width = live.sites.width
             self.blocks[name] = nn.ModuleList(
-                CrossAttention(sites.width, width, heads, config.norm, config.init) for _ in pairs
+                CrossAttention(sites.width, width, heads, config.norm, config.init, config.positions) for _ in pairs
             )
             resolved[name] = chosen.model_copy(update={"pairs": pairs})
         self.config = config.model_copy(update={"augmenting": resolved})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Weights:
-    """One pair, as matrices that multiply from the right: `project` (A, D), the others (D, D); gains (D,) or None."""
+    """One pair, as matrices that multiply from the right: `project` (A, D), the others (D, D); gains, biases (D,)."""
 
     project: Tensor
     w_q: Tensor
@@ -31,6 +31,8 @@ class Weights:
     w_o: Tensor
     gain_q: Tensor | None = None
     gain_kv: Tensor | None = None
+    bias_q: Tensor | float = 0.0
+    bias_k: Tensor | float = 0.0
 
 
 def rms_norm(x_D: Tensor, gain_D: Tensor | None) -> Tensor:
@@ -64,7 +66,7 @@ def cross(
     projected = [rms_norm(state_A @ weights.project, weights.gain_kv) for state_A in states_SA]
     written = []
     for t, anchor_D in enumerate(anchor_TD):
-        query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q
+        query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q + weights.bias_q
         parts = []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
@@ -72,7 +74,10 @@ def cross(
                 parts.append(torch.zeros(width, dtype=anchor_TD.dtype))
                 continue
             query = turned(query_D[part], places[0][t] if places else None)
-            keys = [turned((projected[s] @ weights.w_k)[part], places[1][s] if places else None) for s in sees[t]]
+            keys = [
+                turned((projected[s] @ weights.w_k + weights.bias_k)[part], places[1][s] if places else None)
+                for s in sees[t]
+            ]
             values = [(projected[s] @ weights.w_v)[part] for s in sees[t]]
             shares = torch.softmax(torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0)
             parts.append(sum(share * value for share, value in zip(shares, values, strict=True)))

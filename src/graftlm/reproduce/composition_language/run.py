@@ -39,12 +39,13 @@ from graftlm.training.bench import Measurement
 NAME = "composition-language"
 TABLES = {
     "2": ("composition",),
-    "5": ("composition", "lora", "vanilla_m_a", "random_m_a", "prompts", "encoder_m_a"),
+    "5": ("composition", "lora", "vanilla_m_a", "random_m_a"),
+    "encoder": ("prompts", "encoder_m_a"),
     "specialists": ("composition", "code", "french_and_code"),
     "tokenizers": ("composition", "own_tokenizer"),
-    "variants": ("composition", "norm_none", "stride_2", "positions_none"),
+    "variants": ("composition", "norm_none", "stride_2", "positions_none", "positions_rotary"),
 }
-BY_DEFAULT = ("2", "5", "specialists", "tokenizers")
+BY_DEFAULT = ("2", "5", "encoder", "specialists", "tokenizers")
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "French specialist m_A",
@@ -61,6 +62,7 @@ LABELS = {
     "encoder_m_a": "m_A as encoder, rows with prompts",
     "norm_none": "composition, norm: none",
     "positions_none": "composition, positions: none, as in the paper",
+    "positions_rotary": "composition, positions: rotary",
     "stride_2": "composition, stride 2",
 }
 TEXT = ("validation_old", "validation_new")
@@ -158,6 +160,7 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
         "norm_none": ({**pair, "norm": "none"}, french, TEXT),
         "stride_2": ({**pair, "stride": 2}, french, TEXT),
         "positions_none": ({**pair, "positions": "none"}, french, TEXT),
+        "positions_rotary": ({**pair, "positions": "rotary"}, french, TEXT),
     }
     return [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
 
