@@ -28,7 +28,7 @@ NAME = "token-routing"
 TABLES = ("1", "switch")
 FURTHER = ("choices",)
 TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
-TRIED_RATES = {"expert": (3e-3, 1e-2), "xlora": (1e-3, 1e-2)}
+TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2)}
 SHARP: tuple[dict[str, Any], ...] = (
     {"top": 1},
     {"temperature": 0.03},
@@ -204,9 +204,9 @@ def _causal(policy: Mapping[str, Any], window: int | None) -> dict[str, Any]:
 
 
 def choices(plan: Plan) -> list[Row]:
-    """Targets and learning rates on validation text, with the first seed: experts at a third of the steps."""
+    """Targets and learning rates on validation text, with the first seed: experts at a quarter of the steps."""
     seed = plan.seeds[0]
-    short = plan.setting.model_copy(update={"steps": max(1, plan.setting.steps // 3)})
+    short = plan.setting.model_copy(update={"steps": max(1, plan.setting.steps // 4)})
     hows = {(name, rate): t for name, t in TRIED_TARGETS.items() for rate in TRIED_RATES["expert"]}
     lessons = {
         f"try-{name}-{rate:g}-{domain}": lesson

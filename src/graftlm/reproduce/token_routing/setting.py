@@ -36,7 +36,7 @@ class Setting(Config):
     length: int = 320
     backbone_batch: int = Field(6, ge=1)
     rank: int = Field(16, ge=1)
-    steps: int = Field(60, ge=1)
+    steps: int = Field(80, ge=1)
     batch_size: int = Field(6, ge=1)
     centroids: int = Field(300, ge=1)
 
