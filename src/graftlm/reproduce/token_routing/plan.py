@@ -23,7 +23,7 @@ from graftlm.reproduce.token_routing.texts import DOMAINS, write_texts
 
 # Chosen by `--table choices`.
 TARGETS = ("attention", "ffn")
-EXPERT_RATE, XLORA_RATE = 1e-2, 1e-2
+EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2
 # The paper's embedder, where the data folder holds it; else the backbone's own states stand in for it.
 MINI_LM = "models/all-MiniLM-L6-v2"
 

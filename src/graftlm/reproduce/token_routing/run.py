@@ -28,7 +28,7 @@ NAME = "token-routing"
 TABLES = ("1", "switch")
 FURTHER = ("choices",)
 TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
-TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2)}
+TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2, 3e-2)}
 SHARP: tuple[dict[str, Any], ...] = (
     {"top": 1},
     {"temperature": 0.03},
