@@ -96,6 +96,7 @@ EXAMPLES: dict[str, list[Example]] = {
             "composition",
             {
                 "norm": "pre",
+                "positions": "local",
                 "augmenting": {
                     "one": {"name": _augmenting("gemma3"), "pairs": [[2, 0], [0, 0]]},
                     "two": {"name": _augmenting("gpt2"), "pairs": [[1, 1]]},
