@@ -146,7 +146,7 @@ def _paths_of(target: str, backbone: Backbone) -> list[str]:
     if target == "embedding":
         chosen = {id(sites.module(Site("embedding"))[0])}
     elif target in ("attention", "ffn"):
-        spans = [sites.module(Site(target, layer)) for layer in range(sites.n_layers)]  # type: ignore[arg-type]
+        spans = [sites.module(Site(target, layer)) for layer in range(sites.n_layers)]
         ffn = {id(one) for layer in range(sites.n_layers) for one in sites.ffn_linears(layer)}
         inside = {id(one) for span in spans for module in span for one in module.modules() if _is_linear(one)}
         chosen = ffn if target == "ffn" else inside

@@ -158,6 +158,8 @@ class Rewriting:
         mask = None if call.attention_mask is None else call.attention_mask[:, :past]
         self._run(reading.ids[:, :past], mask, newest_B1E, fresh)
         for old, new in zip(call.cache.layers[: self._layers], fresh.layers, strict=False):
+            assert isinstance(old, DynamicLayer)
+            assert isinstance(new, DynamicLayer)
             old.keys, old.values = new.keys, new.values
 
     def _states(self, call: Call, reading: Reading, weights_B1E: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class Cell(Lesson):
         id: its folder's name.
         mixes: `none` for the bare backbone, a `routing` of ours, or a peer of PEFT's.
         adapters: the experts' folders, by domain.
-        routing: of the graft's config, what is not its experts.
+        routing: of the graft's config, what is not its experts; and `examples`, what the centroids are of: `whole`
+            examples, as in the paper, their `prompt`, or `both`.
         part: which questions are asked.
         traced: measure whether the right expert has the largest weight.
         asks: questions of the domains, or documents that change domain.
@@ -87,7 +88,8 @@ def opened(cell: Cell, out: Path) -> Iterator[tuple[Any, Any, Backbone]]:
         yield backbone.model, None, backbone
     else:
         experts = {name: {"path": path} for name, path in cell.adapters.items()}
-        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, **cell.routing}), backbone)
+        routing = {key: value for key, value in cell.routing.items() if key != "examples"}
+        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, **routing}), backbone)
         graft.fit({name: _examples_of(cell, name) for name in cell.adapters})
         with GraftedModel(backbone, {"graft": graft}) as model:
             yield model, graft, backbone
@@ -164,7 +166,10 @@ def _examples_of(cell: Cell, domain: str) -> list[str]:
     """Examples for a centroid, of training alone, drawn by the seed."""
     items = read_items(Path(cell.texts), domain, "train")
     count = min(cell.setting.centroids, len(items))
-    return [one.whole for one in random.Random(f"{domain} {cell.seed}").sample(items, count)]
+    drawn = random.Random(f"{domain} {cell.seed}").sample(items, count)
+    texts = {"whole": [one.whole for one in drawn], "prompt": [one.prompt for one in drawn]}
+    texts["both"] = [*texts["whole"], *texts["prompt"]]
+    return texts[cell.routing.get("examples", "whole")]
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -36,7 +36,11 @@ SHARP: tuple[dict[str, Any], ...] = (
     {"temperature": 0.3},
     {"temperature": 0.1, "top": 2},
 )
-POLICIES = tuple({**how, "embedder": {"centre": centre}} for centre in (True, False) for how in SHARP)
+_CENTRED, _PLAIN = {"embedder": {"centre": True}}, {"embedder": {"centre": False}}
+POLICIES: tuple[dict[str, Any], ...] = (
+    *({**how, **where} for where in (_CENTRED, _PLAIN) for how in SHARP),
+    *({**how, **_CENTRED, "examples": examples} for examples in ("prompt", "both") for how in SHARP),
+)
 WINDOWS = (16, 32, 64)
 UNIFORM = {"temperature": 1e6}
 
