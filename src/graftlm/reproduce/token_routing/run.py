@@ -67,7 +67,7 @@ def run(options: Options) -> Results:
     plots: dict[str, Figure] = {}
     if "1" in wanted:
         rows += table_1(plan, adapters, policy)
-        plots["log-perplexity"] = bars(rows, {f"nll_{domain}": domain for domain in DOMAINS}, "nats per answer token")
+        plots["log-perplexity"] = draw_table_1(rows)
     if "switch" in wanted:
         found, figure, windows = table_switch(plan, adapters, policy)
         rows, plots["switch"] = [*rows, *found], figure
@@ -115,6 +115,13 @@ def table_1(plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapp
     rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(plan.seeds))]
     _same_routes(rows)
     return [_row(name, rows[name]) for name in LABELS if name in rows]
+
+
+def draw_table_1(rows: Sequence[Row]) -> Figure:
+    """Log-perplexity by row and domain."""
+    figure = bars(rows, {f"nll_{domain}": domain for domain in DOMAINS}, "nats per answer token")
+    figure.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)  # beside the bars, which fill it
+    return figure
 
 
 def _cells_of(

@@ -56,7 +56,7 @@ def draw(rows: Mapping[str, tuple[Documents, Sequence[str]]]) -> Figure:
         axes.set_ylabel("weight")
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("tokens from the boundary: code before it, prose behind it")
-    panels[0].legend(frameon=False, fontsize=9)
+    panels[0].legend(loc="center left", frameon=False, fontsize=9)
     return figure
 
 
