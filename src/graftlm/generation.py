@@ -155,7 +155,7 @@ def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) 
     """What the grafts did at each generated token, which is what they did at the one before it, that wrote it."""
     traces = model.traces(cache) if isinstance(model, GraftedModel) else {}
     if not traces:
-        raise GraftError("There is no trace: only grafts that decide at each token leave one, such as token-routing.")
+        raise GraftError("There is no trace: only grafts that decide anew at each token leave one.")
     found, text = [], ""
     for place in range(given, len(tokens)):
         longer = str(tokenizer.decode(tokens[given : place + 1], skip_special_tokens=True))

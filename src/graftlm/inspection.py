@@ -333,4 +333,5 @@ def _method(kind: str, room: type[Graft]) -> Method:
     summary = (inspect.getdoc(room) or "").partition("\n")[0]
     fields = {name: field for name, field in room.Config.model_fields.items() if name != "kind"}
     defaults = {n: None if f.is_required() else f.get_default(call_default_factory=True) for n, f in fields.items()}
+    defaults = {n: one.model_dump(mode="json") if isinstance(one, Config) else one for n, one in defaults.items()}
     return Method(kind=kind, label=room.label or kind, summary=summary, config=defaults)

@@ -30,7 +30,12 @@ def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool 
         )
     folder = Path(out or recipe.out)
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)
-    say(f"{graft_label(recipe.graft).capitalize()}: {recipe.training.steps:,} steps.")
+    steps = recipe.training.steps
+    say(
+        f"Training {graft_label(recipe.graft)} for {steps:,} steps."
+        if steps
+        else f"Making {graft_label(recipe.graft)}."
+    )
     measured = bench.run(recipe.graft.kind, recipe.graft, mixture, recipe.training, folder, progress=progress)
     results = report(folder, "train", bench, [measured], [recipe.training.seed], recipe.evaluation)
     _check_budget(results, recipe.evaluation.forgetting_budget)
