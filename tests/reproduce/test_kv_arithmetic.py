@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
+import re
+from collections import Counter
+from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +19,7 @@ from graftlm.reproduce import Options, kv_arithmetic, reproduce
 from graftlm.reproduce.kv_arithmetic.data import World, compute, make_pairs, make_tokenizer, tasks
 from graftlm.reproduce.kv_arithmetic.exam import METRICS, Exam, make_exam, result, substituted
 from graftlm.reproduce.kv_arithmetic.joint import Joint, joint_documents
+from graftlm.reproduce.kv_arithmetic.operands import Operands
 from graftlm.reproduce.kv_arithmetic.parents import documents, rows
 from graftlm.reproduce.kv_arithmetic.run import QUICK, Plan
 
@@ -24,7 +28,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 WORLDS = st.builds(
     World,
     keys=st.integers(40, 60),
-    letters=st.integers(2, 4),
+    letters=st.sampled_from([(2, 2), (4, 4), (2, 4)]),
     ones_first=st.booleans(),
     operands=st.sampled_from([(2, 2), (2, 3)]),
     operations=st.sampled_from(["+-*", "+-"]),
@@ -46,7 +50,8 @@ def number(world: World, text: str) -> int:
 def test_values_are_unique_and_keys_are_held_in_or_out(world: World, seed: int) -> None:
     pairs = make_pairs(world, seed)
     assert sorted(pairs.values.values()) == list(range(1, world.keys + 1))
-    assert all(len(key) == world.letters for key in pairs.values)
+    fewest, most = world.letters
+    assert all(fewest <= len(key) <= most for key in pairs.values)
     assert sorted((*pairs.held_in, *pairs.held_out)) == sorted(pairs.values)
     assert len(pairs.held_in) == round(world.held_in * world.keys)
     assert make_pairs(world, seed) == pairs
@@ -74,6 +79,44 @@ def test_products_come_first_and_every_number_on_the_way_is_given(values: list[i
     assert (found or values)[-1] == eval(python)
 
 
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.sampled_from(["*", "+", "-", "**", "*+", "-*", "+-", "+-*", "***"]),
+    SEEDS,
+)
+def test_operands_are_as_likely_as_by_drawing_and_trying_again(values: list[int], operations: str, seed: int) -> None:
+    largest = 12
+    allowed = [
+        places
+        for places in product(range(len(values)), repeat=len(operations) + 1)
+        if all(1 <= n <= largest for n in compute([values[place] for place in places], operations))
+    ]
+    operands = Operands(values, largest, seed)
+    if not allowed:
+        assert operands.draw(operations) is None
+        return
+    expected = 30
+    drawn = Counter(tuple(operands.draw(operations) or ()) for _ in range(expected * len(allowed)))
+    assert drawn.keys() <= set(allowed)
+    squares = sum((drawn[places] - expected) ** 2 / expected for places in allowed)
+    freedom = len(allowed) - 1
+    # Chi-square; eight deviations and eight more do not come up by chance.
+    assert squares <= freedom + 8 * (2 * freedom) ** 0.5 + 8
+
+
+def test_products_of_25000_keys_come_up_and_stay_in_range() -> None:
+    world = World(keys=25_000, letters=(2, 6), operands=(3, 6))
+    pairs = make_pairs(world, 0)
+    for keys in (pairs.held_in, pairs.held_out):
+        drawn = list(islice(tasks(world, pairs, keys, random.Random(0)), 2000))
+        for task in drawn:
+            found = compute([pairs.values[key] for key in task.keys.operands], task.keys.operations)
+            assert all(1 <= number <= world.keys for number in found)
+        assert {len(task.keys.operands) for task in drawn} == {3, 4, 5, 6}
+        counts = Counter("".join(task.keys.operations for task in drawn))
+        assert all(0.3 < counts[operation] / counts.total() < 0.37 for operation in "+-*")
+
+
 @given(SEEDS, st.sampled_from(["arithmetic", "substitution", "mixture"]), st.sampled_from(["scratchpad", "direct"]))
 def test_joint_data_name_no_key_held_out_and_no_expression_that_is_tested(seed: int, task: str, form: str) -> None:
     job = plan(seed).job("composition", seed, joint=Joint.model_validate({"task": task, "form": form}))
@@ -94,7 +137,7 @@ def test_parents_know_nothing_of_each_other(seed: int) -> None:
         assert "=" not in document.whole
         assert document.prompt[:-1] not in tested
     for document in islice(documents(arithmetic), 40):
-        words = {document.whole[i : i + memory.world.letters] for i in range(len(document.whole))}
+        words = set(re.findall("[a-z]+", document.whole))
         assert not words & pairs.values.keys()
 
 
@@ -115,6 +158,19 @@ def test_too_few_expressions_are_an_error() -> None:
     key = next(key for key, value in pairs.values.items() if value == 10)
     with pytest.raises(DataError, match="1 keys allow too few expressions: make more keys, or ask for less"):
         next(tasks(world, pairs, [key], random.Random(0)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"letters": (4, 2)}, "letters are 4 to 2: give the fewest, at least 1, before the most"),
+        ({"operands": (1, 2)}, "operands are 1 to 2: give the fewest, at least 2, before the most"),
+        ({"letters": (1, 2)}, "500 keys take 1000 names, and there are 702: allow more letters"),
+    ],
+)
+def test_worlds_that_cannot_be(changes: dict[str, tuple[int, int]], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        World.parse(changes)
 
 
 def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
@@ -139,8 +195,9 @@ def test_every_row_in_the_one_form(tmp_path: Path) -> None:
     for row in results.rows:
         assert list(row.metrics) == list(METRICS)
         assert all(0 <= value_of(value) <= 100 for value in row.metrics.values())
-    costs = {row: results.details["costs"][row]["trainable_parameters"] for row in ROWS[2:]}  # type: ignore[index, call-overload]
-    assert max(costs.values()) < 1.1 * min(costs.values())
+    details: dict[str, Any] = dict(results.details)
+    costs = [details["costs"][row]["trainable_parameters"] for row in ROWS[2:]]
+    assert max(costs) < 1.1 * min(costs)
     assert [aim.aim for aim in results.aims] == [84.3, 5.0, 5.0, 10.0, 10.0]
     assert {row.id for row in results.paper} == {"m_a", "m_b", "composition"}
     assert (tmp_path / "out" / "accuracy.png").exists()

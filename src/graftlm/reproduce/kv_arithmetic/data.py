@@ -19,15 +19,16 @@ import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from graftlm.config import Config
 from graftlm.data import Document
 from graftlm.errors import DataError
+from graftlm.reproduce.kv_arithmetic.operands import Operands
 
 Form = Literal["substitution", "scratchpad", "direct", "numeric"]
 SUBSTITUTE, COMPUTE, END = ">", "=", "\n"
@@ -45,19 +46,29 @@ class World(Config):
 
     Args:
         keys: how many; their values are the integers from 1 to this, in random order.
-        letters: of each key.
+        letters: fewest and most in a key, each length as likely while there are names of it left.
         ones_first: write the ones first and the highest digit last.
-        operands: fewest and most in an expression.
+        operands: fewest and most in an expression, each number as likely.
         operations: each as likely as the others.
         held_in: share of the keys that the joint data may name.
     """
 
     keys: int = Field(500, ge=10)
-    letters: int = Field(3, ge=1, le=6)
+    letters: tuple[int, int] = (3, 3)
     ones_first: bool = True
     operands: tuple[int, int] = (2, 2)
     operations: str = "+-*"
     held_in: float = Field(0.2, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, least, (fewest, most) in (("letters", 1, self.letters), ("operands", 2, self.operands)):
+            if not least <= fewest <= most:
+                raise ValueError(f"{name} are {fewest} to {most}: give the fewest, at least {least}, before the most")
+        names = sum(len(ascii_lowercase) ** n for n in range(self.letters[0], self.letters[1] + 1))
+        if names < 2 * self.keys:  # half of them name nothing
+            raise ValueError(f"{self.keys} keys take {2 * self.keys} names, and there are {names}: allow more letters")
+        return self
 
     @property
     def digits(self) -> int:
@@ -68,10 +79,6 @@ class World(Config):
         """A number as it is written."""
         text = f"{value:0{self.digits}}"
         return text[::-1] if self.ones_first else text
-
-    def allows(self, value: int) -> bool:
-        """Whether an expression may come to this number."""
-        return 1 <= value <= self.keys
 
 
 @dataclass(frozen=True)
@@ -168,9 +175,10 @@ def tasks(
     Raises:
         DataError: the keys allow no other expression, or next to none.
     """
+    operands = Operands([pairs.values[key] for key in keys], world.keys, source.getrandbits(64))
     while True:
         for _ in range(_TRIES):
-            task = _task(world, pairs, keys, source)
+            task = _task(world, pairs, keys, source, operands)
             if task is not None and task.keys not in without and task.numbers not in without:
                 break
         else:
@@ -178,34 +186,36 @@ def tasks(
         yield task
 
 
-def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random) -> Task | None:
+def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands) -> Task | None:
     """A task whose operations were drawn before its operands, so that each is as likely, whatever the rule leaves.
 
     None where no operands were found, since few keys may have none that the rule allows.
     """
-    count = source.randint(*world.operands)
-    operations = "".join(source.choice(world.operations) for _ in range(count - 1))
-    for _ in range(_TRIES):
-        chosen = tuple(source.choice(keys) for _ in range(count))
-        values = [pairs.values[key] for key in chosen]
-        found = compute(values, operations)
-        if all(map(world.allows, found)):
-            numbers = Expression(tuple(map(world.number, values)), operations)
-            return Task(Expression(chosen, operations), numbers, world.number(found[-1]))
-    return None
+    operations = _operations(world, source)
+    places = operands.draw(operations)
+    if places is None:
+        return None
+    chosen = tuple(keys[place] for place in places)
+    values = [pairs.values[key] for key in chosen]
+    numbers = Expression(tuple(map(world.number, values)), operations)
+    return Task(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
+
+
+def _operations(world: World, source: random.Random) -> str:
+    return "".join(source.choice(world.operations) for _ in range(source.randint(*world.operands) - 1))
 
 
 def noise(world: World, source: random.Random, names: Container[str]) -> str:
     """Text before a sum that says nothing about it: an expression over words that are no keys."""
-    count = source.randint(*world.operands)
-    operations = "".join(source.choice(world.operations) for _ in range(count - 1))
-    return f"{Expression(tuple(word(world, source, names) for _ in range(count)), operations)}{SUBSTITUTE}"
+    operations = _operations(world, source)
+    words = tuple(word(world, source, names) for _ in range(len(operations) + 1))
+    return f"{Expression(words, operations)}{SUBSTITUTE}"
 
 
 def word(world: World, source: random.Random, names: Container[str] = ()) -> str:
     """Letters like a key's, and none of `names`."""
     while True:
-        found = "".join(source.choice(ascii_lowercase) for _ in range(world.letters))
+        found = "".join(source.choice(ascii_lowercase) for _ in range(source.randint(*world.letters)))
         if found not in names:
             return found
 

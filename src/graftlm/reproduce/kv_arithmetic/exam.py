@@ -59,8 +59,9 @@ def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
 
 def _different(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int) -> tuple[Task, ...]:
     found: dict[Expression, Task] = {}
+    drawn = tasks(world, pairs, keys, source, found)
     while len(found) < count:
-        task = next(tasks(world, pairs, keys, source, found))
+        task = next(drawn)
         found[task.keys] = task
     return tuple(found.values())
 

@@ -71,7 +71,7 @@ FULL = Setting()
 # As many keys and operands as in the paper; m_A is wider, for 216,000 weights do not hold 25,000 pairs.
 _WIDE = Shape(width=128, inner=384)
 LARGE = Setting(
-    world=World(keys=25_000, letters=4, operands=(3, 6)),
+    world=World(keys=25_000, letters=(2, 6), operands=(3, 6)),
     exam=Exam(expressions=200, validation=100),
     memory=Lessons(steps=4000, batch_size=32, learning_rate=3e-3, examples=120_000),
     arithmetic=Lessons(steps=4000, batch_size=32, learning_rate=3e-3, examples=120_000),
@@ -79,7 +79,7 @@ LARGE = Setting(
     shapes={"memory": _WIDE, "random": _WIDE, "arithmetic": _WIDE},
 )
 QUICK = Setting(
-    world=World(keys=40, letters=2),
+    world=World(keys=40, letters=(2, 2)),
     exam=Exam(expressions=4, validation=3),
     memory=Lessons(steps=4, batch_size=4, examples=16),
     arithmetic=Lessons(steps=4, batch_size=4, examples=16),
