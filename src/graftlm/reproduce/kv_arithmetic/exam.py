@@ -67,7 +67,7 @@ def _different(world: World, pairs: Pairs, keys: Sequence[str], source: random.R
 
 
 def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
-    """Percentages by metric, and `operations`: of the tests of arithmetic, by operation."""
+    """Percentages by metric, and `operations`: of the tests of arithmetic, by operation or number of operands."""
     written = {
         "held_in": _ask(model, tokenizer, questions.held_in, "scratchpad"),
         "held_out": _ask(model, tokenizer, questions.held_out, "scratchpad"),
@@ -83,7 +83,7 @@ def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
         marks[name] = [answer == task.result for task, answer in zip(questions.held_out, answers, strict=True)]
     of_operations = {name: marks[name] for name in METRICS if "math" in name and name != "kv_math_held_in"}
     return {name: percent(marks[name]) for name in METRICS} | {
-        "operations": {n: _by_operation(questions.held_out, m) for n, m in of_operations.items()}
+        "operations": {n: _by_kind(questions.held_out, m) for n, m in of_operations.items()}
     }
 
 
@@ -114,8 +114,11 @@ def _ask(model: Any, tokenizer: Any, asked: Sequence[Task], form: Form) -> list[
     return generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
 
 
-def _by_operation(asked: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
-    kinds = sorted({task.keys.operations for task in asked}) if all(len(t.keys.operations) == 1 for t in asked) else []
+def _by_kind(asked: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
+    """Percentages by operation, or by the number of operands where some have more than two."""
+    of_two = all(len(task.keys.operands) == 2 for task in asked)
+    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in asked]
     return {
-        kind: percent([m for t, m in zip(asked, marks, strict=True) if t.keys.operations == kind]) for kind in kinds
+        kind: percent([mark for own, mark in zip(kinds, marks, strict=True) if own == kind])
+        for kind in sorted(set(kinds))
     }
