@@ -10,29 +10,24 @@ with nothing attached.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
+from pair import QUICK, Pair, Reader, Size, bytes_of, count, random_ids, weight_bytes
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from turns import Clock, Turns, draw, interval, rounds, seconds
+from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, rounds
 
-from graftlm.backbone import Backbone, Site, Tap
-from graftlm.evaluation import Aim, Interval, Results, Row, write_report
+from graftlm.backbone import Site, Tap
+from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.grafts import Graft, GraftedModel
-from graftlm.grafts.composition import Composition, CompositionConfig
 from graftlm.training import TrainingConfig
 from graftlm.training.schedule import make_optimiser
 
 NAME = "bench-composition"
-AT_MOST, AT_LEAST = "at most", "at least"
 ROWS = {  # row id -> label, aim
     "decode_step": ("a decode step, over the sum of both parents'", (AT_MOST, 1.1)),
     "generate_256_vs_recompute": ("256 tokens recomputed at every token, over 256 with the cache", (AT_LEAST, 10.0)),
@@ -55,138 +50,6 @@ HOW = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How large one model is."""
-
-    width: int
-    ffn: int
-    layers: int
-    heads: int
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large the models and the work are."""
-
-    anchor: Shape = Shape(1024, 2816, 24, 16)
-    augmenting: Shape = Shape(512, 1408, 16, 8)
-    vocabulary: int = 32_000
-    stride: int = 4
-    context: int = 128
-    steps: int = 2
-    """Decode steps per turn."""
-    prompt: int = 16
-    new_tokens: int = 256
-    every: int = 32
-    """Of the lengths of a generation, every so-many-th is timed."""
-    rows: int = 2
-    length: int = 128
-    decode_rounds: int = 21
-    generate_rounds: int = 3
-    train_rounds: int = 5
-
-
-QUICK = Size(
-    Shape(64, 128, 4, 4),
-    Shape(32, 64, 4, 4),
-    vocabulary=512,
-    stride=2,
-    context=16,
-    prompt=4,
-    new_tokens=16,
-    every=4,
-    length=16,
-    decode_rounds=3,
-    train_rounds=3,
-)
-
-
-class Pair:
-    """Anchor and augmenting model, composed, and copies of both that know nothing of each other."""
-
-    def __init__(self, size: Size, device: torch.device, dtype: torch.dtype, clock: Clock) -> None:
-        self._clock: Clock = clock
-        anchor, augmenting = (
-            random_llama(shape, size.vocabulary, seed).to(device, dtype)  # type: ignore[arg-type]
-            for seed, shape in enumerate((size.anchor, size.augmenting))
-        )
-        self.anchor, self.augmenting = wrap(copy.deepcopy(anchor)), wrap(copy.deepcopy(augmenting))
-        config = CompositionConfig.parse({"augmenting": {"specialist": {"name": "in memory"}}, "stride": size.stride})
-        torch.manual_seed(2)
-        backbone = wrap(anchor)
-        self.graft = Composition(config, backbone, augmenting={"specialist": wrap(augmenting)}).to(dtype)
-        write_something(self.graft)
-        self.composed = GraftedModel(backbone, {"graft": self.graft})
-
-    @property
-    def models(self) -> dict[str, Any]:
-        """The composed model and both parents."""
-        return {"composed": self.composed.model, "anchor": self.anchor.model, "augmenting": self.augmenting.model}
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """How long `work` takes."""
-        return seconds(work, self.composed.device, self._clock)
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The paired layers, the augmenting model's first."""
-        return self.graft.config.augmenting["specialist"].pairs or []
-
-
-def wrap(model: Any) -> Backbone:
-    """A model in memory; both read the same tokens, so that no tokenizer is needed."""
-    return Backbone.wrap(model, name="a random Llama")
-
-
-def random_llama(shape: Shape, vocabulary: int, seed: int) -> LlamaForCausalLM:
-    """A Llama with tied embeddings, as models of this size have; it never ends a text."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@torch.no_grad()
-def write_something(graft: Graft) -> None:
-    """Random output matrices: at the start they are zero."""
-    for name, parameter in graft.named_parameters():
-        if name.endswith("w_o.weight"):
-            parameter.normal_(0, 0.02)
-
-
-def random_ids(size: Size, rows: int, length: int, device: torch.device) -> Tensor:
-    """Random tokens."""
-    return torch.randint(size.vocabulary, (rows, length), generator=torch.Generator().manual_seed(3)).to(device)
-
-
-class Reader:
-    """A model that reads on and on, with a cache."""
-
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        self._model = model
-        self.cache = DynamicCache(config=model.config)
-        self.read(ids)
-
-    @torch.inference_mode()
-    def read(self, ids: Tensor) -> None:
-        """Read more tokens, and predict the one after them."""
-        mask = torch.ones(1, self.cache.get_seq_length() + ids.shape[1], dtype=torch.long, device=ids.device)
-        self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-    def step(self, token: Tensor, count: int) -> None:
-        """Read one token `count` times over."""
-        for _ in range(count):
-            self.read(token)
-
-
 def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
     """Seconds of a decode step of `composed`, `anchor` and `augmenting`; what a turn reads is taken back after it."""
     ids = random_ids(size, 1, size.context, pair.composed.device)
@@ -206,11 +69,6 @@ def weight_bound(pair: Pair) -> float:
     parents = count(pair.anchor.model) + count(pair.augmenting.model)
     unread = count(pair.augmenting.model.get_input_embeddings())  # tied to the output layer
     return (parents - unread + count(pair.graft)) / parents
-
-
-def count(module: nn.Module) -> int:
-    """Its parameters."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
@@ -316,16 +174,6 @@ def measure_memory(pair: Pair, size: Size) -> dict[str, dict[str, int]]:
     }
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Of its parameters, shared ones once."""
-    return sum(bytes_of(parameter) for parameter in module.parameters())
-
-
-def bytes_of(tensor: Tensor | None) -> int:
-    """What a tensor holds."""
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
-
-
 def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     """All rows, with their aims and what belongs to them."""
     load = [os.getloadavg()[0]]
@@ -384,30 +232,17 @@ def ratios(over: list[float], under: list[float]) -> Interval:
 
 def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
     """What the ratios should be of models of this size; small ones say nothing about them."""
-    made = []
-    for name, (label, aim) in ROWS.items():
-        if aim is None:
-            continue
-        (side, value), ratio = aim, found[name].mean
-        met = ratio <= value if side == AT_MOST else ratio >= value
-        known: dict[str, Any] = {} if size == QUICK else {"measured": ratio, "met": met}
-        made.append(Aim(text=f"{label}: {side} {value:g}", metric="ratio", aim=value, **known))
-    return made
-
-
-def main() -> None:
-    """Measure, print, and write `results.json`, `report.md` and a plot."""
-    parser = argparse.ArgumentParser(description="What a composition costs beside its parents, in ratios.")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-composition"))
-    parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
-    chosen = parser.parse_args()
-    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device), chosen.clock)
-    marks = {name: aim and aim[1] for name, (_, aim) in ROWS.items()}
-    write_report(results, chosen.out, plots={"ratios": draw(results, marks, "ratio", logarithmic=True)})
-    print(f"written to {chosen.out}")
+    return [
+        made_aim(label, "ratio", aim, None if size == QUICK else found[name].mean)
+        for name, (label, aim) in ROWS.items()
+        if aim is not None
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    command(
+        NAME,
+        "What a composition costs beside its parents, in ratios.",
+        lambda quick, device, clock: benchmark(QUICK if quick else Size(), device, clock),
+        {name: aim and aim[1] for name, (_, aim) in ROWS.items()},
+    )

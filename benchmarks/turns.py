@@ -1,4 +1,4 @@
-"""Turns that are taken in pairs, in one process: what the benchmarks share.
+"""Turns that are taken in pairs, in one process, and their command line: what the benchmarks share.
 
 What is compared runs turn by turn, in rounds of alternating order, so that whatever else the machine does falls on both
 sides of a ratio. A ratio is the median over rounds, its interval the smallest and the largest.
@@ -6,16 +6,19 @@ sides of a ratio. A ratio is the median over rounds, its interval the smallest a
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
 
-from graftlm.evaluation import Interval, Results
+from graftlm.evaluation import Aim, Interval, Results, write_report
 
+AT_MOST, AT_LEAST = "at most", "at least"
 Clock = Literal["wall", "cpu"]
 Turns = dict[str, list[float]]
 """What each turn measured, by name, round by round."""
@@ -71,3 +74,38 @@ def draw(results: Results, aims: Mapping[str, float | None], axis: str, *, logar
         axes.set_xscale("log")
     axes.set_xlabel(f"{axis}: median, smallest and largest; tick: aim")
     return figure
+
+
+def made_aim(label: str, metric: str, aim: tuple[str, float], measured: float | None) -> Aim:
+    """An aim, AT_MOST or AT_LEAST a value, and whether it is met; None is a size that says nothing about it."""
+    side, value = aim
+    text = f"{label}: {side} {value:g}"
+    if measured is None:
+        return Aim(text=text, metric=metric, aim=value)
+    met = measured <= value if side == AT_MOST else measured >= value
+    return Aim(text=text, metric=metric, aim=value, measured=measured, met=met)
+
+
+def command(
+    name: str,
+    about: str,
+    benchmark: Callable[[bool, torch.device, Clock], Results],
+    aims: Mapping[str, float | None],
+) -> None:
+    """A benchmark's command line: measure, and write `results.json`, `report.md` and a plot.
+
+    Args:
+        name: of its results.
+        about: one sentence.
+        benchmark: given whether models are small, the device and the clock.
+        aims: of each row's ratio, for the plot.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, default=Path("runs") / name)
+    parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
+    chosen = parser.parse_args()
+    results = benchmark(chosen.quick, torch.device(chosen.device), chosen.clock)
+    write_report(results, chosen.out, plots={"ratios": draw(results, aims, "ratio", logarithmic=True)})
+    print(f"written to {chosen.out}")
