@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,18 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.data import (
     NEW,
     Batch,
-    DataConfig,
     Document,
     Mixture,
-    SourceConfig,
     StreamingBlocks,
-    build_documents,
-    build_mixture,
     pack,
     packing,
 )
 from graftlm.data.batch import assemble
-from graftlm.errors import DataError, RecipeError
+from graftlm.errors import DataError
 from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
 
 words = st.text(st.sampled_from("abc déf\n"), max_size=6)
@@ -238,129 +233,6 @@ def test_the_fingerprint_tells_a_prompt_from_text() -> None:
     assert prompted != plain
 
 
-# From files
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    import csv
-
-    import pyarrow
-    import pyarrow.parquet
-
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8-sig") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)) if path.suffix == ".jsonl" else json.dumps(rows))
-    return path
-
-
-ROWS = [{"question": "Où?\nQuand? ", "id": "7", "answer": 'Ici, "là"'}, {"question": "", "id": "8", "answer": "b\n"}]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
-def test_columns_of_prompts_and_texts(tmp_path: Path, suffix: str) -> None:
-    path = write(tmp_path / f"rows.{suffix}", ROWS)
-    source = SourceConfig(path=str(path), text_column="answer", prompt_column="question")
-    found = build_documents([source])
-    assert [(document.prompt, document.text) for document in found] == [(r["question"], r["answer"]) for r in ROWS]
-    assert found[1].where == f"{path}: {'line' if suffix == 'jsonl' else 'row'} 2"
-    alone = build_documents([SourceConfig(path=str(path), text_column="answer")])
-    assert [(document.prompt, document.text) for document in alone] == [("", r["answer"]) for r in ROWS]
-
-
-def test_columns_of_a_dataset(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "set"))
-    source = SourceConfig(dataset=str(tmp_path / "set"), text_column="answer", prompt_column="question")
-    assert [document.whole for document in build_documents([source])] == [r["question"] + r["answer"] for r in ROWS]
-
-
-def test_a_recipe_of_examples(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"text": f"answer {i}", "prompt": f"ask {i}:"} for i in range(9)])
-    source = {"path": str(path), "prompt_column": "prompt"}
-    values = {"new": [source], "old_share": 0, "length": 40, "boundaries": "whole"}
-    batch = build_mixture(DataConfig.parse(values), PLAIN, 2).batch(0)
-    assert batch.prompt is not None
-    streamed = values | {"new": [source | {"streaming": True}]}
-    assert build_mixture(DataConfig.parse(streamed), PLAIN, 2).batch(0).prompt is not None
-
-
-def message(path: Path, **values: object) -> str:
-    with pytest.raises(DataError) as caught:
-        build_documents([SourceConfig.parse({"path": str(path), "prompt_column": "prompt"} | values)])
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"text": "x"}, " has no column 'prompt' (found: text): set the source's prompt_column."),
-        ({"prompt": "x"}, " has no column 'text' (found: prompt): set the source's text_column."),
-        ({"text": "x", "prompt": 5}, " has a value of type int in the column 'prompt', but a string is expected."),
-        ({"text": None, "prompt": "x"}, " has nothing in the column 'text', but a string is expected."),
-        (
-            {"text": " \n", "prompt": "x"},
-            " has a prompt and an empty completion in the column 'text': give it text, or leave the row out.",
-        ),
-    ],
-)
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_bad_rows(tmp_path: Path, suffix: str, row: dict, expected: str) -> None:
-    path = write(tmp_path / f"rows.{suffix}", [row])
-    where = "" if suffix == "parquet" and "no column" in expected else ": line 1" if suffix == "jsonl" else ": row 1"
-    assert message(path) == f"{path}{where}{expected}"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", " has no column 'text' (found: none): set the source's text_column."),
-        ("text,prompt\na,b\nc\n", ": row 2 has 1 cells, but the header has 2: mend the row."),
-        ('text,prompt\na,"b\n', " is not valid CSV (unexpected end of data, at line 2): mend that line."),
-        ("text,prompt\n,b\n", ": row 1 has a prompt and an empty completion in the column 'text': give it text"),
-    ],
-)
-def test_bad_csv(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(text)
-    assert message(path).startswith(f"{path}{expected}")
-
-
-def test_plain_text_has_no_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("x")
-    assert message(path) == (
-        f"{path} is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
-        "or leave the prompt_column out."
-    )
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("group", [1, 10**6])
-def test_a_document_longer_than_a_row_is_named(
-    tmp_path: Path, streaming: bool, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
-    monkeypatch.setattr(packing, "GROUP_CHARACTERS", group)
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 6)
-    path = write(tmp_path / "rows.jsonl", [{"text": "abc", "prompt": "d"}, {"text": "a b\n" * 9, "prompt": "zz"}])
-    source = {"path": str(path), "prompt_column": "prompt", "streaming": streaming}
-    config = DataConfig.parse({"new": [source], "old_share": 0, "length": 16, "boundaries": "whole"})
-    with pytest.raises(DataError) as caught:
-        build_mixture(config, PLAIN, 4).batch(0)
-    assert str(caught.value).startswith(f"{path}: line 2 takes ")
-    assert str(caught.value).endswith(
-        " tokens or more with its prompt, but a row holds 16 and documents stay whole: "
-        "raise the length, leave the row out, or set boundaries to separate."
-    )
-
-
 def test_a_document_may_fill_its_row_to_the_last_token() -> None:
     exact = Document("b" * 7, prompt="cccccc c")
     length = len(literal(exact, PLAIN)[0])
@@ -369,23 +241,3 @@ def test_a_document_may_fill_its_row_to_the_last_token() -> None:
     assert (stream.take(0, 5, (0, 0)) != packing.PADDING).all()
     with pytest.raises(DataError, match="in memory takes"):
         pack([exact], PLAIN, length - 1, boundaries="whole")
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (
-            {"limit_characters": 9},
-            "prompts and completions are never cut: leave out skip_characters and limit_characters",
-        ),
-        (
-            {"skip_characters": 9},
-            "prompts and completions are never cut: leave out skip_characters and limit_characters",
-        ),
-        ({"prompt_column": "text"}, "prompt_column and text_column are both 'text': name two columns"),
-    ],
-)
-def test_bad_configs(values: dict, expected: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        SourceConfig.parse({"path": "x", "prompt_column": "prompt"} | values)
-    assert expected in str(caught.value)
