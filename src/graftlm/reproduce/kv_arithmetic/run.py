@@ -70,14 +70,14 @@ class Setting(Config):
 
 FULL = Setting()
 # As many keys and operands as in the paper. The models are wider, for 216,000 weights do not hold 25,000 pairs; steps
-# are those of 40 minutes of one core, and the rate of the compositions is a guess, smaller for the greater width.
+# are those of half an hour of one core, and the rate of the compositions is a guess, smaller for the greater width.
 _WIDE = Shape(width=128, inner=384)
 LARGE = Setting(
     world=World(keys=25_000, letters=(2, 6), operands=(3, 6)),
     exam=Exam(expressions=200, validation=100),
     memory=Lessons(steps=3500, batch_size=32, learning_rate=3e-3, examples=150_000),
-    arithmetic=Lessons(steps=2500, batch_size=32, learning_rate=3e-3, examples=120_000),
-    joint=Lessons(steps=700, batch_size=32, examples=30_000),
+    arithmetic=Lessons(steps=2000, batch_size=32, learning_rate=3e-3, examples=120_000),
+    joint=Lessons(steps=500, batch_size=32, examples=30_000),
     shapes={"memory": _WIDE, "random": _WIDE, "arithmetic": _WIDE},
     rates=RATES | {"composition": 1e-2, "random_m_a": 1e-2, "encoder_m_a": 1e-2},
     lora_rank=27,
