@@ -110,7 +110,7 @@ def train(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a recipe's graft, and report what it learned and forgot."""
+    """Train a recipe's graft or language model, and report."""
     _settle()
     from graftlm import load_recipe, run_recipe
     from graftlm.evaluation import Results

@@ -313,6 +313,7 @@ def files_of(folder: str | Path) -> dict[str, list[str]]:
     """What a run left in its folder: grafts, report and plots."""
     patterns = {
         "graft": ("graft/", "*/graft/"),
+        "model": ("model/",),
         "report": ("report.md",),
         "results": (RESULTS_NAME,),
         "plot": ("*.png",),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from graftlm.evaluation.results import Interval, Metric, Row, value_of, write_atomically
 
@@ -98,6 +98,23 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str =
             axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
         axes.plot(steps, smooth, color=colour, linewidth=1.9, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def by_length(
+    curves: Mapping[str, Sequence[tuple[int, Metric]]], *, trained: int | None = None, title: str = "Length"
+) -> Figure:
+    """Bits per byte against the tokens of a window, one line per curve; a dotted line at `trained`."""
+    figure, axes = _figure(title, "tokens of a window", "bits per byte")
+    for index, (name, points) in enumerate(curves.items()):
+        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+        lengths, values = [length for length, _ in points], [value_of(value) for _, value in points]
+        axes.plot(lengths, values, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name)
+    if trained is not None:
+        axes.axvline(trained, color=_GREY, linewidth=1.2, linestyle=":", zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(axes)
     return figure
 

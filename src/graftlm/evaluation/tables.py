@@ -91,7 +91,7 @@ def _short(name: str, metric: Metric | None) -> str:
 
 
 def _plain(name: str, value: float) -> str:
-    if name.endswith("_parameters"):
+    if name.endswith("parameters"):
         return _with_unit(value, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
     if name.endswith("_bytes"):
         return _with_unit(value, ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10)))
@@ -110,7 +110,7 @@ def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 
 def _rows_section(results: Results) -> str:
-    if not any(name in row.metrics for row in results.rows for name in (*_NATS, *_BITS, *_COSTS)):
+    if not _on_old_and_new(results):
         return _other_metrics(results)
     head = [
         "method", "old", "forgotten", "new", "learned", "bits per byte, old / new", "trainable parameters",
@@ -122,6 +122,11 @@ def _rows_section(results: Results) -> str:
         "one gained. Brackets: 95% intervals."
     )
     return f"## Learned and forgotten\n\n{table}\n\n{note}"
+
+
+def _on_old_and_new(results: Results) -> bool:
+    """Whether anything was measured on old or new text; a model trained from nothing knows no such sets."""
+    return any(name in row.metrics for row in results.rows for name in (*_NATS, *_BITS))
 
 
 def _row_cells(row: Row) -> list[str]:
@@ -144,7 +149,7 @@ def _row_cells(row: Row) -> list[str]:
 def _sets_section(results: Results) -> str:
     """Further evaluation sets, and any other metric that has no column above."""
     known = {*_NATS, *_BITS, *_COSTS}
-    if all(name not in known for row in results.rows for name in row.metrics):
+    if not _on_old_and_new(results):
         return ""
     return _other_metrics(results, known, "## Further measurements\n\n")
 

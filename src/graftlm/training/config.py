@@ -25,7 +25,11 @@ class TrainingConfig(Config):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises from 0.")
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="The last learning rate as a share of the highest.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Of matrices; vectors and scalars never decay.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Of matrices; vectors, scalars and what makes a state-space model's memory never.",
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = Field(default=1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
     precision: Literal["fp32", "bf16"] = "fp32"

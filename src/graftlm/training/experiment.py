@@ -13,17 +13,23 @@ from graftlm.evaluation import Aim, Results, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import write_atomically
 from graftlm.training.bench import Bench, Measurement, count_weights, graft_label
+from graftlm.training.language_recipe import LanguageModelRecipe
+from graftlm.training.language_run import train_language_model
 from graftlm.training.recipe import EvaluationConfig, Recipe
 
 Say = Callable[[str], None]
 
 
-def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool = True, say: Say = print) -> Results:
-    """Train the recipe's graft and report; the graft is in `out/graft`.
+def run_recipe(
+    recipe: Recipe | LanguageModelRecipe, out: str | Path | None = None, *, progress: bool = True, say: Say = print
+) -> Results:
+    """Train the recipe's graft and report; the graft is in `out/graft`, a language model in `out/model`.
 
     Raises:
         ForgettingBudgetError: the run forgot more than the recipe allows; graft and report are written all the same.
     """
+    if isinstance(recipe, LanguageModelRecipe):
+        return train_language_model(recipe, Path(out or recipe.out), progress=progress, say=say)
     if recipe.graft is None:
         raise RecipeError(
             "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
@@ -43,13 +49,21 @@ def run_recipe(recipe: Recipe, out: str | Path | None = None, *, progress: bool 
 
 
 def compare_recipe(
-    recipe: Recipe,
+    recipe: Recipe | LanguageModelRecipe,
     out: str | Path | None = None,
     *,
     progress: bool = True,
     say: Say = print,
 ) -> Results:
-    """Train every method of the recipe on the same data, report them side by side; grafts go to `out/<row>/graft`."""
+    """Train every method of the recipe on the same data, report them side by side; grafts go to `out/<row>/graft`.
+
+    Raises:
+        RecipeError: the recipe is one of a language model.
+    """
+    if isinstance(recipe, LanguageModelRecipe):
+        raise RecipeError(
+            "The recipe is of one language model, and there is nothing to compare it with: run graft train."
+        )
     folder = Path(out or recipe.out)
     recipe = recipe.comparison()
     bench, mixture = prepare(recipe, folder, progress=progress, say=say)

@@ -26,7 +26,7 @@ from graftlm.training.config import TrainingConfig
 from graftlm.training.history import History
 from graftlm.training.processes import graft_buffers, named_trainable, placed
 from graftlm.training.progress import Display
-from graftlm.training.schedule import learning_rate, make_optimiser, set_learning_rate
+from graftlm.training.schedule import keeping, learning_rate, make_optimiser, set_learning_rate
 from graftlm.training.state import Run, save, start, stop
 
 HISTORY = "history.jsonl"
@@ -72,9 +72,10 @@ def train(
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
+    kept = keeping(model)  # before the model is sharded, which makes its parameters anew
     with placed(model, config, out) as place:
         parameters = named_trainable(model)
-        run = Run(place, mixture, config, out, identity or {}, parameters, make_optimiser(parameters, config))
+        run = Run(place, mixture, config, out, identity or {}, parameters, make_optimiser(parameters, config, kept))
         _start_tracker(run)
         resumed_from = start(run, resume)
         _steps(run, progress)

@@ -11,11 +11,13 @@ from accelerate import PartialState
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.config import Config
+from graftlm.config import Config, apply_override, read_yaml
 from graftlm.data import DataConfig
+from graftlm.errors import RecipeError
 from graftlm.evaluation import TaskConfig
 from graftlm.grafts import GraftConfig, default_config, graft_class, graft_config, kinds
 from graftlm.training.config import TrainingConfig
+from graftlm.training.language_recipe import KIND, LanguageModelRecipe
 
 
 class BackboneConfig(Config):
@@ -111,15 +113,27 @@ def method_training(base: TrainingConfig, changes: dict[str, Any], where: str) -
     return TrainingConfig.parse(base.model_dump() | changes, where=where)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are of the form `training.steps=200`.
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | LanguageModelRecipe:
+    """Read a recipe: of a graft, or of a language model where its `kind` says so.
 
-    Local paths in it are relative to the working folder.
+    Args:
+        path: of a YAML file; local paths in it are relative to the working folder.
+        overrides: of the form `training.steps=200`.
 
     Raises:
         RecipeError: one sentence on the first thing that does not fit.
     """
-    return Recipe.from_yaml(path, overrides)
+    values = read_yaml(path)
+    for override in overrides:
+        apply_override(values, override)
+    kind = values.get("kind")
+    if kind is None:
+        return Recipe.parse(values, where=str(path))
+    if kind != KIND:
+        raise RecipeError(
+            f"{path}: kind is {kind!r}, but {KIND} is expected: leave kind out of a recipe that trains a graft."
+        )
+    return LanguageModelRecipe.parse(values, where=str(path))
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.optim import AdamW
@@ -25,11 +25,16 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * shapes[config.schedule])
 
 
-def make_optimiser(parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> AdamW:
-    """AdamW over `parameters`; only matrices and higher decay."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def keeping(model: nn.Module) -> set[str]:
+    """The parameters that say of themselves that they must not decay, by name: those with `_no_weight_decay`."""
+    return {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+
+
+def make_optimiser(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, kept: Collection[str] = ()) -> AdamW:
+    """AdamW over `parameters`; only matrices and higher decay, and none whose name is in `kept`."""
+    decaying = [p for name, p in parameters.items() if p.ndim >= 2 and name not in kept]
+    others = [p for name, p in parameters.items() if p.ndim < 2 or name in kept]
+    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
     return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
 

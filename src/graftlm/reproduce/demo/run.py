@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone, load_backbone
@@ -23,9 +22,8 @@ from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce.demo.corpus import deal, read_installation, write_documents
 from graftlm.training import TrainingConfig, train
 from graftlm.training.experiment import compare_recipe
+from graftlm.training.pieces import END_OF_TEXT, train_pieces
 from graftlm.training.recipe import Recipe
-
-_EOS = "<|eos|>"
 
 
 class Size(Config):
@@ -155,20 +153,12 @@ def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokeniz
             with file.open(encoding="utf-8") as lines:
                 yield from (json.loads(line)["text"] for line in lines)
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[_EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+    return train_pieces(texts(), vocabulary)
 
 
 def _random_llama(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    end = tokenizer.convert_tokens_to_ids(_EOS)
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     assert isinstance(end, int)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

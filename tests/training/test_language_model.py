@@ -1,0 +1,229 @@
+"""Language models from a recipe: what is written, what goes on after a kill, and what the user may get wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graftlm.data import Mixture, build_documents
+from graftlm.errors import GraftError, RecipeError
+from graftlm.evaluation import Results, score, value_of
+from graftlm.training import TrainingConfig
+from graftlm.training.experiment import compare_recipe, run_recipe
+from graftlm.training.language_model import LanguageModel, new_model
+from graftlm.training.language_recipe import LanguageModelRecipe
+from graftlm.training.pieces import train_pieces
+from graftlm.training.recipe import load_recipe
+from graftlm.training.schedule import keeping, make_optimiser
+from tiny import tiny_tokenizer
+
+WORDS = "the river ran under the old house and the garden slept below a white moon until morning came. "
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def values(folder: Path, **changes: Any) -> dict[str, Any]:
+    (folder / "train.txt").write_text(WORDS * 40, encoding="utf-8")
+    (folder / "test.txt").write_text(WORDS[::-1] * 4 + WORDS * 4, encoding="utf-8")
+    return {
+        "kind": "language-model",
+        "model": MODEL,
+        "tokenizer": {"pieces": 270},
+        "data": {
+            "train": [{"path": str(folder / "train.txt")}],
+            "test": {"river": [{"path": str(folder / "test.txt")}]},
+            "length": 32,
+        },
+        "training": {"steps": 6, "batch_size": 4, "learning_rate": 0.01, "checkpoint_every": 2},
+        "evaluation": {"lengths": [16, 64]},
+        "device": "cpu",
+        "out": str(folder / "run"),
+    } | changes
+
+
+def run(folder: Path, out: str = "run", **changes: Any) -> Results:
+    recipe = LanguageModelRecipe.parse(values(folder, **changes))
+    return run_recipe(recipe, folder / out, progress=False, say=lambda _: None)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model" / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(two[name], tensor) for name, tensor in one.items())
+
+
+def test_a_run_leaves_a_model_that_transformers_reads(tmp_path: Path) -> None:
+    results = run(tmp_path)
+    out = tmp_path / "run"
+    assert {"model", "tokenizer", "recipe.yaml", "results.json", "report.md"} <= {path.name for path in out.iterdir()}
+    assert load_recipe(out / "recipe.yaml") == LanguageModelRecipe.parse(values(tmp_path))
+    metrics = results.row("llama").metrics
+    assert {"bpb_river", "bpb_river_at_16", "bpb_river_at_32", "bpb_river_at_64", "train_tokens_per_s"} <= set(metrics)
+    losses: Any = results.details["losses"]["llama"]  # type: ignore[index, call-overload]
+    assert losses[-1][1] < losses[0][1]
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
+    assert model.config.vocab_size == len(tokenizer) <= 270
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    documents = build_documents(LanguageModelRecipe.parse(values(tmp_path)).data.test["river"])
+    found = score(model, tokenizer, documents, length=64).bits_per_byte
+    assert value_of(metrics["bpb_river_at_64"]) == pytest.approx(found, abs=1e-5)
+
+    written = (out / "model" / "model.safetensors").stat().st_mtime_ns
+    assert run(tmp_path).rows == results.rows
+    assert (out / "model" / "model.safetensors").stat().st_mtime_ns == written, "a finished run is read back"
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, "whole")
+    draw = Mixture.batch
+
+    def cut(self: Mixture, step: int) -> Any:
+        if step == 3:
+            raise KeyboardInterrupt
+        return draw(self, step)
+
+    monkeypatch.setattr(Mixture, "batch", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "cut")
+    monkeypatch.setattr(Mixture, "batch", draw)
+    run(tmp_path, "cut")
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    training = {"steps": 60, "batch_size": 4, "learning_rate": 0.01, "checkpoint_every": 1}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values(tmp_path, training=training)))
+    command = [sys.executable, "-m", "graftlm", "train", str(recipe), "--quiet", "--out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen([*command, str(tmp_path / "killed")], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    torch.set_num_threads(1)
+    run(tmp_path, "killed", training=training)
+    run(tmp_path, "whole", training=training)
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+
+
+def test_a_model_goes_on_from_its_folder(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = weights(tmp_path / "run")
+    training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-9}
+    results = run(tmp_path, "further", model=str(tmp_path / "run" / "model"), tokenizer=None, training=training)
+    after = weights(tmp_path / "further")
+    assert all(torch.allclose(after[name], tensor, atol=1e-6) for name, tensor in before.items())
+    assert value_of(results.row("llama").metrics["bpb_river_at_64"]) < 8
+
+
+def test_documents_may_be_kept_apart(tmp_path: Path) -> None:
+    data = values(tmp_path)["data"] | {"boundaries": "separate"}
+    (tmp_path / "train.jsonl").write_text('{"text": "the old house"}\n{"text": "a white moon"}\n' * 60)
+    data["train"] = [{"path": str(tmp_path / "train.jsonl")}]
+    assert run(tmp_path, data=data).row("llama")
+
+
+def test_what_keeps_a_state_does_not_decay() -> None:
+    model = nn.Linear(3, 2)
+    model.weight._no_weight_decay = True  # type: ignore[attr-defined]
+    wide = nn.Linear(3, 2)
+    both = nn.ModuleDict({"kept": model, "plain": wide})
+    assert keeping(both) == {"kept.weight"}
+    config = TrainingConfig(steps=1, weight_decay=0.1)
+    decaying, others = make_optimiser(dict(both.named_parameters()), config, keeping(both)).param_groups
+    assert decaying["weight_decay"] == 0.1
+    assert [id(p) for p in decaying["params"]] == [id(wide.weight)]
+    assert others["weight_decay"] == 0.0
+    assert len(others["params"]) == 3
+
+
+def test_its_loss_is_that_of_transformers() -> None:
+    tokenizer = tiny_tokenizer()
+    model = new_model(MODEL, tokenizer, 0)
+    ids = torch.randint(0, len(tokenizer), (3, 20))
+    assert torch.allclose(LanguageModel(model)(ids, labels=ids).loss, model(ids, labels=ids).loss, atol=1e-6)
+
+
+def test_pieces_write_every_text() -> None:
+    tokenizer = train_pieces([WORDS * 10], 300)
+    text = "Grüße, 你好 \x00 🌙"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert 257 < len(tokenizer) <= 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": MODEL | {"model_type": "lama"}}, r"no architecture with the model_type 'lama' \(did you mean"),
+        ({"model": MODEL | {"model_type": "t5"}}, "Models of the type t5 do not read text from left to right: name"),
+        ({"model": MODEL | {"hidden": 3}}, r"model: unknown key hidden for the model_type llama"),
+        (
+            {"model": MODEL | {"num_attention_heads": 3}},
+            r"the keys of the model_type llama don't fit \(.*not a multiple of the number of attention heads",
+        ),
+        (
+            {"model": MODEL | {"hidden_size": "wide"}},
+            r"model: the keys of the model_type llama don't fit \(.*hidden_size",
+        ),
+        ({"model": MODEL | {"vocab_size": 100}}, "The tokenizer has .* tokens, but the model llama has 100: take a"),
+        ({"model": {"hidden_size": 16}}, "a new model has a model_type, such as llama: name one under model"),
+        ({"model": "nowhere/at-all", "tokenizer": {"pieces": 260}}, r"The model nowhere/at-all can't be loaded \("),
+        ({"tokenizer": "nowhere/at-all"}, r"The tokenizer nowhere/at-all can't be loaded \(.*\): name a folder"),
+        ({"tokenizer": None}, "a new model has no tokenizer: name one under tokenizer, or learn one, as in"),
+        ({"tokenizer": {"pieces": 100}}, "tokenizer.pieces: the value should be greater than or equal to 257"),
+        ({"tokenizer": {}}, "a tokenizer has either a name or a number of pieces"),
+        (
+            {"evaluation": {"lengths": [128]}},
+            "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
+        ),
+        ({"training": {"steps": 0}}, "a language model learns by steps: set training.steps to 1 or more"),
+        ({"device": "meat"}, r"The device meat can't be used \("),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(GraftError) as caught:
+        run(tmp_path, **changes)
+    assert re.search(message, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values(tmp_path)))
+    recipe = load_recipe(path, ["training.steps=2"])
+    assert recipe.training.steps == 2
+    with pytest.raises(RecipeError, match="The recipe is of one language model, and there is nothing to compare it"):
+        compare_recipe(recipe)
+    with pytest.raises(RecipeError, match="kind is 'language', but language-model is expected: leave kind out of a"):
+        load_recipe(path, ["kind=language"])
