@@ -137,13 +137,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | Lan
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors: every kind of graft with its own keys."""
-    schema = Recipe.model_json_schema()
+    """The JSON schema of recipes, for editors: every kind of graft with its own keys, and language models."""
+    of_grafts, of_models = Recipe.model_json_schema(), LanguageModelRecipe.model_json_schema()
+    definitions = of_grafts.pop("$defs") | of_models.pop("$defs")
+    of_models["required"] = sorted({*of_models["required"], "kind"})
     variants = []
     for kind in kinds():
         variant = copy.deepcopy(graft_class(kind).Config.model_json_schema())
-        schema.setdefault("$defs", {}).update(variant.pop("$defs", {}))
+        definitions |= variant.pop("$defs", {})
         variant["required"] = sorted({*variant.get("required", []), "kind"})
         variants.append(variant)
-    schema["$defs"]["GraftConfig"] = {"title": "Graft", "oneOf": variants}
-    return schema
+    definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
+    return {"title": "Recipe", "oneOf": [of_grafts, of_models], "$defs": definitions}
