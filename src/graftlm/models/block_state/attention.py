@@ -1,0 +1,188 @@
+"""Attention within windows: to the last W tokens, and to the context states of a token's window.
+
+Shape suffixes: B rows, G slots, T queries of a pass, w slots of a window, H heads, K width of a head, d = H K.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graftlm.models.block_state.config import BlockStateConfig
+from graftlm.models.block_state.memory import LayerMemory
+from graftlm.models.block_state.passes import Pass, put, take
+
+NEVER = -1e30  # finite, so that a row without any key has no NaN
+
+
+class Norm(nn.RMSNorm):
+    """Divides by the root of the mean square, in the dtype of its weights."""
+
+    def __init__(self, width: int, config: BlockStateConfig) -> None:
+        super().__init__(width, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width)."""
+        return super().forward(x.to(self.weight.dtype))
+
+
+class RelativeBias(nn.Module):
+    """T5's bias on attention scores: one number for each head and bucket of distances.
+
+    The first half of the buckets are exact distances, the rest grow with their logarithm; where tokens see both ways,
+    each way has half of all.
+    """
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        self.bidirectional = config.bidirectional
+        self.buckets, self.distance = config.relative_buckets, config.relative_distance
+        self.table = nn.Embedding(self.buckets, config.num_attention_heads)
+
+    def forward(self, back: Tensor) -> Tensor:
+        """(H, *back.shape) for `back`, how many tokens a key stands before its query."""
+        return self.table(self._bucket(back)).movedim(-1, 0)
+
+    def _bucket(self, back: Tensor) -> Tensor:
+        buckets, offset = self.buckets, 0
+        if self.bidirectional:
+            buckets //= 2
+            offset = (back < 0) * buckets
+        back = back.abs() if self.bidirectional else back.clamp(min=0)
+        exact = buckets // 2
+        ratio = torch.log(back.clamp(min=1) / exact) / math.log(self.distance / exact)
+        far = (exact + ratio * (buckets - exact)).long().clamp(max=buckets - 1)
+        return torch.where(back < exact, back, far) + offset
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Something said of each token, kept for the last `span` tokens under a name, from pass to pass."""
+
+    name: str
+    span: int
+
+    def extend(self, new_BGE: Tensor, now: Pass, memory: LayerMemory | None, detach: bool) -> Tensor:
+        """(B, span + G, ...): behind `span` slots before the grid, and where earlier tokens stand, those of the cache.
+
+        In a step (B, span, ...): the last tokens, the new one among them.
+        """
+        old = None if memory is None else memory.tensors.get(self.name)
+        if now.step and old is not None:
+            everything = torch.cat([old[:, 1:], new_BGE], dim=1)
+            kept = everything
+        else:
+            blank = new_BGE.new_zeros(new_BGE.shape[0], self.span, *new_BGE.shape[2:])
+            everything = torch.cat([blank, new_BGE], dim=1)
+            if old is not None:
+                everything = put(everything, now.phases, old.to(new_BGE.dtype))
+            ends = tuple(phase + count for phase, count in zip(now.phases, now.new, strict=True))
+            kept = None if memory is None else take(everything, ends, self.span)
+        if memory is not None and kept is not None:
+            memory.keep(self.name, kept, detach=detach)
+        return everything
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Softmax(q k^T / sqrt(K) + bias) v: (..., queries, K) of (..., H, queries, K) and (..., H, keys, K)."""
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
+
+
+def heads(x: Tensor, count: int) -> Tensor:
+    """(..., slots, d) to (..., H, slots, K)."""
+    return x.unflatten(-1, (count, -1)).transpose(-2, -3)
+
+
+def merge(x: Tensor) -> Tensor:
+    """(..., H, slots, K) to (..., slots, d)."""
+    return x.transpose(-2, -3).flatten(-2)
+
+
+def windowed(x_BG: Tensor, width: int) -> Tensor:
+    """(B, G, ...) to (B, windows, w, ...)."""
+    return x_BG.unflatten(1, (-1, width))
+
+
+def spans(x_BS: Tensor, width: int, before: int, after: int = 0) -> Tensor:
+    """(B, windows, before + w + after, ...): each window of (B, before + G + after, ...) with what stands around it."""
+    found = x_BS.unfold(1, before + width + after, width)  # (B, windows, ..., size)
+    return found.movedim(-1, 2)
+
+
+class WindowAttention(nn.Module):
+    """Self-attention of each token to the last `span` tokens, itself among them (Transformer-XL's windows).
+
+    Keys and values of earlier windows of the same pass have gradients, unless the config's mixer is `memory`.
+    """
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        self.count, self.window, self.span = config.num_attention_heads, config.window, config.span
+        self.bidirectional = config.bidirectional
+        self.frozen_past = config.mixer == "memory"
+        self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
+        self.remembered = Remembered("tokens", config.span)
+        self.bias = RelativeBias(config)
+
+    def forward(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Tensor, Tensor]:
+        """(B, G, d), and keys with values of every slot of the grid (B, G, 2d), also of those before the pass."""
+        every = self.remembered.extend(self.kv(x_BGd), now, memory, self.training)
+        if now.step:
+            return self._step(x_BGd, every, now), every[:, -now.window :]
+        far = self._frozen(x_BGd, every, now) if self.frozen_past and torch.is_grad_enabled() else every
+        return self._windows(x_BGd, every, far, now), every[:, self.span :]
+
+    def _frozen(self, x_BGd: Tensor, every: Tensor, now: Pass) -> Tensor:
+        """Keys and values of earlier windows once more, of hidden states without gradients."""
+        again = functional.linear(x_BGd.detach(), self.kv.weight)
+        return torch.cat([every[:, : self.span], again], dim=1)
+
+    def _step(self, x_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
+        back = torch.arange(self.span - 1, -1, -1, device=x_B1d.device)
+        there = back <= now.row_numbers(now.past)[:, None]  # (B, span)
+        bias = self.bias(back)[None, :, None] + torch.where(there, 0.0, NEVER)[:, None, None]
+        k, v = every.chunk(2, dim=-1)
+        return merge(attend(heads(self.q(x_B1d), self.count), heads(k, self.count), heads(v, self.count), bias))
+
+    def _windows(self, x_BGd: Tensor, every: Tensor, far: Tensor, now: Pass) -> Tensor:
+        width = min(now.window, now.slots)
+        after = width if self.bidirectional else 0
+        if after:
+            every = functional.pad(every, (0, 0, 0, after))
+        kv = spans(every, width, self.span, after)
+        if far is not every and not after:
+            kv = torch.cat([spans(far, width, self.span)[:, :, : self.span], kv[:, :, self.span :]], dim=2)
+        q = heads(windowed(self.q(x_BGd), width), self.count)  # (B, windows, H, w, K)
+        k, v = (heads(one, self.count) for one in kv.chunk(2, dim=-1))
+        shared, edge = self._biases(now, width, after)
+        first = edge.shape[1]
+        out = [attend(q[:, :first], k[:, :first], v[:, :first], edge)]
+        if q.shape[1] > first:
+            out.append(attend(q[:, first:], k[:, first:], v[:, first:], shared))
+        return merge(torch.cat(out, dim=1)).flatten(1, 2)
+
+    def _biases(self, now: Pass, width: int, after: int) -> tuple[Tensor, Tensor]:
+        """Of all windows (H, w, keys); and of the first (B or 1, windows, H, w, keys), where keys may be missing."""
+        device = now.device
+        query = torch.arange(width, device=device)[:, None]
+        key = torch.arange(-self.span, width + after, device=device)
+        back = query - key
+        seen = (back < self.span) & ((back > -self.span) if after else (back >= 0))
+        shared = self.bias(back) + torch.where(seen, 0.0, NEVER)
+        windows = now.slots // width
+        count = windows if after else min(windows, self.span // now.window)
+        starts = torch.arange(count, device=device) * width
+        begin = [n - phase for n, phase in zip(now.past, now.phases, strict=True)]
+        ends = [phase + new for phase, new in zip(now.phases, now.new, strict=True)]
+        slot = starts[:, None] + key  # (windows, keys), slots of the grid
+        there = (slot + now.row_numbers(begin)[:, None, None]) >= 0
+        if after:
+            there = there & (slot < now.row_numbers(ends)[:, None, None])
+        if len(set(begin)) == 1 and (not after or len(set(ends)) == 1):
+            there = there[:1]
+        return shared, shared + torch.where(there, 0.0, NEVER)[:, :, None, None]
