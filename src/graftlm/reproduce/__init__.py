@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -42,6 +43,17 @@ class Options(Config):
     jobs: int = Field(2, ge=1)
     device: str | None = None
     backbone: str | None = None
+
+    def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
+        """The asked tables; without any the default ones, or all that are known.
+
+        Raises:
+            RecipeError: a table is not known.
+        """
+        for table in self.tables:
+            if table not in known:
+                raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, known)}.")
+        return self.tables or tuple(default or known)
 
 
 def reproduce(name: str, options: Options) -> Results:

@@ -6,10 +6,10 @@ graft on the disk. Both are kept, so an interrupted run goes on where it stood.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +21,14 @@ from transformers import AutoTokenizer
 
 from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_documents, build_mixture
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Interval, Row, value_of
-from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.evaluation.plots import PALETTE
-from graftlm.evaluation.results import write_atomically
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce import Options
 from graftlm.reproduce.cells import Cell, _workers, over_seeds
+from graftlm.reproduce.tasks import Task, kept_tasks
 from graftlm.training import TrainingConfig
 from graftlm.training.bench import Bench, Measurement, count_weights
 from graftlm.training.recipe import BackboneConfig, EvaluationConfig
@@ -41,24 +39,6 @@ OLD_SHARE = 0.2
 RATES = {"composition": (3e-3,), "lora": (1e-2,)}
 
 Measured = dict[str, Measurement]
-
-
-class Task(Config):
-    """Prompts and their answers.
-
-    Args:
-        name: begins the names of its metrics.
-        path: of a JSON Lines file with a `prompt` and a `text` a line.
-        answers: so many of the first prompts are answered greedily, for chrF; 0 leaves it out.
-        max_new_tokens: of an answer.
-        stop: ends an answer.
-    """
-
-    name: str
-    path: str
-    answers: int = 0
-    max_new_tokens: int = 48
-    stop: tuple[str, ...] = ("\n",)
 
 
 class Trained(NamedTuple):
@@ -216,6 +196,31 @@ def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Mea
     return over_seeds(measured, row_id, label)
 
 
+def rows_of(
+    bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]], labels: Mapping[str, str]
+) -> list[Row]:
+    """The rows of all tables: the bare models, the anchor `m_b` among them, and what was trained."""
+    anchor = bare["m_b"]
+    rows = [row_of([one], name, labels[name], anchor) for name, one in bare.items()]
+    return rows + [row_of(measured, name, labels[name], anchor) for name, measured in main.items()]
+
+
+def details_of(
+    rates: Mapping[str, float],
+    tuning: Measured,
+    main: Mapping[str, Sequence[Measurement]],
+    setting: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What stands beside the rows: rates and what chose them, and the first seed's statistics and losses."""
+    return {
+        "rates": dict(rates),
+        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
+        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
+        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
+        "setting": dict(setting),
+    }
+
+
 def plain(measured: Measurement, starts: tuple[str, ...]) -> dict[str, float]:
     """The plain numbers of the metrics whose names start so."""
     return {name: value_of(metric) for name, metric in measured.row.metrics.items() if name.startswith(starts)}
@@ -234,6 +239,11 @@ def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
     more = found["composition"] - found["lora"]
     text = "English forgotten beyond LoRA's, nats per token"
     return [Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0)]
+
+
+def source(texts: Path, name: str, **more: Any) -> SourceConfig:
+    """One of the experiment's own texts."""
+    return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
 
 
 def check_files(options: Options, names: Sequence[str]) -> None:
@@ -261,33 +271,20 @@ def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(metrics), frameon=False)
     return figure
 
 
 def _run(cell_json: str, tasks_json: list[str], out: str) -> str:
-    """One cell with its tasks, as JSON; what was measured before is read back.
-
-    Of each task `<name>` is in nats per token of the answers, `<name>_bpb` in bits per byte, `<name>_answer` in nats
-    per answer, and `<name>_chrf` compares greedy answers with the right ones.
-    """
+    """One cell with its tasks, as JSON; what was measured before is read back."""
     torch.set_num_threads(1)
     cell = Cell.model_validate_json(cell_json)
     folder = Path(out) / cell.id
     tests = json.dumps(cell.data.model_dump(mode="json", include={"test"})["test"])
     bench = _bench(cell.backbone.model_dump_json(), tests, cell.data.length, cell.evaluation.model_dump_json())
-    backbone = bench.backbone
     values = _measured(cell, bench, folder).to_json()
     tasks = [Task.model_validate_json(one) for one in tasks_json]
-    kept = {task.name: _kept(folder, task, cell) for task in tasks}
-    if missing := [task for task in tasks if kept[task.name] is None]:
-        if cell.graft is None:
-            kept |= _measure_all(backbone.model, backbone, missing, folder, cell)
-        else:
-            with GraftedModel(backbone, {"graft": load_graft(folder / "graft", backbone)}) as model:
-                kept |= _measure_all(model, backbone, missing, folder, cell)
-    for found in kept.values():
-        values["row"]["metrics"] |= found
+    values["row"]["metrics"] |= _answered(cell, bench.backbone, tasks, folder)
     return json.dumps(values)
 
 
@@ -297,6 +294,19 @@ def _measured(cell: Cell, bench: Bench, folder: Path) -> Measurement:
         return bench.backbone_measurement()
     mixture = _mixture(cell.backbone.model_dump_json(), cell.data.model_dump_json(), cell.training.batch_size)
     return bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
+
+
+def _answered(cell: Cell, backbone: Backbone, tasks: Sequence[Task], folder: Path) -> dict[str, Any]:
+    """The metrics of a cell's tasks."""
+    tokenizer = backbone.need_tokenizer()
+    if cell.graft is None:
+        weights = Path(cell.backbone.name) / "model.safetensors"
+        return kept_tasks(lambda: nullcontext(backbone.model), tokenizer, tasks, folder, [weights])
+    graft = folder / "graft"
+    weights = sorted(graft.glob("*.safetensors"))
+    return kept_tasks(
+        lambda: GraftedModel(backbone, {"graft": load_graft(graft, backbone)}), tokenizer, tasks, folder, weights
+    )
 
 
 @lru_cache(maxsize=2)
@@ -312,53 +322,3 @@ def _mixture(backbone: str, data: str, batch_size: int) -> Mixture:
     """Packed rows, kept likewise."""
     tokenizer = AutoTokenizer.from_pretrained(BackboneConfig.model_validate_json(backbone).name)
     return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)
-
-
-def _measure_all(model: Any, backbone: Backbone, tasks: Sequence[Task], folder: Path, cell: Cell) -> dict[str, Any]:
-    found = {}
-    for task in tasks:
-        found[task.name] = measure_task(model, backbone.need_tokenizer(), task)
-        content = json.dumps({"key": _key(folder, task, cell), "metrics": found[task.name]})
-        write_atomically(folder / f"task-{task.name}.json", content.encode())
-    return found
-
-
-def measure_task(model: Any, tokenizer: Any, task: Task) -> dict[str, Any]:
-    """The metrics of one task, as plain JSON values."""
-    examples = read_examples(task.path)
-    scores = score_answers(model, tokenizer, examples)
-    found: dict[str, Any] = {
-        task.name: scores.interval("nats_per_token").model_dump(),
-        f"{task.name}_bpb": scores.interval("bits_per_byte").model_dump(),
-        f"{task.name}_answer": float(scores.nats.sum()) / len(examples),
-    }
-    if task.answers:
-        some = examples[: task.answers]
-        answers = generate_answers(
-            model, tokenizer, [one.prompt for one in some], max_new_tokens=task.max_new_tokens, stop=task.stop
-        )
-        found[f"{task.name}_chrf"] = chrf(answers, some, beta=1)
-    return found
-
-
-def read_examples(path: str | Path) -> list[Example]:
-    """The examples of a JSON Lines file."""
-    with Path(path).open(encoding="utf-8") as lines:
-        return [Example(prompt=one["prompt"], answer=one["text"]) for one in map(json.loads, lines)]
-
-
-def _kept(folder: Path, task: Task, cell: Cell) -> dict[str, Any] | None:
-    try:
-        values = json.loads((folder / f"task-{task.name}.json").read_text(encoding="utf-8"))
-        return values["metrics"] if values["key"] == _key(folder, task, cell) else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _key(folder: Path, task: Task, cell: Cell) -> str:
-    """SHA-256 over the task, its file, and the weights that answer."""
-    digest = hashlib.sha256(task.model_dump_json(exclude={"path"}).encode())
-    weights = Path(cell.backbone.name) / "model.safetensors" if cell.graft is None else folder / "graft"
-    for file in [Path(task.path), *(sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights])]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -114,7 +114,6 @@ def make_parents(data: Path, folder: Path, size: Size, jobs: int) -> Parents:
 
 def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[str, Pretraining]:
     """The config of every parent, by its name in `Parents`."""
-    shape: dict[str, Any] = {"length": size.length, "batch_size": size.batch_size}
     shared, own = str(tokenizers["shared"]), str(tokenizers["own"])
 
     def texts(name: str) -> list[SourceConfig]:
@@ -123,22 +122,17 @@ def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[st
     def further(name: str, start: Pretraining, sources: list[SourceConfig]) -> Pretraining:
         return start.model_copy(update={"name": name, "start": start, "sources": sources, "learning_rate": 2e-3})
 
-    english = Pretraining(
-        name="english",
-        tokenizer=shared,
-        sources=texts("english"),
-        width=size.anchor_width,
-        layers=size.anchor_layers,
-        **shape,
-    )
     vanilla = Pretraining(
         name="vanilla",
         tokenizer=shared,
         sources=texts("english-some"),
         width=size.width,
         layers=size.layers,
-        **shape,
+        length=size.length,
+        batch_size=size.batch_size,
     )
+    wider = {"name": "english", "width": size.anchor_width, "layers": size.anchor_layers}
+    english = vanilla.model_copy(update={"sources": texts("english"), **wider})
     own_vanilla = vanilla.model_copy(update={"name": "own-vanilla", "tokenizer": own})
     return {
         "anchor": further("anchor", english, texts("mixed")),
@@ -192,16 +186,16 @@ def _english(novels: Sequence[str], docs: Sequence[str], size: Size, share: floa
     """The start of every novel, and documentation up to its size."""
     return [
         *(novel[: int(share * size.novel)] for novel in novels),
-        *_up_to(docs, int(share * size.documentation)),
+        *up_to(docs, int(share * size.documentation)),
     ]
 
 
 def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
     """What the anchor reads last: English beyond what it has read, with French and code among it, as the web has."""
     share = size.mixed // 3
-    english = _up_to((text[size.novel :][: size.novel // 5] for text in novels), share)
-    foreign = _up_to((text[size.french :][: size.french // 5] for text in french), share)
-    code = _up_to((text[len(text) // 2 :][: size.novel // 50] for text in modules), share)
+    english = up_to((text[size.novel :][: size.novel // 5] for text in novels), share)
+    foreign = up_to((text[size.french :][: size.french // 5] for text in french), share)
+    code = up_to((text[len(text) // 2 :][: size.novel // 50] for text in modules), share)
     return [text for kind in (english, foreign, code) for text in kind if text.strip()]
 
 
@@ -214,7 +208,8 @@ def _documentation(data: Path, modules: Sequence[str]) -> Iterator[str]:
         yield from pair
 
 
-def _up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+def up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first texts of at least so many characters in all, each cut to what is left."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)

@@ -13,31 +13,30 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from graftlm.config import Config
-from graftlm.data import DataConfig, SourceConfig
-from graftlm.errors import RecipeError, did_you_mean
+from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.reproduce import Options
 from graftlm.reproduce.composed import (
     OLD_SHARE,
     Study,
-    Task,
     Trained,
     bars,
     check_files,
     composition,
+    details_of,
     equal_lora,
     more_forgotten,
-    plain,
-    row_of,
+    rows_of,
+    source,
 )
 from graftlm.reproduce.composition_code import paper
 from graftlm.reproduce.composition_code.functions import code_of, docstring_of, functions
 from graftlm.reproduce.demo.corpus import write_documents
 from graftlm.reproduce.parents import FILES, Parents, Size, make_parents, read_texts
 from graftlm.reproduce.parents import QUICK as QUICK_SIZE
+from graftlm.reproduce.tasks import Task
 from graftlm.reproduce.texts import fitting, held_out, old_part, part, pieces, spaced, write_examples
-from graftlm.training.bench import Measurement
 
 NAME = "composition-code"
 ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
@@ -84,7 +83,7 @@ def run(options: Options) -> Results:
         DataError: the data folder lacks a file.
         RecipeError: there is no such table.
     """
-    wanted = _wanted(options)
+    wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
     check_files(options, FILES)
     size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
     parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
@@ -95,14 +94,9 @@ def run(options: Options) -> Results:
     bare = study.measure_bare({"m_b": parents.anchor, "m_a": parents.code})
     tuning, rates = study.tune(trained)
     main = study.measure(trained, rates, "the chosen rates, every seed")
-    rows = rows_of(bare, main)
-    details = {
-        "rates": rates,
-        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
-        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
-        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
-        "setting": study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries()},
-    }
+    rows = rows_of(bare, main, LABELS)
+    setting = study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries()}
+    details = details_of(rates, tuning, main, setting)
     seeds, published = study.seeds, paper.rows()
     results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
     shown = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
@@ -163,19 +157,15 @@ def study_of(options: Options, parents: Parents, texts: Path, size: Size, amount
 
 def data_of(texts: Path, size: Size) -> DataConfig:
     """What every row is trained and measured on."""
-
-    def source(name: str, **more: Any) -> SourceConfig:
-        return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
-
     # Here the new domain is Python.
     sets = {"old": "old", "new": "python", "validation_old": "validation_old", "validation_new": "validation_python"}
     return DataConfig(
-        new=[source("python-part"), source("functions", prompt_column="prompt")],
-        old=[source("english-part")],
+        new=[source(texts, "python-part"), source(texts, "functions", prompt_column="prompt")],
+        old=[source(texts, "english-part")],
         old_share=OLD_SHARE,
         length=size.length,
         boundaries="whole",
-        test={name: [source(file)] for name, file in sets.items()},
+        test={name: [source(texts, file)] for name, file in sets.items()},
     )
 
 
@@ -193,13 +183,6 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
     return [Trained(name, LABELS[name], graft, data, VALIDATION) for name, graft in grafts.items()]
 
 
-def rows_of(bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]]) -> list[Row]:
-    """The rows of all tables. Without a prompt an encoder says nothing, so it has the tasks' metrics alone."""
-    anchor = bare["m_b"]
-    rows = [row_of([one], name, LABELS[name], anchor) for name, one in bare.items()]
-    return rows + [row_of(measured, name, LABELS[name], anchor) for name, measured in main.items()]
-
-
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The composition over both parents, on both tasks, and what it forgets beside LoRA."""
     found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
@@ -212,10 +195,3 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         for ratio in [found["composition"][metric] / found[other][metric]]
     ]
     return [*ratios, *more_forgotten(rows)]
-
-
-def _wanted(options: Options) -> set[str]:
-    for table in options.tables:
-        if table not in TABLES:
-            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
-    return {row for table in options.tables or TABLES for row in TABLES[table]}

@@ -10,31 +10,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftlm.data import DataConfig, SourceConfig
-from graftlm.errors import RecipeError, did_you_mean
+from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.reproduce import Options
 from graftlm.reproduce.composed import (
     OLD_SHARE,
     Study,
-    Task,
     Trained,
     bars,
     check_files,
     composition,
+    details_of,
     equal_lora,
     more_forgotten,
     only,
-    plain,
-    row_of,
+    rows_of,
+    source,
 )
 from graftlm.reproduce.composition_language import paper
 from graftlm.reproduce.composition_language.texts import FILES, QUICK, Amounts, write_texts
 from graftlm.reproduce.parents import FILES as PARENT_FILES
 from graftlm.reproduce.parents import QUICK as QUICK_SIZE
 from graftlm.reproduce.parents import Parents, Size, make_parents
-from graftlm.training.bench import Measurement
+from graftlm.reproduce.tasks import Task
 
 NAME = "composition-language"
 TABLES = {
@@ -78,7 +77,7 @@ def run(options: Options) -> Results:
         DataError: the data folder lacks a file.
         RecipeError: there is no such table.
     """
-    wanted = _wanted(options)
+    wanted = {row for table in options.chosen(tuple(TABLES), BY_DEFAULT) for row in TABLES[table]}
     check_files(options, (*PARENT_FILES, *FILES))
     size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
     parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
@@ -92,14 +91,13 @@ def run(options: Options) -> Results:
     tuning, rates = study.tune(main_rows)
     tuning |= study.try_out([row for row in trained if row.id in VARIANTS], rates["composition"])
     main = study.measure(main_rows, rates, "the chosen rates, every seed")
-    rows = rows_of(bare, main)
-    details = {
-        "rates": rates,
-        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
-        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
-        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
-        "setting": study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries()},
-    }
+    # Another tokenizer's tokens are other units, so only bits per byte stand for it.
+    rows = [
+        only(row, "_bpb", "_answer", "_chrf", "_parameters") if row.id == "m_a_own" else row
+        for row in rows_of(bare, main, LABELS)
+    ]
+    setting = study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries()}
+    details = details_of(rates, tuning, main, setting)
     seeds, published = study.seeds, paper.rows()
     results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
     plots = {"bits-per-byte": bars(rows, {"new_bpb": "French", "old_bpb": "English"}, "bits per byte")}
@@ -127,17 +125,14 @@ def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = Fa
     more = {"prompt_column": "prompt"} if prompts else {}
     ending = "prompts" if prompts else "part"
 
-    def source(name: str, **more: Any) -> SourceConfig:
-        return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
-
     sets = ("old", "new", "python", "validation_old", "validation_new", "validation_python")
     return DataConfig(
-        new=[source(f"{part}-{ending}", **more) for part in parts],
-        old=[source(f"english-{ending}", **more)],
+        new=[source(texts, f"{part}-{ending}", **more) for part in parts],
+        old=[source(texts, f"english-{ending}", **more)],
         old_share=OLD_SHARE,
         length=size.length,
         boundaries="whole" if prompts else "separate",
-        test={name: [source(name)] for name in sets},
+        test={name: [source(texts, name)] for name in sets},
     )
 
 
@@ -165,14 +160,6 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
     return [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
 
 
-def rows_of(bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]]) -> list[Row]:
-    """The rows of all tables. Another tokenizer's tokens are other units, so only bits per byte stand for it."""
-    anchor = bare["m_b"]
-    rows = [row_of([one], name, LABELS[name], anchor) for name, one in bare.items()]
-    rows = [only(row, "_bpb", "_answer", "_chrf", "_parameters") if row.id == "m_a_own" else row for row in rows]
-    return rows + [row_of(measured, name, LABELS[name], anchor) for name, measured in main.items()]
-
-
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """What the issue asks: better French than both parents, English kept, little lost between two tokenizers."""
     found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
@@ -196,10 +183,3 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         for limit, ratio in [(limits.get(row, 1.0), found[row][metric] / found[other][metric])]
     ]
     return [*ratios, *more_forgotten(rows)]
-
-
-def _wanted(options: Options) -> set[str]:
-    for table in options.tables:
-        if table not in TABLES:
-            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
-    return {row for table in options.tables or BY_DEFAULT for row in TABLES[table]}

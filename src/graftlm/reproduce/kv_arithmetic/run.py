@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.errors import RecipeError, did_you_mean
 from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import write_atomically
@@ -146,7 +145,7 @@ def run(options: Options) -> Results:
     Raises:
         RecipeError: there is no such table.
     """
-    plan, tables = Plan(options), _checked(options)
+    plan, tables = Plan(options), options.chosen(tuple(TABLES), WITHIN_TEN_MINUTES)
     lines = [line for table in tables for line in TABLES[table](_plan_of(table, plan))]
     started = time.perf_counter()
     measured = run_jobs([job for line in lines for job in line.jobs], options.out, processes=options.jobs, title=NAME)
@@ -304,10 +303,3 @@ def _details(
 def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
     shown = [row for row in rows if row.id in LABELS]
     return {"accuracy": accuracy(shown)} if shown else {}
-
-
-def _checked(options: Options) -> tuple[str, ...]:
-    for table in options.tables:
-        if table not in TABLES:
-            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
-    return options.tables or WITHIN_TEN_MINUTES

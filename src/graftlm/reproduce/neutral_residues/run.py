@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.errors import DataError, RecipeError, did_you_mean
+from graftlm.errors import DataError
 from graftlm.evaluation import Aim, PaperRow, Results, Row, value_of
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
@@ -145,7 +145,7 @@ def run(options: Options) -> Results:
         DataError: the data folder lacks a file.
         RecipeError: there is no such table.
     """
-    tables = _checked_tables(options)
+    tables = options.chosen(TABLES)
     _check_files(options)
     plan = Plan(options)
     bare = plan.run([plan.bare()], "the backbone")["backbone"]
@@ -341,13 +341,6 @@ def _paper_table_2() -> list[PaperRow]:
     for method, (with_old, without) in paper.TABLE_2.items():
         rows += [paper.row(method, with_old, "Table 2"), paper.row(f"{method}-p0", without, "Table 2")]
     return rows
-
-
-def _checked_tables(options: Options) -> tuple[str, ...]:
-    for table in options.tables:
-        if table not in TABLES:
-            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
-    return options.tables or TABLES
 
 
 def _check_files(options: Options) -> None:
