@@ -74,7 +74,8 @@ def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_back
     save_graft(build_graft(graft_config(values(folder)), anchor), anchor, tmp_path / "graft")
     manifest = read_manifest(tmp_path / "graft")
     assert manifest.augmenting["one"].name == str(folder)
-    assert manifest.config["augmenting"]["one"]["pairs"] == [[0, 0], [1, 1]]  # type: ignore[index, call-overload]
+    config: Any = manifest.config
+    assert config["augmenting"]["one"]["pairs"] == [[0, 0], [1, 1]]
     assert manifest.parameters == 2 * 5 * 48 * 48
 
     (tmp_path / "one").rename(tmp_path / "two")

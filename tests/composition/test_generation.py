@@ -35,7 +35,8 @@ PROMPT_ALONE = pytest.mark.parametrize("model", [{"refresh": "prompt"}], indirec
 def test_the_prompt_alone_is_read_once(model: GraftedModel, beams: int) -> None:
     ids, mask = prompts()
     runs: list[int] = []
-    one: Any = model.grafts["graft"].augmenting()["one"].model  # type: ignore[operator]
+    graft: Any = model.grafts["graft"]
+    one = graft.augmenting()["one"].model
     handle = one.get_input_embeddings().register_forward_hook(lambda *_: runs.append(1))
     out = generate(model, ids, mask, do_sample=False, num_beams=beams)
     handle.remove()
@@ -55,7 +56,8 @@ def test_the_answer_does_not_reach_the_encoder(model: GraftedModel) -> None:
     """With hidden answers, what is seen of the augmenting model is the same whatever stands there."""
     ids, given = tiny_ids(), torch.arange(24)[None].expand(2, -1) < 9
     seen: list[torch.Tensor] = []
-    block: Any = model.grafts["graft"].blocks["one"][0]  # type: ignore[index, union-attr]
+    graft: Any = model.grafts["graft"]
+    block = graft.blocks["one"][0]
     handle = block.w_o.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
     with torch.no_grad():
         model(ids, prompt=given)

@@ -72,7 +72,7 @@ def pretrain(config: Pretraining, models: Path, *, progress: bool = False) -> Pa
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     start = pretrain(config.start, models, progress=progress) if config.start else None
     how = {"dtype": "float32"}
-    model: Any = AutoModelForCausalLM.from_pretrained(start, **how) if start else random_llama(config, tokenizer)
+    model: Any = AutoModelForCausalLM.from_pretrained(start, **how) if start else _untrained(config, tokenizer)
     summary = dict(_train(model, tokenizer, config, folder, progress)) if config.sources else {}
     model.requires_grad_(False)
     model.save_pretrained(folder)
@@ -82,19 +82,26 @@ def pretrain(config: Pretraining, models: Path, *, progress: bool = False) -> Pa
     return folder
 
 
-def random_llama(config: Pretraining, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """An untrained model of the config's shape, from its seed."""
-    torch.manual_seed(config.seed)
+def _untrained(config: Pretraining, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    shape = {"width": config.width, "layers": config.layers, "heads": config.heads, "length": config.length}
+    return random_llama(tokenizer, **shape, seed=config.seed)
+
+
+def random_llama(
+    tokenizer: PreTrainedTokenizerBase, *, width: int, layers: int, heads: int, length: int, seed: int
+) -> LlamaForCausalLM:
+    """An untrained Llama from a seed, with tied embeddings; it can read four times its training rows of `length`."""
+    torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=config.width,
-        intermediate_size=3 * config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        max_position_embeddings=4 * config.length,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4 * length,
         tie_word_embeddings=True,
         eos_token_id=end,
         bos_token_id=None,

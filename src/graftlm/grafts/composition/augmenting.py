@@ -240,7 +240,7 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
     """What decides a fast tokenizer's ids beside its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # fast, as asked
     return [whole[part] for part in ("normalizer", "pre_tokenizer", "model")]
 
 

@@ -26,7 +26,7 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def spellers(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Speller]:
     """Makes a speller for each text; what a token adds depends on no later token."""
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}  # type: ignore[attr-defined]
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}  # type: ignore[attr-defined]  # fast
     if decoder.get("type") == "ByteLevel":
         return _byte_spellers(tokenizer)
     return lambda: _decoding_speller(tokenizer)
@@ -36,7 +36,7 @@ def _byte_spellers(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Speller]:
     """For byte-level tokenizers, whose tokens stand for the same bytes wherever they are."""
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     added = {token: str(one).encode() for token, one in tokenizer.added_tokens_decoder.items()}
-    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))  # type: ignore[assignment]
+    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))  # type: ignore[assignment]  # None for ids without a token
     table = [
         added.get(i, bytes(byte_of[c] for c in name if c in byte_of)) if name is not None else b""
         for i, name in enumerate(names)

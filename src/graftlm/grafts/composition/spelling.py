@@ -62,10 +62,10 @@ class Spelling:
         self.special = set(anchor.all_special_ids)
         self.ends: dict[int, list[int]] = {}
         if anchor.eos_token_id is not None and augmenting.eos_token_id is not None:
-            self.ends = {int(anchor.eos_token_id): [int(augmenting.eos_token_id)]}  # type: ignore[arg-type]
+            self.ends = {int(anchor.eos_token_id): [int(augmenting.eos_token_id)]}  # type: ignore[arg-type]  # one id, for a text
         self.begin = leading_bos(augmenting)
         # A copy of the rules alone: transformers' object changes while it is used, which threads would meet.
-        self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.tokens_of = lru_cache(maxsize=1 << 16)(self._tokens_of)

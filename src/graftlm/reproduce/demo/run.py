@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config
@@ -20,9 +19,10 @@ from graftlm.data import DataConfig, SourceConfig, build_mixture
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce.demo.corpus import deal, read_installation, write_documents
+from graftlm.reproduce.pretrain import random_llama
 from graftlm.training import TrainingConfig, train
 from graftlm.training.experiment import compare_recipe
-from graftlm.training.pieces import END_OF_TEXT, train_pieces
+from graftlm.training.pieces import train_pieces
 from graftlm.training.recipe import Recipe
 
 
@@ -103,7 +103,8 @@ def make_backbone(
         say(f"Using the backbone that an earlier run left in {folder}.")
         return
     tokenizer = train_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
-    backbone = Backbone.wrap(_random_llama(size, tokenizer, seed), tokenizer, name="tiny Llama")
+    model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
+    backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
     data = DataConfig(
         new=[SourceConfig(path=str(corpus / "english.jsonl"))], old_share=0, length=size.length, seed=seed
     )
@@ -154,26 +155,6 @@ def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokeniz
                 yield from (json.loads(line)["text"] for line in lines)
 
     return train_pieces(texts(), vocabulary)
-
-
-def _random_llama(size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    assert isinstance(end, int)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=size.width,
-        intermediate_size=3 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=4 * size.length,
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        bos_token_id=None,
-        pad_token_id=end,
-    )
-    return LlamaForCausalLM(config)
 
 
 def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:

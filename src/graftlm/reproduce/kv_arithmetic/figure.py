@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from graftlm.evaluation import Row, value_of
+from graftlm.evaluation import Interval, Row, value_of
 from graftlm.evaluation.plots import PALETTE
 
 SHOWN = {
@@ -44,7 +44,7 @@ def accuracy(rows: Sequence[Row]) -> Figure:
 def _reach(rows: Sequence[Row], metric: str) -> list[list[float]]:
     """How far the intervals reach below and above the means, within 0 and 100."""
     found = [row.metrics[metric] for row in rows]
-    pairs = [(one.mean, one.low, one.high) if hasattr(one, "mean") else (value_of(one),) * 3 for one in found]  # type: ignore[union-attr]
+    pairs = [(one.mean, one.low, one.high) if isinstance(one, Interval) else (value_of(one),) * 3 for one in found]
     return [
         [mean - max(0.0, low) for mean, low, _ in pairs],
         [min(100.0, high) - mean for mean, _, high in pairs],

@@ -101,7 +101,7 @@ def _train(job: Job, backbone: Backbone, models: Path, folder: Path) -> dict[str
         values["augmenting"] = {"memory": how | {"name": str(job.parent(job.augmenting).folder(models))}}
     config = graft_config(values)
     data = list(islice(joint_documents(job), job.lessons.examples))
-    mixture = rows(data, backbone.need_tokenizer(), job.lessons.batch_size, job.seed)  # type: ignore[arg-type]
+    mixture = rows(data, backbone.need_tokenizer(), job.lessons.batch_size, job.seed)
     set_seed(job.seed)
     started = time.process_time()
     with GraftedModel(backbone, {"graft": build_graft(config, backbone)}) as model:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone
 from graftlm.config import Config
@@ -147,7 +147,7 @@ def _sums(config: Parent, pairs: Pairs, source: random.Random) -> Iterator[Docum
         yield Document(f"{rest}{COMPUTE}{task.result}{END}", prompt=f"{before}{known}")
 
 
-def rows(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, batch_size: int, seed: int) -> Mixture:
+def rows(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> Mixture:
     """Documents as batches: rows as long as the longest, or as two of the shortest where that takes fewer tokens."""
     by_length = sorted(documents, key=lambda document: len(document.whole))  # those that share a row come together
     longest, shortest = len(by_length[-1].whole), len(by_length[0].whole)  # a character is a token
