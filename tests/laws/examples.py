@@ -133,6 +133,12 @@ EXAMPLES: dict[str, list[Example]] = {
             name="recomputing",
             exceptions=_ROUTING,
         ),
+        Example(
+            "token-routing",
+            {"experts": _EXPERTS, "prompt": "causal", "every": 3, "embedder": {"layers": 1, "whiten": True}},
+            name="by-states",
+            exceptions=_ROUTING,
+        ),
     ],
     "lora": [
         Example(

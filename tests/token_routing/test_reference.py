@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, reference
 from graftlm.grafts.token_routing.experts import Factors, Place
 from graftlm.grafts.token_routing.mixture import Mixture, Routes
-from tiny import SPECIAL, tiny_ids
+from tiny import SPECIAL, tiny_ids, tiny_model
 from token_routing.tools import backbone
 
 EXPERTS = {
-    "one": {"rank": 2, "targets": ["attention"], "texts": ["The quick brown fox jumps over the lazy dog"]},
-    "two": {"rank": 1, "targets": ["ffn"], "texts": ["Le renard brun saute par-dessus le chien paresseux"]},
+    "one": {"rank": 2, "targets": ["attention"], "texts": ["The quick brown fox jumps over the lazy dog", "thin fox"]},
+    "two": {"rank": 1, "targets": ["ffn"], "texts": ["Le renard brun saute", "par-dessus le chien paresseux"]},
     "three": {"rank": 3, "targets": ["ffn"], "texts": ["def forward(self, hidden_states): return self.down"]},
 }
 CONFIGS = st.fixed_dictionaries(
@@ -32,7 +33,9 @@ CONFIGS = st.fixed_dictionaries(
         "reads": st.sampled_from(["all", "prompt"]),
         "window": st.sampled_from([None, 1, 5]),
         "prompt": st.sampled_from(["whole", "causal"]),
-        "embedder": st.sampled_from([{}, {"centre": False}]),
+        "embedder": st.fixed_dictionaries(
+            {"layers": st.sampled_from([0, 1, -1]), "centre": st.booleans(), "whiten": st.booleans()}
+        ),
     }
 ).filter(lambda one: (one["reads"], one["prompt"]) != ("prompt", "causal"))
 
@@ -44,14 +47,39 @@ def graft_of(settings: dict[str, Any]) -> TokenRouting:
     return graft
 
 
+@functools.cache
+def bare() -> Any:
+    """The same backbone, which no graft meets."""
+    return tiny_model("llama")
+
+
+@torch.no_grad()
+def vectors_of(tokens: list[int], graft: TokenRouting) -> torch.Tensor:
+    """(tokens, d) what the means are of."""
+    layers = graft.config.embedder.layers
+    if layers == 0:
+        return backbone("llama").sites.module(Site("embedding"))[0].get_parameter("weight").detach()[tokens]
+    return reference.hidden_states(tokens, layers, bare())
+
+
+def root_of(graft: TokenRouting) -> torch.Tensor | None:
+    if not graft.config.embedder.whiten:
+        return None
+    tokenizer, groups = backbone("llama").need_tokenizer(), []
+    for one in EXPERTS.values():
+        texts = [tokenizer(text)["input_ids"] for text in one["texts"]]
+        embedded = [reference.embed(ids, list(vectors_of(ids, graft)), range(len(SPECIAL))) for ids in texts]
+        groups.append(torch.stack(embedded))
+    return reference.whitening(groups)
+
+
 def literal(graft: TokenRouting, tokens: list[int], prompt: int) -> torch.Tensor:
     """(tokens, E + 1)."""
-    embedding = backbone("llama").sites.module(Site("embedding"))[0].weight.detach()
-    rows = []
+    vectors, root, rows = list(vectors_of(tokens, graft)), root_of(graft), []
     for i in range(len(tokens)):
-        read = reference.text_of_route(tokens, i, prompt, graft.config)
-        vector = reference.embed(read, embedding, range(len(SPECIAL)))
-        rows.append(reference.weights(vector, graft.centroids, graft.config))
+        read = reference.columns_of_route(i, prompt, graft.config)
+        vector = reference.embed(tokens[read], vectors[read], range(len(SPECIAL)))
+        rows.append(reference.weights(vector, graft.centroids, graft.config, root))
     return torch.tensor(rows)
 
 
@@ -62,7 +90,7 @@ def test_routes_of_a_whole_pass(settings: dict[str, Any], prompt: int, length: i
         marked = (torch.arange(length) < prompt).expand(2, -1)
         seen: list[torch.Tensor] = []
         weigh = graft._weigh
-        graft._weigh = lambda *a, **k: seen.append(weigh(*a, **k)) or seen[-1]  # type: ignore[func-returns-value, method-assign]
+        graft._weigh = lambda *a, **k: seen.append(weigh(*a, **k)) or seen[-1]
         model(ids, prompt=marked)
     for row in range(2):
         torch.testing.assert_close(seen[0][row], literal(graft, ids[row].tolist(), prompt), rtol=1e-4, atol=1e-5)

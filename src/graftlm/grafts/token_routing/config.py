@@ -52,16 +52,28 @@ class EmbedderConfig(Config):
     """What turns text into a vector.
 
     Args:
-        name: `backbone` for the mean of the backbone's own token embeddings, or a sentence-transformers model by name
-            or folder.
+        name: `backbone` for the mean of the backbone's own hidden states, or a sentence-transformers model by name or
+            folder.
+        layers: which states of the backbone, numbered as transformers does: 0 its token embeddings, which cost nothing,
+            n those after the n-th layer, -1 the last, behind its last norm. They come from a pass of the bare backbone
+            over those layers beside the mixed one.
+        whiten: whether vectors are divided by the spread of the examples within their domains.
         centre: whether vectors are compared after the mean of all centroids was taken off; by default with the
             backbone's alone, whose vectors all point much the same way.
         trust_remote_code: run code that comes with a sentence-transformers model.
     """
 
     name: str = Field("backbone", min_length=1)
+    layers: int = 0
+    whiten: bool = False
     centre: bool | None = None
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.layers and self.name != "backbone":
+            raise ValueError(f"layers counts the backbone's own: leave it out beside the embedder {self.name}")
+        return self
 
     @property
     def centres(self) -> bool:

@@ -1,22 +1,25 @@
-"""What turns the text so far into a vector: the backbone's own token embeddings, or a sentence-transformers model.
+"""What turns the text so far into a vector: the backbone's own states, or a sentence-transformers model.
 
 Shape suffixes: B rows, T tokens of this pass, S tokens so far, d the vector's width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import Backbone, Site
-from graftlm.errors import BackboneError, MissingExtraError
+from graftlm.backbone import Backbone, Call, Site
+from graftlm.backbone.cache import slots
+from graftlm.errors import BackboneError, GraftError, MissingExtraError
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.reading import Reading
+from graftlm.grafts.token_routing.silent import Silent
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 
@@ -37,22 +40,48 @@ class Embedder(Protocol):
         """(texts, d) float32."""
         ...
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
+    def prefixes(
+        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+    ) -> Tensor:
         """(B, T, d) float32: of each wanted token's document up to it, or of its last `window` tokens.
 
-        `memo` is what a generation keeps from step to step.
+        `memo` is what a generation keeps from step to step; more of it may lie in the call's cache.
         """
         ...
 
 
-class OfBackbone:
-    """The mean of the backbone's token embeddings, without special tokens: no second model, no way back to text."""
+class _OfBackbone:
+    """Means of vectors of the backbone's own tokens, without special ones: no second model, no way back to text."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
         tokenizer = backbone.tokenizer
         special = sorted(set(tokenizer.all_special_ids)) if tokenizer is not None else []
         self._special = torch.tensor(special, dtype=torch.long, device=backbone.device)
+
+    def _said(self, ids: Tensor) -> Tensor:
+        """False at special tokens, which say nothing about what a text is about."""
+        if self._special.device != ids.device:
+            self._special = self._special.to(ids.device)
+        return torch.isin(ids, self._special, invert=True)
+
+    def _means(self, reading: Reading, wanted_BT: Tensor, window: int | None, rows: Iterable[Tensor]) -> Tensor:
+        """(B, T, d) the mean of what each wanted token's route reads, of (S, d) vectors for each row."""
+        columns = torch.arange(reading.ids.shape[1], device=reading.ids.device)
+        said_BS = self._said(reading.ids)
+        found = []
+        for row, (wanted_T, vectors_Sd) in enumerate(zip(wanted_BT, rows, strict=True)):
+            own = columns[reading.past :][wanted_T]
+            start = reading.start[row][wanted_T]
+            first = start if window is None else torch.maximum(start, own - window + 1)
+            read = ((columns >= first[:, None]) & (columns <= own[:, None]) & said_BS[row]).float()
+            means = (read @ vectors_Sd.float()) / read.sum(-1, keepdim=True).clamp(min=1)
+            found.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
+        return torch.stack(found)
+
+
+class OfTokens(_OfBackbone):
+    """The mean of the backbone's token embeddings; in generation, a running sum."""
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
@@ -63,21 +92,12 @@ class OfBackbone:
             found.append((self._embed(tokens) * self._said(tokens)[:, None]).sum(0) / max(1, len(ids)))
         return torch.stack(found)
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
+    def prefixes(
+        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+    ) -> Tensor:
         if memo is not None and window is None and wanted_BT.shape[1] == 1:
             return self._from_running_sums(reading, memo)[:, None]
-        ids = reading.ids
-        columns = torch.arange(ids.shape[1], device=ids.device)
-        said_BS = self._said(ids)
-        rows = []
-        for row, wanted_T in enumerate(wanted_BT):
-            own = columns[reading.past :][wanted_T]
-            start = reading.start[row][wanted_T]
-            first = start if window is None else torch.maximum(start, own - window + 1)
-            read = ((columns >= first[:, None]) & (columns <= own[:, None]) & said_BS[row]).float()
-            means = (read @ self._embed(ids[row])) / read.sum(-1, keepdim=True).clamp(min=1)
-            rows.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
-        return torch.stack(rows)
+        return self._means(reading, wanted_BT, window, (self._embed(row) for row in reading.ids))
 
     def _from_running_sums(self, reading: Reading, memo: Memo) -> Tensor:
         """(B, d) the mean up to the newest token, of sums that are kept from step to step."""
@@ -91,14 +111,71 @@ class OfBackbone:
         return sums / counts.clamp(min=1)
 
     def _embed(self, ids: Tensor) -> Tensor:
-        weight: Tensor = self._backbone.sites.module(Site("embedding"))[0].weight  # type: ignore[assignment]
+        weight = self._backbone.sites.module(Site("embedding"))[0].get_parameter("weight")
         return functional.embedding(ids.to(weight.device), weight).detach().float().to(ids.device)
 
-    def _said(self, ids: Tensor) -> Tensor:
-        """False at special tokens, which say nothing about what a text is about."""
-        if self._special.device != ids.device:
-            self._special = self._special.to(ids.device)
-        return torch.isin(ids, self._special, invert=True)
+
+class OfStates(_OfBackbone):
+    """The mean of the bare backbone's hidden states after its n-th layer.
+
+    They come from a pass of its own over the text, in which no route acts: state i depends on tokens up to i alone, and
+    never on how routes fell. In generation its keys and values, and the states, are layers of the generation's cache,
+    so that each token goes once through the n layers, and beams and crops reach them.
+    """
+
+    def __init__(self, backbone: Backbone, layers: int) -> None:
+        super().__init__(backbone)
+        self._silent = Silent(backbone, layers)
+        self._layers = layers
+        self._causal = backbone.sites.family.causal
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        tokenizer = self._backbone.need_tokenizer()
+        limits = (tokenizer.model_max_length, getattr(self._backbone.sites.config, "max_position_embeddings", None))
+        longest = min(int(limit) for limit in limits if limit)
+        found = []
+        for text in texts:
+            ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], dtype=torch.long)
+            found.append(self._mean(ids.to(self._backbone.device)))
+        return torch.stack(found)
+
+    def prefixes(
+        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+    ) -> Tensor:
+        states_BSd = self._run(call, reading) if call.cache is None else self._continue(call, reading, call.cache)
+        return self._means(reading, wanted_BT, window, states_BSd)
+
+    def _mean(self, ids_1T: Tensor) -> Tensor:
+        """(d,) of one text; zero for one that says nothing."""
+        said = self._said(ids_1T[0])
+        if not said.any():
+            return torch.zeros(self._backbone.sites.width, device=ids_1T.device)
+        return self._silent.states(ids_1T, None, None, None)[0][said].float().mean(0)
+
+    def _continue(self, call: Call, reading: Reading, cache: Cache) -> Tensor:
+        """(B, S, d) the states of all tokens so far; those in the cache are not computed again."""
+        taken = slots(cache, f"states {id(self)}", self._layers + 1, self._backbone.sites.n_layers)
+        *own, last = (cache.layers[index] for index in taken)
+        assert isinstance(last, DynamicLayer)
+        states_BSd = self._run(call, reading, Cache(layers=own), last.get_seq_length())
+        last.update(states_BSd[:, None], states_BSd.new_empty(len(states_BSd), 1, states_BSd.shape[1], 0))
+        assert last.keys is not None
+        return last.keys[:, 0]
+
+    def _run(self, call: Call, reading: Reading, own: Cache | None = None, known: int = 0) -> Tensor:
+        """(B, S - known, d) the states of tokens that are not known yet, zero where nothing is said.
+
+        A step at which no route is renewed leaves its token to the next one that asks.
+        """
+        mask, places = call.attention_mask, None
+        if mask is not None and self._causal:
+            places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, known:]
+        elif not reading.past:
+            places = call.position_ids
+        new = reading.ids[:, known:]
+        states = self._silent.states(new, mask, places, own)
+        said = self._said(new) if mask is None else self._said(new) & mask[:, known:].bool().to(new.device)
+        return states.masked_fill(~said[..., None], 0)  # a state of padding may be no number
 
 
 class OfSentences:
@@ -112,7 +189,9 @@ class OfSentences:
         found = self._model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
         return found.float()
 
-    def prefixes(self, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None) -> Tensor:
+    def prefixes(
+        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+    ) -> Tensor:
         places = wanted_BT.nonzero().tolist()
         texts = []
         for row, token in places:
@@ -132,8 +211,23 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
     Raises:
         MissingExtraError: sentence-transformers is not installed.
         BackboneError: there is no such model.
+        GraftError: the backbone has no such layer.
     """
-    return OfBackbone(backbone) if config.name == "backbone" else OfSentences(config, backbone)
+    if config.name != "backbone":
+        return OfSentences(config, backbone)
+    layers = _counted(config.layers, backbone)
+    return OfStates(backbone, layers) if layers else OfTokens(backbone)
+
+
+def _counted(layers: int, backbone: Backbone) -> int:
+    """How many layers lie below some hidden states; negative numbers count from the end."""
+    most = backbone.sites.n_layers
+    if not -most - 1 <= layers <= most:
+        raise GraftError(
+            f"The embedder is to read the hidden states number {layers}, and {backbone.name} has those from 0, its "
+            f"token embeddings, to {most}, after its last layer: set embedder.layers to one of them, or to -1."
+        )
+    return layers if layers >= 0 else most + 1 + layers
 
 
 def _load(config: EmbedderConfig, device: torch.device) -> Any:

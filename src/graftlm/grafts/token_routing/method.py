@@ -31,6 +31,7 @@ from graftlm.grafts.token_routing.history import History, Rewriting
 from graftlm.grafts.token_routing.mixture import Mixture, Routes
 from graftlm.grafts.token_routing.policy import cosines, weigh
 from graftlm.grafts.token_routing.reading import Before, Reading, read
+from graftlm.grafts.token_routing.whitening import spread_of
 
 BARE = "none"
 
@@ -45,7 +46,7 @@ class TokenRouting(Graft):
     Raises:
         ArtifactError: an adapter is damaged, pickled, or no plain LoRA.
         WrongBackboneError: an adapter is of another backbone.
-        GraftError: the backbone lacks a module that a new expert is to change.
+        GraftError: the backbone lacks a module that a new expert is to change, or states that are to be embedded.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -53,12 +54,15 @@ class TokenRouting(Graft):
     config: TokenRoutingConfig
     centroids: Tensor
     probe: Tensor
+    spread: Tensor
 
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone) -> None:
         super().__init__()
         self.names = list(config.experts)
         self._backbone = [backbone]  # in a list, so that it is no module of this graft's
-        self._embedder: Embedder | None = None
+        own = config.embedder.name == "backbone"
+        self._embedder: Embedder | None = load_embedder(config.embedder, backbone) if own else None
+        self._checked = False  # whether the embedder is the one that the centroids were made with
         self._causal = backbone.sites.family.causal
         self._rewriting = Rewriting(backbone)
         experts, factors = {}, {}
@@ -68,7 +72,7 @@ class TokenRouting(Graft):
         self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
         self._mix(factors)
-        for name in ("centroids", "probe"):
+        for name in ("centroids", "probe", "spread"):
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
 
     def _mix(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
@@ -111,7 +115,7 @@ class TokenRouting(Graft):
         begins = history is not None and before is None
         reading = read(call, self.config, before, whole=call.training or not self._causal, begins=begins)
         memo = None if history is None else history.layer.memo
-        weights_BTE = self._weigh(reading, before, memo, training=call.training)
+        weights_BTE = self._weigh(call, reading, before, memo)
         if history is not None:
             history.add(reading, weights_BTE)
         if self._rewrites and not call.training:
@@ -127,25 +131,26 @@ class TokenRouting(Graft):
         sparse = self.config.top is not None or self.config.threshold is not None
         return Routes.of(weights_BTE[..., :-1], sparse=sparse)
 
-    def _weigh(self, reading: Reading, before: Before | None, memo: Memo | None, *, training: bool) -> Tensor:
+    def _weigh(self, call: Call, reading: Reading, before: Before | None, memo: Memo | None) -> Tensor:
         """(B, T, E + 1) the weights of every token of this pass; older ones than the pass are the last token's."""
-        found_BTE = self._weights_of(reading, reading.anew, memo, training=training)
+        found_BTE = self._weights_of(call, reading, memo)
         last_B1E = torch.zeros_like(found_BTE[:, :1]) if before is None else before.weights[:, -1:]
         columns = (reading.until - reading.past).clamp(min=-1) + 1
         known = torch.cat([last_B1E, found_BTE], dim=1)
         return known.gather(1, columns[..., None].expand(-1, -1, known.shape[-1]))
 
-    def _weights_of(self, reading: Reading, wanted_BT: Tensor, memo: Memo | None, *, training: bool) -> Tensor:
-        """(B, T, E + 1) the weights of routes that read up to each wanted token; in training, the nearest expert's."""
-        experts = len(self.names)
+    def _weights_of(self, call: Call, reading: Reading, memo: Memo | None) -> Tensor:
+        """(B, T, E + 1) the weights of routes up to each token that any reads up to; in training, the nearest's."""
+        wanted_BT, experts = reading.anew, len(self.names)
         if not wanted_BT.any():
             return torch.zeros(*wanted_BT.shape, experts + 1, device=wanted_BT.device)
-        if experts == 1 and (self.config.threshold is None or training):
+        if experts == 1 and (self.config.threshold is None or call.training):
             return torch.tensor([1.0, 0.0], device=wanted_BT.device).expand(*wanted_BT.shape, 2)
         self._need_centroids()
-        vectors = self._need_embedder().prefixes(reading, wanted_BT, self.config.window, memo)
-        found = cosines(vectors, self.centroids, self._centre(self.centroids))
-        if training:
+        vectors = self._need_embedder().prefixes(call, reading, wanted_BT, self.config.window, memo)
+        spread = self.spread if self.config.embedder.whiten else None
+        found = cosines(vectors, self.centroids, self._centre(self.centroids), spread)
+        if call.training:
             nearest = nn.functional.one_hot(found.argmax(-1), experts + 1)
             return nearest.to(found.dtype)
         return weigh(found, self.config)
@@ -183,10 +188,11 @@ class TokenRouting(Graft):
                     f"The expert {name} has no examples, and without them there is no centroid to route by: give some "
                     "under texts or sources."
                 )
-            rows.append(embedder.texts(examples).mean(0))
-        self._set_centroids(torch.stack(rows), embedder.texts([PROBE])[0])
+            rows.append(embedder.texts(examples))
+        spread = spread_of(rows) if self.config.embedder.whiten else None
+        self._set_centroids(torch.stack([row.mean(0) for row in rows]), embedder.texts([PROBE])[0], spread)
 
-    def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor) -> None:
+    def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor, spread_Kd: Tensor | None) -> None:
         device = self._backbone[0].device
         centroids_Ed = centroids_Ed.to(device, torch.float32)
         norms = (
@@ -201,6 +207,8 @@ class TokenRouting(Graft):
                     "other text than the others have."
                 )
         self.centroids, self.probe = centroids_Ed, probe_d.to(device, torch.float32)
+        if spread_Kd is not None:
+            self.spread = spread_Kd.to(device, torch.float32)
 
     def _centre(self, centroids_Ed: Tensor) -> Tensor:
         """(d,) what is taken off every vector."""
@@ -210,8 +218,9 @@ class TokenRouting(Graft):
     def _need_embedder(self) -> Embedder:
         if self._embedder is None:
             self._embedder = load_embedder(self.config.embedder, self._backbone[0])
-            if len(self.probe):
-                self._check_embedder(self._embedder)
+        if not self._checked and len(self.probe):
+            self._check_embedder(self._embedder)
+        self._checked = True
         return self._embedder
 
     def _check_embedder(self, embedder: Embedder) -> None:
@@ -240,9 +249,10 @@ class TokenRouting(Graft):
         return write_adapter(self.factors(name), Path(folder), self._backbone[0].name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Centroids, and the factors and scales of experts that are trained here or bundled."""
+        """Centroids, the spread where it is used, and the factors of experts that are trained here or bundled."""
         self._need_centroids()
-        return {"centroids": self.centroids, "probe": self.probe} | self._own_factors()
+        spread = {"spread": self.spread} if self.config.embedder.whiten else {}
+        return {"centroids": self.centroids, "probe": self.probe} | spread | self._own_factors()
 
     def _own_factors(self) -> dict[str, Tensor]:
         found = {}
@@ -255,19 +265,27 @@ class TokenRouting(Graft):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         tensors = dict(tensors)
-        centroids, probe = tensors.pop("centroids", None), tensors.pop("probe", None)
-        if centroids is None or probe is None or len(centroids) not in (0, len(self.names)):
-            raise ArtifactError(
-                "The graft's tensor file lacks the centroids, or has them for other experts: it is damaged or of "
-                "another config; copy or make the graft again."
-            )
+        saved = {name: tensors.pop(name) for name in ("centroids", "probe", "spread") if name in tensors}
+        self._check_saved(saved)
         self._take_absent(tensors)
         own = self._own_factors()
         check_tensors(own, tensors)
         with torch.no_grad():
             for key, value in own.items():
                 value.copy_(tensors[key])
-        self._set_centroids(centroids, probe)
+        self._set_centroids(saved["centroids"], saved["probe"], saved.get("spread"))
+        self._checked = False
+
+    def _check_saved(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise `ArtifactError` unless centroids are of these experts, and what belongs to them has their width."""
+        expected = {"centroids", "probe"} | ({"spread"} if self.config.embedder.whiten else set())
+        count = len(saved.get("centroids", ()))
+        fits = saved.keys() == expected and count in (0, len(self.names))
+        if not fits or (count and len({one.shape[-1] for one in saved.values()}) > 1):
+            raise ArtifactError(
+                "The graft's tensor file lacks the centroids, or what belongs to them, or has them for other experts: "
+                "it is damaged or of another config; copy or make the graft again."
+            )
 
     def _take_absent(self, tensors: Mapping[str, Tensor]) -> None:
         """Mix anew with the bundled experts whose folders are gone."""
