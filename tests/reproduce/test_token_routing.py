@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from graftlm.backbone import load_backbone
-from graftlm.errors import DataError, RecipeError
+from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce import Options
 from graftlm.reproduce.parents import ENGLISH
-from graftlm.reproduce.token_routing import plan, switch, texts
+from graftlm.reproduce.token_routing import choose, drift, plan, switch, texts
 from graftlm.reproduce.token_routing.lessons import Lesson
 from graftlm.reproduce.token_routing.peers import load_arrow, load_xlora
 from graftlm.reproduce.token_routing.setting import QUICK
@@ -161,7 +161,9 @@ def test_every_row_in_the_one_form(folder: Path, tmp_path: Path) -> None:
     rows = {row.id: row.metrics for row in results.rows}
     assert set(rows) == set(run.LABELS)
     for name, metrics in rows.items():
-        if not name.startswith("switch"):
+        if name.startswith("cache"):
+            assert {"nats_keep", "nats_recompute", "nats_apart", "largest_logit", "changed_tokens"} == metrics.keys()
+        elif not name.startswith("switch"):
             assert metrics.keys() >= NLLS | {"arc_accuracy"}
             assert 0 <= value_of(metrics["arc_accuracy"]) <= 1
             routed = name.startswith(("routed", "paper", "prompt"))
@@ -183,7 +185,8 @@ def test_every_row_in_the_one_form(folder: Path, tmp_path: Path) -> None:
 
 def test_choices_are_made_on_validation_text(folder: Path, tmp_path: Path) -> None:
     results = run.run(Options(data=folder, out=tmp_path, quick=True, jobs=1, tables=("choices",)))
-    assert len(results.rows) == len(run.TRIED_TARGETS) * len(run.TRIED_RATES["expert"]) + len(run.TRIED_RATES["xlora"])
+    tried = choose.TRIED_RATES
+    assert len(results.rows) == len(choose.TRIED_TARGETS) * len(tried["expert"]) + len(tried["xlora"])
     assert all(row.metrics.keys() >= NLLS and "arc_accuracy" not in row.metrics for row in results.rows)
 
 
@@ -196,10 +199,31 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 
 def test_the_paper_s_embedder_is_taken_where_it_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out")
-    assert plan.embedder_of(options) == "backbone"
+    assert Path(plan.mini_lm(options), "config.json").exists(), "the package's"
     (tmp_path / plan.MINI_LM).mkdir(parents=True)
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: object())
-    assert plan.embedder_of(options) == str(tmp_path / plan.MINI_LM)
+    assert plan.mini_lm(options) == str(tmp_path / plan.MINI_LM)
+    (tmp_path / plan.MINI_LM).rmdir()
+    missing = {plan.MINI_LM_PACKAGE}
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(DataError, match="The paper's embedder is not in .*: put all-MiniLM-L6-v2 there"):
+        plan.mini_lm(options)
+    missing.add("sentence_transformers")
+    with pytest.raises(MissingExtraError, match="The paper's embedder needs the package sentence-transformers"):
+        plan.mini_lm(options)
+
+
+def test_the_drift_of_a_cache() -> None:
+    texts = [([5, 0, 1], 1), ([5, 1], 1)]
+    sure, unsure = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 0.0])
+    kept, again = [torch.stack([sure, sure]), sure[None]], [torch.stack([sure, unsure]), sure.flip(0)[None]]
+    found = drift.apart(kept, again, texts)
+    right, wrong = (-torch.log_softmax(sure, 0)).tolist()
+    even = float(torch.tensor(2.0).log())
+    assert found["nats_keep"] == pytest.approx((right + 2 * wrong) / 3)
+    assert found["nats_recompute"] == pytest.approx((right + even + right) / 3)
+    assert found["nats_apart"] == pytest.approx((wrong - even + wrong - right) / 3)
+    assert found["largest_logit"] == 4
+    assert found["changed_tokens"] == pytest.approx(1 / 3)
 
 
 def test_the_committed_results_are_of_this_form() -> None:

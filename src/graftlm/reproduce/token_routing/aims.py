@@ -23,7 +23,11 @@ LABELS = {
     "switch_by_hand": "documents: the right expert for each half",
     "switch_base": "documents: backbone",
     **{f"switch_expert_{domain}": f"documents: {domain} expert" for domain in DOMAINS},
+    **{f"cache_k{k}": f"keys and values kept or made again, k = {k}" for k in EVERY},
+    "cache_documents": "documents: keys and values kept or made again",
 }
+# The paper's weighting by the paper's embedder, which reads all text again: for `--table minilm`.
+MINI_LM = {"minilm_k2": "the paper's weighting and embedder, k = 2"}
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:

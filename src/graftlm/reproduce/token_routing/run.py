@@ -1,7 +1,8 @@
 """Four LoRA experts on one backbone, mixed in every way of the table, for every seed.
 
-All choices were made on validation text, with the first seed: the routing's policy and, for documents that change
-domain, its window, in every run; the experts' targets and all learning rates by `--table choices`, which stand below.
+All choices were made on validation text, with the first seed (`choose.py`): how routes are embedded and weighed and,
+for documents that change domain, their window, in every run; the experts' targets and all learning rates by
+`--table choices`, which stand in `plan.py`.
 """
 
 from __future__ import annotations
@@ -13,56 +14,44 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from graftlm.errors import RecipeError, did_you_mean
 from graftlm.evaluation import Metric, Results, Row, combine_seeds
 from graftlm.evaluation.report import write_report
 from graftlm.reproduce import Options
 from graftlm.reproduce.composed import bars, check_files
 from graftlm.reproduce.token_routing import paper, switch
-from graftlm.reproduce.token_routing.aims import EVERY, LABELS, aims
+from graftlm.reproduce.token_routing.aims import EVERY, LABELS, MINI_LM, aims
+from graftlm.reproduce.token_routing.choose import WINDOWS, causal, choices, choose_policy, choose_window
 from graftlm.reproduce.token_routing.measure import Cell
-from graftlm.reproduce.token_routing.plan import Plan, embedder_of, setting_of, trained_of
+from graftlm.reproduce.token_routing.plan import Plan, mini_lm, setting_of, trained_of
 from graftlm.reproduce.token_routing.texts import DOMAINS, FILES
 
 NAME = "token-routing"
-TABLES = ("1", "switch")
-FURTHER = ("choices",)
-TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
-TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2, 3e-2)}
-SHARP: tuple[dict[str, Any], ...] = (
-    {"top": 1},
-    {"temperature": 0.03},
-    {"temperature": 0.1},
-    {"temperature": 0.3},
-    {"temperature": 0.1, "top": 2},
-)
-_CENTRED, _PLAIN = {"embedder": {"centre": True}}, {"embedder": {"centre": False}}
-POLICIES: tuple[dict[str, Any], ...] = (
-    *({**how, **where} for where in (_CENTRED, _PLAIN) for how in SHARP),
-    *({**how, **_CENTRED, "examples": examples} for examples in ("prompt", "both") for how in SHARP),
-)
-WINDOWS = (16, 32, 64)
+TABLES = ("1", "switch", "cache")
+FURTHER = ("minilm", "choices")
 UNIFORM = {"temperature": 1e6}
+# The paper's weighting, without centring; by the backbone's token embeddings but in `minilm_k2`.
+PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False}}
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables, by default all but `choices`, and write `results.json`, `report.md` and plots.
+    """Run the asked tables, by default all but `minilm` and `choices`, and write `results.json`, `report.md` and plots.
 
     Raises:
         RecipeError: there is no such table.
         DataError: the data folder lacks a file.
     """
-    wanted = _checked(options)
+    wanted = options.chosen((*TABLES, *FURTHER), TABLES)
     check_files(options, FILES)
+    embedder = mini_lm(options) if "minilm" in wanted else ""
     plan = Plan(options)
+    adapters = train_experts(plan)
     if wanted == ("choices",):
-        rows = choices(plan)
+        rows = choices(plan, adapters[plan.seeds[0]])
         results = Results.here(NAME, rows, seeds=plan.seeds[:1], details=setting_of(plan))
         write_report(results, options.out)
         return results
-    adapters = train_experts(plan)
     policy, tried = choose_policy(plan, adapters[plan.seeds[0]])
-    details = setting_of(plan) | {"policy": policy, "policies_on_validation": tried} | trained_of(plan, adapters)
+    details = setting_of(plan) | {"policy": policy} | tried | trained_of(plan, adapters)
     rows: list[Row] = []
     plots: dict[str, Figure] = {}
     if "1" in wanted:
@@ -72,8 +61,12 @@ def run(options: Options) -> Results:
         found, figure, windows = table_switch(plan, adapters, policy)
         rows, plots["switch"] = [*rows, *found], figure
         details |= windows
+    if "cache" in wanted:
+        rows += table_cache(plan, adapters, policy)
+    if "minilm" in wanted:
+        rows.append(row_of_minilm(plan, adapters[plan.seeds[0]], embedder))
     if "choices" in wanted:
-        rows += choices(plan)
+        rows += choices(plan, adapters[plan.seeds[0]])
     aimed, published = aims(rows), paper.rows()
     results = Results.here(NAME, rows, seeds=plan.seeds, aims=aimed, paper=published, details=details)
     write_report(results, options.out, plots=plots)
@@ -87,21 +80,6 @@ def train_experts(plan: Plan) -> dict[int, dict[str, Path]]:
     }
     folders = plan.train(lessons)
     return {seed: {domain: folders[f"adapter-{domain}_s{seed}"] for domain in DOMAINS} for seed in plan.seeds}
-
-
-def choose_policy(plan: Plan, adapters: Mapping[str, Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The policy with the lowest log-perplexity on validation questions, with the first seed and k = 2; all tried."""
-    seed = plan.seeds[0]
-    policies = POLICIES[::8] if plan.options.quick else POLICIES
-    names = [f"policy-{number}" for number in range(len(policies))]
-    cells = [
-        plan.cell(name, adapters, seed, routing={**policy, "every": 2}, part="validation")
-        for name, policy in zip(names, policies, strict=True)
-    ]
-    found = plan.run(cells, "policies")
-    tried = [{**policy, **found[cell.id]["metrics"]} for cell, policy in zip(cells, policies, strict=True)]
-    best = min(range(len(tried)), key=lambda number: tried[number]["nll_average"])
-    return dict(policies[best]), tried
 
 
 def table_1(plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapping[str, Any]) -> list[Row]:
@@ -132,17 +110,12 @@ def _cells_of(
         yield f"expert_{domain}", plan.cell(f"expert_{domain}", {domain: adapters[domain]}, seed)
     routings: dict[str, dict[str, Any]] = {"uniform": UNIFORM}
     routings |= {f"routed_k{k}": {**policy, "every": k} for k in EVERY}
-    routings |= {f"paper_k{k}": {**_published(plan), "every": k} for k in EVERY}
+    routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in EVERY}
     routings["prompt_only"] = {**policy, "every": 2, "reads": "prompt"}
     for row, routing in routings.items():
         yield row, plan.cell(row, adapters, seed, routing=routing, traced=row.endswith("_k2"))
     yield "xlora", plan.cell("xlora", adapters, seed, mixes="xlora")
     yield "arrow", plan.cell("arrow", adapters, seed, mixes="arrow")
-
-
-def _published(plan: Plan) -> dict[str, Any]:
-    """The paper's routing: nearest times 4, without centring, by its embedder where that is at hand."""
-    return {"policy": "nearest", "boost": 4.0, "embedder": {"name": embedder_of(plan.options), "centre": False}}
 
 
 def _oracle(experts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -172,7 +145,7 @@ def table_switch(
             one = {domain: adapters[seed][domain]}
             cells[f"expert_{domain}", seed] = plan.cell(f"switch_expert_{domain}", one, **said)
         for row, size in (("routed", window), ("routed_all", None)):
-            routing = _causal(policy, size)
+            routing = causal(policy, size)
             cells[row, seed] = plan.cell(f"switch_{row}", adapters[seed], routing=routing, **said)
     base = plan.cell("switch_base", {}, 0, mixes="none", asks="documents")
     found = plan.run([base, *cells.values()], "documents")
@@ -190,66 +163,32 @@ def table_switch(
     return [_row(name, rows[name]) for name in LABELS if name in rows], figure, details
 
 
-def choose_window(
-    plan: Plan, adapters: Mapping[str, Path], policy: Mapping[str, Any]
-) -> tuple[int, dict[str, dict[str, float]]]:
-    """How many of the last tokens a route reads: the lowest log-perplexity of validation documents, first seed."""
-    cells = {
-        window: plan.cell(
-            f"window-{window}",
-            adapters,
-            plan.seeds[0],
-            routing=_causal(policy, window),
-            part="validation",
-            asks="documents",
+def table_cache(plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapping[str, Any]) -> list[Row]:
+    """How far `cache: keep` is from `recompute`, on right answers, and on documents by the shortest of the windows."""
+    cells: dict[tuple[str, int], Cell] = {}
+    for seed in plan.seeds:
+        for k in EVERY:
+            routing = {**policy, "every": k}
+            cells[f"cache_k{k}", seed] = plan.cell(f"cache_k{k}", adapters[seed], seed, routing=routing, asks="drift")
+        routing = causal(policy, WINDOWS[0])
+        cells["cache_documents", seed] = plan.cell(
+            "cache_documents", adapters[seed], seed, routing=routing, asks="drift of documents"
         )
-        for window in WINDOWS
-    }
-    found = plan.run(cells.values(), "windows")
-    tried = {w: switch.metrics_of(found[c.id]["documents"], found[c.id]["names"]) for w, c in cells.items()}
-    return min(tried, key=lambda w: tried[w]["nll_document"]), {str(w): metrics for w, metrics in tried.items()}
+    found = plan.run(cells.values(), "keys and values")
+    rows: dict[str, list[dict[str, float]]] = {}
+    for (row, _), cell in cells.items():
+        rows.setdefault(row, []).append(found[cell.id]["metrics"])
+    return [_row(name, measured) for name, measured in rows.items()]
 
 
-def _causal(policy: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    return {**policy, "every": 2, "prompt": "causal", "window": window}
-
-
-def choices(plan: Plan) -> list[Row]:
-    """Targets and learning rates on validation text, with the first seed: experts at a quarter of the steps."""
-    seed = plan.seeds[0]
-    short = plan.setting.model_copy(update={"steps": max(1, plan.setting.steps // 4)})
-    hows = {(name, rate): t for name, t in TRIED_TARGETS.items() for rate in TRIED_RATES["expert"]}
-    lessons = {
-        f"try-{name}-{rate:g}-{domain}": lesson
-        for (name, rate), targets in hows.items()
-        for domain, lesson in plan.experts(seed, rate=rate, targets=targets, setting=short).items()
-    }
-    folders = plan.train(lessons)
-    cells = {name: plan.cell(name, {name.split("-")[-1]: folders[name]}, seed, part="validation") for name in lessons}
-    routers = [
-        plan.cell(f"try-xlora-{rate:g}", train_experts(plan)[seed], seed, mixes="xlora", rate=rate, part="validation")
-        for rate in TRIED_RATES["xlora"]
-    ]
-    found = plan.run([*cells.values(), *routers], "choices")
-    rows = []
-    for name, rate in hows:
-        of = {d: found[cells[f"try-{name}-{rate:g}-{d}"].id]["metrics"][f"nll_{d}"] for d in DOMAINS}
-        metrics = {f"nll_{domain}": value for domain, value in of.items()} | {"nll_average": mean(of.values())}
-        rows.append(Row(id=f"try_{name}_{rate:g}", label=f"experts on {name}, rate {rate:g}", metrics=metrics))
-    for cell in routers:
-        label = f"X-LoRA, rate {cell.rate:g}"
-        rows.append(Row(id=f"try_xlora_{cell.rate:g}", label=label, metrics=found[cell.id]["metrics"]))
-    return rows
+def row_of_minilm(plan: Plan, adapters: Mapping[str, Path], embedder: str) -> Row:
+    """The paper's weighting by the paper's embedder, with the first seed alone: it reads all text at every renewal."""
+    ((name, label),) = MINI_LM.items()
+    routing = {**PUBLISHED, "embedder": {"name": embedder, "centre": False}, "every": 2}
+    cell = plan.cell(name, adapters, plan.seeds[0], routing=routing, traced=True)
+    return Row(id=name, label=label, metrics=plan.run([cell], "MiniLM")[cell.id]["metrics"])
 
 
 def _row(name: str, measured: Sequence[Mapping[str, float]]) -> Row:
     metrics: dict[str, Metric] = {key: combine_seeds([one[key] for one in measured]) for key in measured[0]}
     return Row(id=name, label=LABELS[name], metrics=metrics)
-
-
-def _checked(options: Options) -> tuple[str, ...]:
-    for table in options.tables:
-        if table not in (*TABLES, *FURTHER):
-            known = did_you_mean(table, (*TABLES, *FURTHER))
-            raise RecipeError(f"There is no table {table!r} in this reproduction{known}.")
-    return options.tables or TABLES
