@@ -88,8 +88,21 @@ class Remembered:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Softmax(q k^T / sqrt(K) + bias) v: (..., queries, K) of (..., H, queries, K) and (..., H, keys, K)."""
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
+    """Softmax(q k^T / sqrt(K) + bias) v: (..., H, queries, K) of (..., H, queries, K) and (..., H, keys, K).
+
+    `bias` has the leading dimensions or none of them. Fused kernels give no gradients for it: where it needs some, the
+    product is written out.
+    """
+    if bias is not None and bias.requires_grad:
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2) + bias.to(q.dtype)
+        return scores.softmax(-1) @ v
+    lead = q.shape[:-3]
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        whole = bias.dim() > 3
+        bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4) if whole else bias[(None,) * (4 - bias.dim())]
+    flat = (one.flatten(0, -4) for one in (q, k, v))  # fused kernels know one batch dimension
+    return functional.scaled_dot_product_attention(*flat, attn_mask=bias).unflatten(0, lead)
 
 
 def heads(x: Tensor, count: int) -> Tensor:
@@ -140,6 +153,8 @@ class WindowAttention(nn.Module):
     def _frozen(self, x_BGd: Tensor, every: Tensor, now: Pass) -> Tensor:
         """Keys and values of earlier windows once more, of hidden states without gradients."""
         again = functional.linear(x_BGd.detach(), self.kv.weight)
+        if any(now.phases):  # the first window has earlier tokens too
+            again = torch.where(now.holds[..., None], again, every[:, self.span :])
         return torch.cat([every[:, : self.span], again], dim=1)
 
     def _step(self, x_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:

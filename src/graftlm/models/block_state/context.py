@@ -36,13 +36,11 @@ class TokenContext(nn.Module):
         self.ssm = token_outputs(config, outputs, "state")
         self.back = token_outputs(config, outputs, "back") if config.bidirectional else None
         self.q = nn.Linear(width, width, bias=False)
+        self.norm = Norm(channels, config)
         if multi:
-            self.norm = Norm(channels, config)
             self.per_head = nn.Parameter(torch.empty(self.count, channels, 2 * config.head_size))
         else:
-            self.lift = nn.Linear(channels, width, bias=False)
-            self.norm = Norm(width, config)
-            self.kv = nn.Linear(width, 2 * width, bias=False)
+            self.kv = nn.Linear(channels, 2 * width, bias=False)
         self.multi = multi
         self.remembered = Remembered("contexts", config.window)
 
@@ -69,7 +67,7 @@ class TokenContext(nn.Module):
             y = y + self.back(flipped, now.backwards(), None).flip(1)
         y = y.to(x_BGd.dtype)
         if not self.multi:
-            return self.kv(self.norm(self.lift(y[..., 0])))
+            return self.kv(self.norm(y[..., 0]))
         kv = torch.einsum("bgeh,hek->bghk", self._normed(y), self.per_head)
         k, v = kv.chunk(2, dim=-1)
         return torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1)

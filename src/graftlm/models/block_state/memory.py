@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
@@ -67,3 +68,29 @@ def memories(cache: Cache, layers: int) -> list[LayerMemory]:
         own = [LayerMemory() for _ in range(layers)]
         cache.layers[:layers] = own
     return own  # type: ignore[return-value]  # all of them are, by now
+
+
+def saved(cache: Cache) -> dict[str, Tensor]:
+    """All that a cache remembers, as tensors: for a checkpoint of a text that is read in pieces."""
+    return {f"{number}.{name}": value for number, layer in _own(cache) for name, value in layer.tensors.items()} | {
+        f"{number}.columns": torch.tensor(layer.columns) for number, layer in _own(cache)
+    }
+
+
+def restored(tensors: dict[str, Tensor]) -> Cache:
+    """The cache that `saved` wrote down."""
+    found: dict[int, LayerMemory] = {}
+    for key, value in tensors.items():
+        number, name = key.split(".", 1)
+        memory = found.setdefault(int(number), LayerMemory())
+        if name == "columns":
+            memory.columns = int(value)
+        else:
+            memory.keep(name, value, detach=True)
+    cache = DynamicCache()
+    cache.layers[:] = [found[number] for number in sorted(found)]
+    return cache
+
+
+def _own(cache: Cache) -> list[tuple[int, LayerMemory]]:
+    return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, LayerMemory)]

@@ -117,6 +117,11 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
 
+    def parameters_without_decay(self) -> set[str]:
+        """Names of the parameters that weight decay would draw to a wrong place: those of state spaces."""
+        kernels = {name for name, module in self.named_modules() if isinstance(module, Structured | Unstructured)}
+        return {f"{name}.{own}" for name in kernels for own, _ in self.get_submodule(name).named_parameters()}
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from graftlm.errors import GraftError
 from graftlm.models.block_state import convolution
 
-CHUNK = 256
-LONGEST_TRANSFORM = 2048
+CHUNK = 64
+LONGEST_TRANSFORM = 128
 _BANDS = 8
 _FASTEST, _SLOWEST = 64.0, 0.5  # decays of unstructured kernels, over the length of training
 
@@ -40,11 +40,11 @@ class Structured(nn.Module):
         super().__init__()
         self.shape = systems, channels, state_size // 2
         self.outputs = outputs
-        self.log_dt = _plain(systems, channels)
-        self.log_decay = _plain(*self.shape)
-        self.frequency = _plain(*self.shape)
-        self.c = _plain(outputs, *self.shape, 2)
-        self.d = _plain(outputs, systems, channels)
+        self.log_dt = _parameter(systems, channels)
+        self.log_decay = _parameter(*self.shape)
+        self.frequency = _parameter(*self.shape)
+        self.c = _parameter(outputs, *self.shape, 2)
+        self.d = _parameter(outputs, systems, channels)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -85,8 +85,8 @@ class Unstructured(nn.Module):
         self.length, self.limit = length, limit
         self.inner = nn.Linear(2 * _BANDS + 1, width)
         self.outer = nn.Linear(width, outputs * channels, bias=False)
-        self.log_alpha = _plain(channels)
-        self.d = _plain(outputs, 1, channels)
+        self.log_alpha = _parameter(channels)
+        self.d = _parameter(outputs, 1, channels)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -105,8 +105,8 @@ class Unstructured(nn.Module):
         """
         if length > self.limit:
             raise GraftError(
-                f"A text of {length:,} tokens is longer than kernel_limit, the {self.limit:,} that an unstructured kernel "
-                "may be extended to: shorten it, raise kernel_limit, or train with kernel: s4d, which has no limit."
+                f"A text of {length:,} tokens is longer than kernel_limit, the {self.limit:,} that an unstructured "
+                "kernel may be extended to: shorten it, raise kernel_limit, or train with kernel: s4d, which has none."
             )
         alpha = torch.exp(wide(self.log_alpha))
         time = torch.arange(length, device=alpha.device, dtype=alpha.dtype) / self.length
@@ -188,11 +188,8 @@ def read(kernels: Structured, state_BMEP: Tensor, u_BME: Tensor, c: Tensor | Non
     return y + u_BME[..., None] * kernels.d.permute(1, 2, 0)
 
 
-def _plain(*shape: int) -> nn.Parameter:
-    """A parameter that no weight decay should touch."""
-    parameter = nn.Parameter(torch.zeros(*shape))
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]  # for optimisers, as in S4's public code
-    return parameter
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape))
 
 
 def wide(value: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""The architecture once more, slow and literal: one text, token by token, straight from the equations. For tests.
+
+Nothing of the fast path is used but its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graftlm.models.block_state.config import BlockStateConfig
+
+
+def logits(model: Any, ids: list[int]) -> Tensor:
+    """(T, V) next-token scores of one text by a `BlockStateForCausalLM`."""
+    return hidden_states(model.model, ids) @ model.lm_head.weight.T
+
+
+def class_scores(model: Any, ids: list[int]) -> Tensor:
+    """(labels) scores of one text by a `BlockStateForSequenceClassification`."""
+    return hidden_states(model.model, ids).mean(0) @ model.score.weight.T + model.score.bias
+
+
+def hidden_states(model: Any, ids: list[int]) -> Tensor:
+    """(T, d) of one text by a `BlockStateModel`."""
+    config = model.config
+    x = torch.stack([model.embed_tokens.weight[i] for i in ids])
+    if model.positions is not None:
+        own = model.positions
+        u = _normed(x, own.norm) @ own.down.weight.T
+        x = x + _outputs(own.ssm.kernels, u, config)[..., 0, 0] @ own.lift.weight.T
+    for layer in model.layers:
+        h = _normed(x, layer.mixing_norm)
+        out = _attention(layer.mixing.attention, h, config)
+        if layer.mixing.context is not None:
+            out = torch.cat([out, _context(layer.mixing, h, config)], dim=-1)
+        x = x + out @ layer.mixing.out.weight.T
+        inner = torch.relu(_normed(x, layer.ffn_norm) @ layer.ffn.up.weight.T)
+        x = x + inner @ layer.ffn.down.weight.T
+    return _normed(x, model.norm)
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def _outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, E, M, C): outputs of every system at every token, of inputs (T, E)."""
+    if config.kernel == "s4d":
+        return _recurrence(kernels, u)
+    return torch.stack([_convolution(kernels, u, number) for number in range(kernels.shape[0])], dim=-1)[:, :, None]
+
+
+def _recurrence(kernels: Any, u: Tensor) -> Tensor:
+    """x_t = a x_{t-1} + b u_t, y_t = 2 Re(c x_t) + d u_t, with a = exp(dt A) and b = (a - 1) / A."""
+    a_continuous = torch.complex(-torch.exp(kernels.log_decay), kernels.frequency)
+    a = torch.exp(torch.exp(kernels.log_dt)[..., None] * a_continuous)  # (M, E, P)
+    b = (a - 1) / a_continuous
+    c = torch.complex(kernels.c[..., 0], kernels.c[..., 1])  # (C, M, E, P)
+    x, found = torch.zeros_like(a), []
+    for u_t in u:
+        x = a * x + b * u_t[:, None]
+        y = 2 * (c * x).sum(-1).real + kernels.d * u_t  # (C, M, E)
+        found.append(y.permute(2, 1, 0))
+    return torch.stack(found)
+
+
+def _convolution(kernels: Any, u: Tensor, number: int) -> Tensor:
+    """y_t = sum over j of K_j u_{t-j} + d u_t, K_j = exp(-alpha j / L) FFN(features of j / L) / its energy's root."""
+    channels = kernels.shape[1]
+    weights = kernels.outer.weight.reshape(kernels.shape[0], channels, -1)[number]
+    alpha = torch.exp(kernels.log_alpha)
+    scale = torch.sqrt(kernels.length * (1 - torch.exp(-2 * alpha)) / (2 * alpha))
+    kernel = []
+    for j in range(len(u)):
+        time = j / kernels.length
+        bands = (kernels.inner.in_features - 1) // 2
+        waves = [2 * math.pi * time * k for k in range(1, bands + 1)]
+        features = torch.tensor([time, *map(math.sin, waves), *map(math.cos, waves)], dtype=u.dtype)
+        inner = torch.sin(kernels.inner.weight @ features + kernels.inner.bias)
+        kernel.append(torch.exp(-alpha * time) * (weights @ inner) / scale)
+    rows = [sum(kernel[j] * u[t - j] for j in range(t + 1)) + kernels.d[number, 0] * u[t] for t in range(len(u))]
+    return torch.stack(rows)
+
+
+def _attention(own: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, d): each token's attention to the last tokens, with T5's bias."""
+    rows = []
+    for t in range(len(h)):
+        keys, bias = [], []
+        for j in range(len(h)):
+            back = t - j
+            if not (-config.window < back if config.bidirectional else back >= 0) or back >= config.span:
+                continue
+            earlier = config.mixer == "memory" and j // config.window < t // config.window
+            keys.append(own.kv.weight @ (h[j].detach() if earlier else h[j]))
+            bias.append(own.bias.table.weight[_bucket(back, config)])
+        k, v = torch.stack(keys).chunk(2, dim=-1)
+        rows.append(_attend(own.q.weight @ h[t], k, v, config.num_attention_heads, torch.stack(bias)))
+    return torch.stack(rows)
+
+
+def _bucket(back: int, config: BlockStateConfig) -> int:
+    buckets, offset = config.relative_buckets, 0
+    if config.bidirectional:
+        buckets //= 2
+        offset = buckets if back < 0 else 0
+        back = abs(back)
+    exact = buckets // 2
+    if back < exact:
+        return offset + back
+    far = exact + int(math.log(back / exact) / math.log(config.relative_distance / exact) * (buckets - exact))
+    return offset + min(far, buckets - 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+    """(d): softmax(q . k / sqrt(K) + bias) v of one query, head by head; `bias` (keys, H)."""
+    width = len(q) // heads
+    found = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        scores = k[:, part] @ q[part] / math.sqrt(width)
+        scores = scores if bias is None else scores + bias[:, head]
+        found.append(torch.softmax(scores, dim=0) @ v[:, part])
+    return torch.cat(found)
+
+
+def _context(mixing: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, d): each token's attention to the context states of its window."""
+    own = mixing.context
+    if config.mixer == "recurrent":
+        states = _recurrent_states(mixing, h, config)
+        return _read_states(own.reader, h, [_normed(state, own.norm) + own.ids for state in states], config)
+    if config.context == "mf":
+        states = [_normed(state @ own.lift.weight.T, own.norm) + own.ids for state in _filter_states(own, h, config)]
+        return _read_states(own.reader, h, states, config)
+    y = _both_ways(own, h @ own.down.weight.T, config)[:, :, 0]  # (T, E, C)
+    rows = []
+    for t in range(len(h)):
+        first = t // config.window * config.window
+        last = min(first + config.window, len(h)) if config.bidirectional else t + 1
+        pairs = [_token_keys(own, y[j], config) for j in range(first, last)]
+        k, v = torch.stack([one[0] for one in pairs]), torch.stack([one[1] for one in pairs])
+        rows.append(_attend(own.q.weight @ h[t], k, v, config.num_attention_heads))
+    return torch.stack(rows)
+
+
+def _both_ways(own: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    y = _outputs(own.ssm.kernels, u, config)
+    return y + _outputs(own.back.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
+
+
+def _token_keys(own: Any, y: Tensor, config: BlockStateConfig) -> tuple[Tensor, Tensor]:
+    """Key and value (d) of one token's outputs (E, C)."""
+    if config.context == "sh":
+        k, v = (own.kv.weight @ _normed(y[:, 0], own.norm)).chunk(2)
+        return k, v
+    parts = [(_normed(y[:, head], own.norm) @ own.per_head[head]).chunk(2) for head in range(y.shape[1])]
+    return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+
+
+def _filter_states(own: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
+    """(S, E) for each window: outputs at the end of the window before; backwards, at the start of the one after."""
+    u = h @ own.down.weight.T
+    y = _of_filters(own.ssm.kernels, u, config)
+    found = [own.first] + [y[end] for end in range(config.window - 1, len(h), config.window)]
+    found = found[: -(-len(h) // config.window)]
+    if not config.bidirectional:
+        return found
+    back = _of_filters(own.back.kernels, u.flip(0), config).flip(0)
+    after = [back[start] for start in range(config.window, len(h), config.window)] + [own.last]
+    return [torch.cat(pair) for pair in zip(found, after, strict=True)]
+
+
+def _of_filters(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, S, E)."""
+    y = _outputs(kernels, u, config)
+    return (y[..., 0] if config.kernel == "s4d" else y[:, :, 0]).transpose(1, 2)
+
+
+def _recurrent_states(mixing: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
+    """(S, d) for each window: the states before it."""
+    own, heads = mixing.context, config.num_attention_heads
+    gate = torch.sigmoid(own.gate)
+    states = [own.first]
+    for start in range(0, len(h) - config.window, config.window):
+        said = _normed(states[-1], own.norm) + own.ids
+        k_self, v_self = (said @ own.reader.kv.weight.T).chunk(2, dim=-1)
+        k, v = (h[start : start + config.window] @ mixing.attention.kv.weight.T).chunk(2, dim=-1)
+        rows = []
+        for one in said:
+            q_self, q_tokens = (own.q.weight @ one).chunk(2)
+            pair = [_attend(q_self, k_self, v_self, heads), _attend(q_tokens, k, v, heads)]
+            rows.append(own.out.weight @ torch.cat(pair))
+        states.append(gate * states[-1] + (1 - gate) * torch.stack(rows))
+    return states
+
+
+def _read_states(reader: Any, h: Tensor, states: list[Tensor], config: BlockStateConfig) -> Tensor:
+    """(T, d): each token's attention to its window's states."""
+    pairs = [(state @ reader.kv.weight.T).chunk(2, dim=-1) for state in states]
+    rows = []
+    for t, one in enumerate(h):
+        k, v = pairs[t // config.window]
+        rows.append(_attend(reader.q.weight @ one, k, v, config.num_attention_heads))
+    return torch.stack(rows)

@@ -1,0 +1,144 @@
+"""The architecture as a Hugging Face model, and what it says to settings that don't fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from block_state import tools
+from graftlm.errors import GraftError, RecipeError
+from graftlm.models.block_state import BlockStateConfig
+
+
+@pytest.mark.parametrize("variant", tools.VARIANTS)
+def test_a_saved_model_comes_back_to_the_bit(variant: str, tmp_path: Path) -> None:
+    model, ids = tools.model(variant).float(), tools.ids(1, 9)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model(ids).logits, again(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).mixer == tools.config(variant).mixer
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_a_fresh_process_finds_the_architecture_by_registering_it(tmp_path: Path) -> None:
+    tools.model("sh-s4d").float().save_pretrained(tmp_path)
+    lines = (
+        "import sys, graftlm.models, transformers",
+        "graftlm.models.register()",
+        "print(type(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines), tmp_path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "BlockStateForCausalLM"
+
+
+@pytest.mark.parametrize("variant", tools.BOTH_WAYS)
+def test_a_classifier_reads_both_ways_and_knows_no_padding(variant: str, tmp_path: Path) -> None:
+    model, ids = tools.classifier(variant), tools.ids(3, 11)
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, :5] = mask[2, 7:] = 0
+    found = model(ids, attention_mask=mask).logits
+    for row in range(3):
+        wanted = model(ids[row][mask[row].bool()][None]).logits[0]
+        torch.testing.assert_close(found[row], wanted, rtol=1e-8, atol=1e-8)
+    model.float().save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("variant", tools.VARIANTS)
+def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
+    model, ids = tools.model(variant).train(), tools.ids(2, 11)
+    model(ids, labels=ids).loss.backward()
+    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, wanted[name])
+    with pytest.raises(GraftError, match="turn checkpointing off"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("variant", ["slide", "sh-s4d", "mf-unstructured"])
+def test_half_precision_stays_near(variant: str) -> None:
+    model, ids = tools.model(variant, initializer_range=0.1).float(), tools.ids(2, 11)
+    wanted = model(ids).logits.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids).logits.float().detach()
+    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
+
+
+def test_a_model_in_half_precision_keeps_its_state_spaces_exact(tmp_path: Path) -> None:
+    tools.model("sh-s4d").float().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name: weight.dtype for name, weight in model.named_parameters()}
+    assert {kind for name, kind in kept.items() if "kernels" in name} == {torch.float32}
+    assert {kind for name, kind in kept.items() if "kernels" not in name} == {torch.bfloat16}
+    assert torch.isfinite(model(tools.ids(1, 9)).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_a_compiled_model_is_the_same() -> None:
+    model, ids = tools.model("sh-s4d").float(), tools.ids(2, 12)
+    wanted = model(ids, use_cache=False).logits
+    found = torch.compile(model)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
+    tools.model("mf-s4d").save_pretrained(tmp_path)
+    names = AutoModelForCausalLM.from_pretrained(tmp_path).parameters_without_decay()
+    assert {name.rpartition(".")[2] for name in names} == {"log_dt", "log_decay", "frequency", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_attention_heads": 3, "hidden_size": 16}, "3 heads don't divide a width of 16"),
+        ({"window": 0}, "window is 0; a whole number from 1"),
+        ({"window": "wide"}, "window is 'wide'"),
+        ({"mixer": "lstm"}, "mixer is 'lstm'; one of block-state, recurrent"),
+        ({"context": "xx"}, "context is 'xx'; one of sh, mh, mf"),
+        ({"context": "mf", "filters": 0}, "filters is 0; a whole number from 1"),
+        ({"state_size": 5}, "state_size is 5; an even number"),
+        ({"mixer_layers": [6], "num_hidden_layers": 6}, "names layer 6; the 6 layers are counted from 0 to 5"),
+        ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
+        ({"bidirectional": True, "mixer": "recurrent"}, "reads from left to right: take block-state or slide"),
+        ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        BlockStateConfig(**settings)
+
+
+def test_masks_that_windows_can_not_have() -> None:
+    model, ids = tools.model("sh-s4d"), tools.ids(1, 5)
+    with pytest.raises(GraftError, match="a gap between the tokens"):
+        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
+    with pytest.raises(GraftError, match="4 dimensions; one of"):
+        model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+
+
+def test_a_model_that_reads_both_ways_writes_nothing() -> None:
+    with pytest.raises(GraftError, match="sees no later tokens"):
+        tools.model("sh-s4d", bidirectional=True)
+    with pytest.raises(GraftError, match="as a whole"):
+        tools.classifier("sh-s4d").model(tools.ids(1, 5), use_cache=True)
+
+
+def test_rows_without_any_token_are_silent() -> None:
+    model, ids = tools.model("sh-s4d"), tools.ids(2, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    found = model(ids, attention_mask=mask).logits
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found[0], model(ids[:1]).logits[0])
