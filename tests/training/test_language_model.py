@@ -30,6 +30,16 @@ from graftlm.training.recipe import load_recipe
 from graftlm.training.schedule import keeping, make_optimiser
 from tiny import tiny_tokenizer
 
+BLOCK_STATE = {
+    "model_type": "block-state",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "window": 8,
+    "mixer_layers": [1],
+    "kernel_length": 32,
+}
 WORDS = "the river ran under the old house and the garden slept below a white moon until morning came. "
 MODEL = {
     "model_type": "llama",
@@ -133,6 +143,16 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
+def test_a_model_of_the_house_is_trained_and_goes_on(tmp_path: Path) -> None:
+    results = run(tmp_path, model=BLOCK_STATE)
+    metrics = results.row("block-state").metrics
+    assert metrics["parameters"] > 0
+    assert {"bpb_river_at_16", "bpb_river_at_64"} <= set(metrics)
+    training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-9}
+    run(tmp_path, "further", model=str(tmp_path / "run" / "model"), tokenizer=None, training=training)
+    assert keeping(AutoModelForCausalLM.from_pretrained(tmp_path / "further" / "model"))
+
+
 def test_a_model_goes_on_from_its_folder(tmp_path: Path) -> None:
     run(tmp_path)
     before = weights(tmp_path / "run")
@@ -162,6 +182,14 @@ def test_what_keeps_a_state_does_not_decay() -> None:
     assert [id(p) for p in decaying["params"]] == [id(wide.weight)]
     assert others["weight_decay"] == 0.0
     assert len(others["params"]) == 3
+
+
+def test_a_state_space_model_names_what_does_not_decay() -> None:
+    model = new_model(BLOCK_STATE, tiny_tokenizer(), 0)
+    kept = keeping(LanguageModel(model))
+    assert kept
+    assert all(".kernels." in name for name in kept)
+    assert kept <= {name for name, _ in LanguageModel(model).named_parameters()}
 
 
 def test_its_loss_is_that_of_transformers() -> None:
@@ -205,6 +233,11 @@ def test_pieces_write_every_text() -> None:
             "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
         ),
         ({"training": {"steps": 0}}, "a language model learns by steps: set training.steps to 1 or more"),
+        (
+            {"model": BLOCK_STATE, "separate": True},
+            "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",
+        ),
+        ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "block-state: 3 heads don't divide a width of 16"),
         ({"device": "meat"}, r"The device meat can't be used \("),
     ],
 )
@@ -212,6 +245,9 @@ def test_mistakes_get_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if changes.get("separate"):
+        changes = {k: v for k, v in changes.items() if k != "separate"}
+        changes["data"] = values(tmp_path)["data"] | {"boundaries": "separate"}
     with pytest.raises(GraftError) as caught:
         run(tmp_path, **changes)
     assert re.search(message, str(caught.value))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast
 
 from torch import nn
 from torch.optim import AdamW
@@ -26,8 +27,15 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def keeping(model: nn.Module) -> set[str]:
-    """The parameters that say of themselves that they must not decay, by name: those with `_no_weight_decay`."""
-    return {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    """The parameters that must not decay, by name: with `_no_weight_decay`, or named by `parameters_without_decay()`.
+
+    The attribute is on the parameter, the method on any module and gives names below it; state-space models have them.
+    """
+    found = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    for prefix, module in model.named_modules():
+        if callable(said := getattr(module, "parameters_without_decay", None)):
+            found |= {f"{prefix}.{name}" if prefix else name for name in cast("Iterable[str]", said())}
+    return found
 
 
 def make_optimiser(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, kept: Collection[str] = ()) -> AdamW:
