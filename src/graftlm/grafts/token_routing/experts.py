@@ -85,7 +85,7 @@ def place_of(module: nn.Module, path: str) -> Place:
     if isinstance(bare, Conv1D):
         return Place(int(bare.weight.shape[0]), int(bare.nf))
     if hasattr(bare, "in_features") and hasattr(bare, "out_features"):
-        return Place(int(bare.in_features), int(bare.out_features))  # type: ignore[arg-type]
+        return Place(int(bare.in_features), int(bare.out_features))  # type: ignore[arg-type]  # any library's Linear
     raise GraftError(
         f"An expert changes {path}, a {type(bare).__name__}, but linear layers and embeddings are expected: "
         "train it on those."

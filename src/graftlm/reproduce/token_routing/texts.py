@@ -19,7 +19,7 @@ from pydantic import Field
 from graftlm.config import Config
 from graftlm.reproduce.composition_code.functions import functions
 from graftlm.reproduce.demo.corpus import deal, write_documents
-from graftlm.reproduce.parents import ENGLISH, read_texts
+from graftlm.reproduce.parents import ENGLISH, read_texts, up_to
 from graftlm.reproduce.texts import spaced
 
 DOMAINS = ("math", "science", "code", "reading")
@@ -94,7 +94,7 @@ def write_corpus(data: Path, file: Path, amounts: Amounts) -> None:
     """Write what the backbone reads: English novels, Wikipedia, Python."""
     novels = (text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels])
     modules = deal(_modules(data), {"backbone": 2, "expert": 1})["backbone"]
-    write_documents(file, [*novels, *_up_to(_articles(data), amounts.wikipedia), *_up_to(modules, amounts.code)])
+    write_documents(file, [*novels, *up_to(_articles(data), amounts.wikipedia), *up_to(modules, amounts.code)])
 
 
 def read_domains(data: Path) -> dict[str, Parts]:
@@ -281,11 +281,3 @@ def _fitting(items: Sequence[Item], tokenizer: Any, length: int) -> list[Item]:
 def _shuffled(items: Sequence[Item]) -> list[Item]:
     """In another order, always the same."""
     return random.Random("items").sample(list(items), len(items))
-
-
-def _up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
-        if characters <= 0:
-            return
