@@ -1,0 +1,280 @@
+"""Which task, and which of its rows, the next batch is made of: by size, by chance, or by what a model is unsure of.
+
+For T tasks with D_t rows, and H the entropy of a prediction, in nats:
+
+    uniform       q(t) = 1 / T
+    size          q(t) = D_t / sum of D_s
+    temperature   q(t) = D_t^alpha / sum of D_s^alpha                                                      (eq. 1.7)
+    entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
+    uncertainty   of b candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t          (algorithm 1)
+
+A sampler knows nothing of models: it names rows, and is told entropies. Each task's rows come in an order of their own,
+shuffled anew once all have come. All choices follow from the seed and from what was told.
+
+    sampler = TaskSampler({"intents": 9000, "acceptable": 900}, SamplerConfig(policy="uncertainty"), batch_size=32)
+    for step in range(steps):
+        asked = sampler.candidates()                # none but for policy uncertainty
+        picks = sampler.choose([normed_entropy(probabilities(pick)) for pick in asked])
+        ...                                         # train on the picked rows
+        sampler.observe("intents", entropies)       # policy entropy alone needs this
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from graftlm.config import Config
+from graftlm.errors import DataError
+
+_TASKS, _ROWS = 1, 2  # keep random numbers for tasks apart from those for rows
+
+
+class SamplerConfig(Config):
+    """How rows are chosen.
+
+    Args:
+        policy: one of the five above.
+        alpha: of `temperature`: 0 is uniform, 1 is by size.
+        beta: of `entropy`: the larger, the more the uncertain tasks are preferred.
+        task_mean: of `uncertainty`: whether a row's measure is multiplied by its task's mean entropy over the largest
+            task's, so that uncertain tasks are preferred further. Algorithm 1 divides by the largest mean alone, which
+            is one number for all rows and chooses nothing.
+        fixed: of `uncertainty`: tasks whose predictions have no entropy, such as regression, each with its share of
+            every batch.
+    """
+
+    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty"] = "uniform"
+    alpha: float = Field(0.5, ge=0, le=1)
+    beta: float = Field(1.0, gt=0)
+    task_mean: bool = False
+    fixed: dict[str, float] = {}
+
+
+class Pick(NamedTuple):
+    """One row of one task."""
+
+    task: str
+    row: int
+
+
+class TaskSampler:
+    """Endless batches of rows of several tasks.
+
+    Args:
+        sizes: rows of each task.
+        config: the policy.
+        batch_size: b, rows of one batch.
+        seed: of all that is left to chance.
+
+    Raises:
+        DataError: a task has no rows, or a fixed share does not fit.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, seed: int = 0) -> None:
+        _check(sizes, config, batch_size)
+        self.sizes, self.config, self.batch_size, self.seed = dict(sizes), config, batch_size, seed
+        self.step = 0
+        self._drawn = dict.fromkeys(sizes, 0)
+        self._entropy: dict[str, float] = {}
+        self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
+        self._history: list[dict[str, int]] = []
+        self._asked: list[Pick] = []
+
+    def candidates(self) -> list[Pick]:
+        """The rows whose uncertainty `choose` must be told: b of each task under `uncertainty`, else none."""
+        if self.config.policy != "uncertainty":
+            return []
+        if not self._asked:
+            free = [task for task in self.sizes if task not in self.config.fixed]
+            self._asked = [pick for task in free for pick in self._draw(task, self.batch_size)]
+        return list(self._asked)
+
+    def choose(self, uncertainties: Sequence[float] = ()) -> list[Pick]:
+        """The rows of the next batch.
+
+        Args:
+            uncertainties: H / H'_t of each of `candidates()`, in their order.
+
+        Raises:
+            DataError: there are more or fewer than candidates, or one is no number.
+        """
+        asked = self.candidates()
+        if len(uncertainties) != len(asked):
+            raise DataError(
+                f"choose was told {len(uncertainties)} uncertainties for {len(asked)} candidates: give one for each of "
+                "candidates(), in their order."
+            )
+        picks = self._most_uncertain(asked, uncertainties) if asked else self._by_task()
+        self._note(picks)
+        self.step, self._asked = self.step + 1, []
+        return picks
+
+    def observe(self, task: str, entropies: Sequence[float] | Tensor) -> None:
+        """Tell the entropies of a task's latest predictions, in nats; policy `entropy` goes by their mean.
+
+        Raises:
+            DataError: there is no such task, or an entropy is no number from 0.
+        """
+        values = np.asarray(entropies, dtype=float)
+        if task not in self.sizes:
+            raise DataError(f"There is no task {task!r} in this sampler; it has {', '.join(self.sizes)}.")
+        if values.size:
+            if not np.isfinite(values).all() or values.min() < 0:
+                raise DataError(f"An entropy of the task {task} is {values.min()}; a number from 0 is expected.")
+            self._entropy[task] = float(values.mean())
+
+    def shares(self) -> dict[str, float]:
+        """q(t), the probability of each task; of `uncertainty`, which goes by rows, the shares so far."""
+        policy, sizes = self.config.policy, self.sizes
+        if policy == "uncertainty":
+            chosen = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
+            return _normed(chosen if any(chosen.values()) else dict.fromkeys(sizes, 1))
+        if policy == "entropy":
+            if len(self._entropy) < len(sizes):  # until every task has been seen
+                return _normed(dict.fromkeys(sizes, 1))
+            weights = {task: self._entropy[task] ** self.config.beta for task in sizes}
+            return _normed(weights if any(weights.values()) else dict.fromkeys(sizes, 1))
+        alpha = {"uniform": 0.0, "size": 1.0, "temperature": self.config.alpha}[policy]
+        return _normed({task: size**alpha for task, size in sizes.items()})
+
+    def report(self) -> dict[str, Any]:
+        """What was chosen: rows of each task in each step, and the share of all rows that were trained on so far."""
+        used = {task: int(rows.sum()) for task, rows in self._used.items()}
+        return {
+            "steps": [dict(step) for step in self._history],
+            "data_share": sum(used.values()) / sum(self.sizes.values()),
+            "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
+            "picked": sum(sum(step.values()) for step in self._history),
+            "drawn": sum(self._drawn.values()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next choices depend on, as plain JSON values; between a `choose` and the next `candidates`."""
+        return {
+            "sizes": dict(self.sizes),
+            "step": self.step,
+            "drawn": dict(self._drawn),
+            "entropy": dict(self._entropy),
+            "history": [dict(step) for step in self._history],
+            "used": {task: base64.b64encode(np.packbits(rows).tobytes()).decode() for task, rows in self._used.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of a sampler of the same tasks.
+
+        Raises:
+            DataError: the state is of other tasks.
+        """
+        if state["sizes"] != self.sizes:
+            raise DataError(
+                f"The saved sampler chose from {state['sizes']}, but the data has {self.sizes}: resume with the data of "
+                "the run that saved it."
+            )
+        self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
+        self._history = [dict(step) for step in state["history"]]
+        for task, size in self.sizes.items():
+            bits = np.frombuffer(base64.b64decode(state["used"][task]), dtype=np.uint8)
+            self._used[task] = np.unpackbits(bits, count=size).astype(bool)
+        self._asked = []
+
+    def _draw(self, task: str, count: int) -> list[Pick]:
+        """The next rows of a task, in its own order."""
+        size, start = self.sizes[task], self._drawn[task]
+        self._drawn[task] += count
+        number = list(self.sizes).index(task)
+        epochs = range(start // size, (start + count - 1) // size + 1) if count else range(0)
+        orders = {epoch: _generator(self.seed, _ROWS, number, epoch).permutation(size) for epoch in epochs}
+        return [Pick(task, int(orders[place // size][place % size])) for place in range(start, start + count)]
+
+    def _by_task(self) -> list[Pick]:
+        """A task drawn for each place of the batch, then its next row."""
+        shares = self.shares()
+        drawn = _generator(self.seed, _TASKS, self.step, 0).choice(
+            len(shares), size=self.batch_size, p=list(shares.values())
+        )
+        counts = np.bincount(drawn, minlength=len(shares))
+        rows = {task: iter(self._draw(task, int(count))) for task, count in zip(shares, counts, strict=True)}
+        names = list(shares)
+        return [next(rows[names[number]]) for number in drawn]
+
+    def _most_uncertain(self, asked: list[Pick], uncertainties: Sequence[float]) -> list[Pick]:
+        values = np.asarray(uncertainties, dtype=float)
+        if not np.isfinite(values).all():
+            place = int(np.argmin(np.isfinite(values)))
+            raise DataError(
+                f"The uncertainty of row {asked[place].row} of the task {asked[place].task} is {values[place]}: a "
+                "number is expected; the model's predictions may have overflowed."
+            )
+        if self.config.task_mean:
+            values = values * _task_means(asked, values)
+        fixed = [pick for task, count in self._fixed_counts().items() for pick in self._draw(task, count)]
+        best = np.argsort(-values, kind="stable")[: self.batch_size - len(fixed)]  # of equal ones the earlier candidate
+        return [asked[place] for place in best] + fixed
+
+    def _fixed_counts(self) -> dict[str, int]:
+        """Rows of this batch for each task with a fixed share: exact in the long run."""
+        before, after = self.step * self.batch_size, (self.step + 1) * self.batch_size
+        return {task: int(after * share) - int(before * share) for task, share in self.config.fixed.items()}
+
+    def _note(self, picks: list[Pick]) -> None:
+        counts: dict[str, int] = {}
+        for pick in picks:
+            counts[pick.task] = counts.get(pick.task, 0) + 1
+            self._used[pick.task][pick.row] = True
+        self._history.append(counts)
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """(...,) H in nats of distributions (..., C)."""
+    return torch.special.entr(probabilities.float()).sum(-1)
+
+
+def normed_entropy(probabilities: Tensor) -> Tensor:
+    """(...,) H / H' of distributions (..., C), H' = log C the entropy of not knowing at all: from 0 to 1."""
+    return entropy(probabilities) / float(np.log(max(2, probabilities.shape[-1])))
+
+
+def _task_means(asked: list[Pick], values: np.ndarray) -> np.ndarray:
+    """For each candidate its task's mean over the largest task's."""
+    tasks = np.array([pick.task for pick in asked])
+    means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
+    largest = max(means.values()) or 1.0
+    return np.array([means[task] / largest for task in tasks])
+
+
+def _normed(weights: Mapping[str, float]) -> dict[str, float]:
+    total = sum(weights.values())
+    return {task: weight / total for task, weight in weights.items()}
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int) -> None:
+    empty = [task for task, size in sizes.items() if size < 1]
+    if empty or not sizes:
+        what = f"The task {empty[0]} has no rows" if empty else "There is no task"
+        raise DataError(f"{what}: name a file with at least one row for every task, or leave the task out.")
+    if batch_size < 1:
+        raise DataError(f"batch_size is {batch_size}; a whole number from 1 is expected.")
+    for task, share in config.fixed.items():
+        if config.policy != "uncertainty":
+            raise DataError(
+                f"fixed shares belong to policy: uncertainty, and the policy is {config.policy}: leave them out."
+            )
+        if task not in sizes:
+            raise DataError(f"fixed names the task {task!r}; the tasks are {', '.join(sizes)}.")
+        if not 0 <= share < 1:
+            raise DataError(f"The fixed share of the task {task} is {share}; a number from 0 to below 1 is expected.")
+    if sum(config.fixed.values()) >= 1 or set(config.fixed) >= set(sizes):
+        raise DataError(
+            "The fixed shares leave nothing to choose by uncertainty: lower them, or take policy: temperature."
+        )

@@ -1,0 +1,181 @@
+"""Samplers choose what their equations say, the same for the same seed, and go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler, entropy, normed_entropy
+from graftlm.errors import DataError
+
+SIZES = {"large": 100, "middle": 25, "small": 4}
+
+
+def told(picks: list[Pick]) -> list[float]:
+    """An uncertainty that any two rows differ in."""
+    return [math.sin(17.0 * pick.row + 3.0 * len(pick.task)) + 1 for pick in picks]
+
+
+def run(sampler: TaskSampler, steps: int) -> list[list[Pick]]:
+    return [sampler.choose(told(sampler.candidates())) for _ in range(steps)]
+
+
+policies = st.sampled_from(["uniform", "size", "temperature", "entropy", "uncertainty"])
+
+
+@given(policy=policies, batch=st.integers(1, 20), cut=st.integers(0, 6), seed=st.integers(0, 5))
+def test_a_run_in_two_parts_chooses_what_one_run_does(policy: str, batch: int, cut: int, seed: int) -> None:
+    config = SamplerConfig.parse({"policy": policy})
+    whole = TaskSampler(SIZES, config, batch, seed)
+    wanted = run(whole, 6)
+    first = TaskSampler(SIZES, config, batch, seed)
+    found = run(first, cut)
+    second = TaskSampler(SIZES, config, batch, seed)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + run(second, 6 - cut) == wanted
+    assert second.report() == whole.report()
+
+
+@given(policy=policies, batch=st.integers(1, 20))
+def test_a_batch_has_its_size_and_rows_that_there_are(policy: str, batch: int) -> None:
+    for picks in run(TaskSampler(SIZES, SamplerConfig.parse({"policy": policy}), batch), 5):
+        assert len(picks) == batch
+        assert all(0 <= pick.row < SIZES[pick.task] for pick in picks)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "size", "temperature"])
+def test_every_row_of_a_task_comes_before_any_comes_again(policy: str) -> None:
+    picks = [
+        pick for batch in run(TaskSampler(SIZES, SamplerConfig.parse({"policy": policy}), 8), 100) for pick in batch
+    ]
+    for task, size in SIZES.items():
+        rows = [pick.row for pick in picks if pick.task == task]
+        for start in range(0, len(rows) - size + 1, size):
+            assert sorted(rows[start : start + size]) == list(range(size))
+        assert rows[:size] != sorted(rows[:size]) or size < 3
+
+
+@pytest.mark.parametrize(("policy", "alpha"), [("uniform", 0.0), ("size", 1.0), ("temperature", 0.5)])
+def test_tasks_come_as_often_as_the_equation_says(policy: str, alpha: float) -> None:
+    sampler = TaskSampler(SIZES, SamplerConfig.parse({"policy": policy, "alpha": 0.5}), 100)
+    powers = {task: size**alpha for task, size in SIZES.items()}
+    wanted = {task: power / sum(powers.values()) for task, power in powers.items()}
+    assert sampler.shares() == pytest.approx(wanted)
+    counts = Counter(pick.task for batch in run(sampler, 100) for pick in batch)
+    for task, share in wanted.items():
+        assert counts[task] / 10_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
+
+
+def test_uncertain_tasks_come_more_often_under_entropy() -> None:
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="entropy", beta=2), 4)
+    assert sampler.shares() == pytest.approx(dict.fromkeys(SIZES, 1 / 3))
+    for task, value in (("large", 0.1), ("middle", 0.2), ("small", 0.4)):
+        sampler.observe(task, torch.tensor([value, value]))
+    assert sampler.shares() == pytest.approx({"large": 1 / 21, "middle": 4 / 21, "small": 16 / 21})
+
+
+def literal(candidates: dict[str, list[tuple[int, float, int]]], size: int, task_mean: bool) -> list[Pick]:
+    """Algorithm 1, line by line: of each task (row, entropy, classes)."""
+    means = {task: sum(h for _, h, _ in rows) / len(rows) for task, rows in candidates.items()}
+    normed_means = {
+        task: sum(h / math.log(classes) for _, h, classes in rows) / len(rows) for task, rows in candidates.items()
+    }
+    highest = max(means.values())
+    measured = []
+    for task, rows in candidates.items():
+        for row, h, classes in rows:
+            measure = h / math.log(classes)
+            measure *= normed_means[task] / max(normed_means.values()) if task_mean else 1 / highest
+            measured.append((measure, Pick(task, row)))
+    measured.sort(key=lambda pair: -pair[0])
+    return [pick for _, pick in measured[:size]]
+
+
+@pytest.mark.parametrize("task_mean", [False, True])
+@given(data=st.data(), batch=st.integers(1, 8))
+def test_uncertainty_chooses_what_algorithm_1_does(task_mean: bool, data: st.DataObject, batch: int) -> None:
+    classes = {"large": 5, "middle": 2, "small": 3}
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty", task_mean=task_mean), batch)
+    asked = sampler.candidates()
+    assert Counter(pick.task for pick in asked) == dict.fromkeys(SIZES, batch)
+    scores = torch.tensor(data.draw(st.lists(st.integers(-400, 400), min_size=len(asked), max_size=len(asked)))) / 100
+    rows, values = {task: [] for task in SIZES}, []
+    for pick, score in zip(asked, scores, strict=True):
+        probabilities = torch.softmax(score * torch.arange(classes[pick.task], dtype=torch.double), dim=0)
+        h = float(entropy(probabilities))
+        rows[pick.task].append((pick.row, h, classes[pick.task]))
+        values.append(h / math.log(classes[pick.task]))
+    assert sampler.choose(values) == literal(rows, batch, task_mean)
+
+
+def test_candidates_are_the_same_until_they_are_chosen_from() -> None:
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty"), 3)
+    assert sampler.candidates() == sampler.candidates()
+    before = sampler.candidates()
+    sampler.choose(told(before))
+    assert sampler.candidates() != before
+
+
+def test_tasks_without_an_entropy_take_their_fixed_share() -> None:
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty", fixed={"small": 0.3}), 5)
+    assert {pick.task for pick in sampler.candidates()} == {"large", "middle"}
+    counts = Counter(pick.task for batch in run(sampler, 20) for pick in batch)
+    assert counts["small"] == 30
+    assert sum(counts.values()) == 100
+
+
+def test_the_report_counts_rows_once() -> None:
+    sampler = TaskSampler({"only": 4}, SamplerConfig(), 3)
+    run(sampler, 1)
+    assert sampler.report()["data_share"] == 0.75
+    run(sampler, 2)
+    found = sampler.report()
+    assert (found["data_share"], found["picked"], found["steps"]) == (1.0, 9, [{"only": 3}] * 3)
+
+
+def test_entropies_are_those_of_their_distributions() -> None:
+    even, sure = torch.full((4,), 0.25), torch.tensor([1.0, 0, 0, 0])
+    assert float(entropy(even)) == pytest.approx(math.log(4))
+    assert float(normed_entropy(even)) == pytest.approx(1)
+    assert float(entropy(sure)) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "batch", "said"),
+    [
+        ({"empty": 0}, {}, 4, "The task empty has no rows"),
+        ({}, {}, 4, "There is no task"),
+        (SIZES, {}, 0, "batch_size is 0"),
+        (SIZES, {"fixed": {"small": 0.2}}, 4, "the policy is uniform: leave them out"),
+        (SIZES, {"policy": "uncertainty", "fixed": {"tiny": 0.2}}, 4, "fixed names the task 'tiny'"),
+        (SIZES, {"policy": "uncertainty", "fixed": {"small": 1.5}}, 4, "share of the task small is 1.5"),
+        (SIZES, {"policy": "uncertainty", "fixed": {"small": 0.5, "middle": 0.5}}, 4, "leave nothing to choose"),
+    ],
+)
+def test_settings_that_do_not_fit(sizes: dict[str, int], settings: dict, batch: int, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        TaskSampler(sizes, SamplerConfig.parse(settings), batch)
+
+
+def test_what_it_is_told_must_be_numbers_one_for_each_candidate() -> None:
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty"), 2)
+    with pytest.raises(DataError, match="told 1 uncertainties for 6 candidates"):
+        sampler.choose([0.5])
+    with pytest.raises(DataError, match=r"uncertainty of row \d+ of the task large is nan"):
+        sampler.choose([math.nan, 0, 0, 0, 0, 0])
+    with pytest.raises(DataError, match="There is no task 'huge'"):
+        sampler.observe("huge", [0.1])
+    with pytest.raises(DataError, match="a number from 0 is expected"):
+        sampler.observe("large", [-0.1])
+
+
+def test_a_state_of_other_tasks_is_refused() -> None:
+    state = TaskSampler(SIZES, SamplerConfig(), 2).state_dict()
+    with pytest.raises(DataError, match="resume with the data of the run that saved it"):
+        TaskSampler({"other": 3}, SamplerConfig(), 2).load_state_dict(state)
