@@ -174,8 +174,8 @@ class TaskSampler:
         """
         if state["sizes"] != self.sizes:
             raise DataError(
-                f"The saved sampler chose from {state['sizes']}, but the data has {self.sizes}: resume with the data of "
-                "the run that saved it."
+                f"The saved sampler chose from {state['sizes']}, but the data has {self.sizes}: resume with the data "
+                "of the run that saved it."
             )
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
         self._history = [dict(step) for step in state["history"]]
