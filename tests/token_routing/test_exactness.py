@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
+from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing.mixture import Routes
-from tiny import tiny_ids, tiny_model
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import (
     FAMILIES,
     assert_equal,
@@ -55,6 +59,31 @@ def test_one_expert_alone_is_what_peft_makes_of_it(family: str, top: int | None,
             assert_equal(found, peft_logits(family, folders[name], tiny_ids(2)))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_one_expert_on_a_quantised_backbone_is_what_peft_makes_of_it(weights: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    configs = {
+        "int8": quantization.Int8WeightOnlyConfig(),
+        "int4": quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4),
+    }
+
+    def quantised() -> Any:
+        model = tiny_model("llama")
+        quantization.quantize_(model, configs[weights])
+        return model
+
+    folder = write_adapters("llama", tmp_path)["two"]
+    with torch.no_grad():
+        bare = quantised()(tiny_ids(2), use_cache=False).logits
+        wanted = PeftModel.from_pretrained(quantised(), folder).eval()(tiny_ids(2), use_cache=False).logits
+    host = Backbone.wrap(quantised(), tiny_tokenizer(), "tiny-llama")
+    values = {"kind": "token-routing", "experts": {"two": {"path": folder}}, "prompt": "causal"}
+    with GraftedModel(host, {"graft": build_graft(graft_config(values), host)}) as model:
+        found = say(model.eval(), [[1.0]] * 2)
+    assert_equal(found, wanted)
+    assert (found - bare).abs().max() > 0.1
+
+
 def test_no_weight_at_all_is_the_bare_backbone_to_the_bit(tmp_path: Path) -> None:
     with torch.no_grad():
         bare = backbone("llama").model(tiny_ids(2), use_cache=False).logits
@@ -63,8 +92,6 @@ def test_no_weight_at_all_is_the_bare_backbone_to_the_bit(tmp_path: Path) -> Non
 
 
 def test_linear_is_what_peft_calls_linear_and_not_the_sum(tmp_path: Path) -> None:
-    from peft import PeftModel
-
     chosen = {
         name: {"r": 4, "lora_alpha": 4 + n, "target_modules": ["q_proj", "up_proj"]} for n, name in enumerate("abc")
     }

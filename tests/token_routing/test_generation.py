@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from graftlm import load_recipe, run_recipe
 from graftlm.artifact import save_graft
 from graftlm.cli import app
-from graftlm.errors import GraftError
+from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results
 from graftlm.generation import Decoding, Generation, TracedToken, generate_text
 from graftlm.grafts import GraftedModel
@@ -105,6 +105,14 @@ def test_embeddings_are_refused(folders: dict[str, str]) -> None:
         model(inputs_embeds=torch.zeros(1, 3, 48))
 
 
+def test_an_empty_prompt_is_refused(folders: dict[str, str]) -> None:
+    with routing("llama", folders) as model:
+        with pytest.raises(GraftError, match="A routing was given no token to route by"):
+            model(torch.zeros(1, 0, dtype=torch.long))
+        with pytest.raises(DataError, match="The prompt has no tokens"):
+            generate_text(model, backbone("llama").need_tokenizer(), "", Decoding(max_new_tokens=1))
+
+
 def test_a_trace_tells_of_every_token(folders: dict[str, str]) -> None:
     host = backbone("llama")
     with routing("llama", folders, prompt="whole", every=1) as model:
@@ -168,6 +176,12 @@ out: {tmp_path / "run"}
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     return path
+
+
+def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("    two: {", "    one: {"))
+    with pytest.raises(RecipeError, match="the key one appears twice"):
+        load_recipe(recipe)
 
 
 def test_a_recipe_without_steps_makes_a_router(recipe: Path, tmp_path: Path) -> None:

@@ -111,6 +111,23 @@ def test_routes_of_a_generation(settings: dict[str, Any], prompt: int, seed: int
     torch.testing.assert_close(found.values.sum(-1), torch.ones(2, prompt + 6))
 
 
+@given(CONFIGS, st.integers(1, 9), st.integers(10, 16), st.integers(0, 99))
+def test_where_a_route_is_renewed_it_is_that_of_every_token(
+    settings: dict[str, Any], prompt: int, length: int, seed: int
+) -> None:
+    ids, found = tiny_ids(1, length, seed), {}
+    for every in (1, settings["every"]):
+        graft = graft_of({**settings, "every": every})
+        cache = DynamicCache()
+        with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
+            model(ids[:, :prompt], past_key_values=cache)
+            model(ids[:, prompt:], past_key_values=cache)
+            found[every] = model.traces(cache)["graft"].values[0]
+    given_ = prompt if graft.config.prompt == "whole" else 1
+    renewed = [i for i in range(length) if i < given_ or (i + 1 - given_) % settings["every"] == 0]
+    torch.testing.assert_close(found[settings["every"]][renewed], found[1][renewed], rtol=1e-4, atol=1e-5)
+
+
 def test_left_padding_changes_no_route() -> None:
     graft = graft_of({"every": 3})
     ids, mask = tiny_ids(2, 9, 5), torch.ones(2, 9, dtype=torch.long)

@@ -110,6 +110,8 @@ class TokenRouting(Graft):
             return
         if call.input_ids is None:
             raise GraftError("A routing reads token ids, and the model was given embeddings: pass input_ids.")
+        if not call.input_ids.shape[1]:
+            raise GraftError("A routing was given no token to route by: begin with at least one.")
         history = History.of(call, self, self._backbone[0].sites.n_layers)
         before = None if history is None else history.before()
         begins = history is not None and before is None
