@@ -166,12 +166,13 @@ def test_every_row_in_the_one_form(folder: Path, tmp_path: Path) -> None:
         elif not name.startswith("switch"):
             assert metrics.keys() >= NLLS | {"arc_accuracy"}
             assert 0 <= value_of(metrics["arc_accuracy"]) <= 1
-            routed = name.startswith(("routed", "paper", "prompt"))
+            routed = name.startswith(("routed", "paper", "prompt", "linear"))
             assert ("routing_accuracy" in metrics) == routed
         else:
             assert {"nll_code_half", "nll_prose_half", "nll_document"} <= metrics.keys()
     for domain in texts.DOMAINS:
         assert rows["oracle"][f"nll_{domain}"] == rows[f"expert_{domain}"][f"nll_{domain}"]
+    assert value_of(rows["linear_k2"]["update_error"]) > 0.1
     assert len(results.aims) == 9
     assert {row.id for row in results.paper} == {"base", "oracle", *(f"paper_k{k}" for k in run.EVERY)}
     assert {"log-perplexity.png", "switch.png"} <= {path.name for path in (tmp_path / "out").iterdir()}

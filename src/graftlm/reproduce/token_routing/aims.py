@@ -15,6 +15,7 @@ LABELS = {
     "oracle": "each domain's own expert",
     **{f"routed_k{k}": f"routed, k = {k}" for k in EVERY},
     **{f"paper_k{k}": f"the paper's weighting, k = {k}" for k in EVERY},
+    "linear_k2": "routed, k = 2, factors summed as published",
     "prompt_only": "routed by the prompt alone",
     "xlora": "X-LoRA (PEFT)",
     "arrow": "Arrow (PEFT)",

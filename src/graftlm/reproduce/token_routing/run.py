@@ -23,6 +23,7 @@ from graftlm.reproduce.token_routing.aims import EVERY, LABELS, MINI_LM, aims
 from graftlm.reproduce.token_routing.choose import WINDOWS, causal, choices, choose_policy, choose_window
 from graftlm.reproduce.token_routing.measure import Cell
 from graftlm.reproduce.token_routing.plan import Plan, mini_lm, setting_of, trained_of
+from graftlm.reproduce.token_routing.summed import update_error
 from graftlm.reproduce.token_routing.texts import DOMAINS, FILES
 
 NAME = "token-routing"
@@ -91,6 +92,8 @@ def table_1(plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapp
     for (row, _), cell in cells.items():
         rows.setdefault(row, []).append(measured[cell.id]["metrics"])
     rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(plan.seeds))]
+    for seed, metrics in zip(plan.seeds, rows["linear_k2"], strict=True):
+        metrics["update_error"] = update_error(adapters[seed])
     _same_routes(rows)
     return [_row(name, rows[name]) for name in LABELS if name in rows]
 
@@ -111,6 +114,7 @@ def _cells_of(
     routings: dict[str, dict[str, Any]] = {"uniform": UNIFORM}
     routings |= {f"routed_k{k}": {**policy, "every": k} for k in EVERY}
     routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in EVERY}
+    routings["linear_k2"] = {**policy, "every": 2, "combination": "linear"}
     routings["prompt_only"] = {**policy, "every": 2, "reads": "prompt"}
     for row, routing in routings.items():
         yield row, plan.cell(row, adapters, seed, routing=routing, traced=row.endswith("_k2"))
