@@ -10,11 +10,9 @@ adapters on q_proj and v_proj, as in the paper, that PEFT wrote into folders and
 
 from __future__ import annotations
 
-import argparse
-import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,20 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerFast
-from turns import Clock, Turns, draw, interval, rounds, seconds
+from pair import bytes_of, count
+from peft import PeftModel
+from routed import QUICK, Bench, Clocked, Reader, Size, lora_parameters
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, rounds
 
-from composition import Shape, bytes_of, count, random_llama, ratios
-from graftlm.backbone import Backbone, Call
-from graftlm.evaluation import Aim, Metric, Results, Row, value_of, write_report
-from graftlm.grafts import GraftedModel
-from graftlm.grafts.token_routing import TokenRouting, TokenRoutingConfig
+from composition import ratios
+from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 
 NAME = "bench-token-routing"
-AT_MOST, AT_LEAST = "at most", "at least"
 COUNTS = (2, 8, 32, 128)
 ROWS = {  # row id -> label, aim of its ratio
     "decode_vs_one_lora": ("decoding speed with four experts, over PEFT's with one unmerged adapter", (AT_LEAST, 0.9)),
@@ -43,9 +38,14 @@ ROWS = {  # row id -> label, aim of its ratio
     "vs_xlora": ("decoding speed, over PEFT's X-LoRA, which has no cache", None),
     "routing_share": ("routing's share of a decode step", (AT_MOST, 0.03)),
     "batch16_mixed": ("decoding speed of rows with a mixture each, over rows with one mixture", (AT_LEAST, 0.95)),
+    "states_quarter": (
+        "a decode step routed by states after a quarter of the layers, over one by token embeddings",
+        None,
+    ),
+    "states_last": ("a decode step routed by the last states, over one routed by token embeddings", None),
 } | {f"experts_{n}": (f"a decode step with {n} experts loaded, over the bare backbone's", None) for n in COUNTS}
-GROWTH = "growth of what experts add to a step, over that of the rank sum, the worst of 2 to 8, 32 and 128: at most 1"
-FLAT = "a decode step with top: 2 of 128 experts, over top: 2 of 2: at most 1.05"
+GROWTH = "growth of what experts add to a step, over that of the rank sum, the worst of 2 to 8, 32 and 128"
+FLAT = "a decode step with top: 2 of 128 experts, over top: 2 of 2"
 HOW = {
     "decode_vs_one_lora": "one forward pass a token behind a cached context, which grows by it; a new route every "
     "second token. bound: what the weights that are read would make of the ratio. ratio_top2: with top: 2, over the "
@@ -62,213 +62,25 @@ HOW = {
     "ratio_every_1: a new route for each token. ratio_prompt: the prompt's route for all",
     "batch16_mixed": "steps of as many rows of different random text, each with its mixture, over those of one of them "
     "as many times. ratio_top2: with top: 2, where different rows need more experts between them",
+    "states": "a new route every second token, for which the bare backbone reads both tokens in one pass of its first "
+    "layers. ratio_every_1: a new route for each token. ratio_prompt: reading the context, which is read once more. "
+    "layers: of the backbone's",
     "experts": "bound: what the weights that are read would make of the ratio. ratio_top2: the two experts of the "
     "largest weights. ratio_changing: these, by the last token alone, so that nearly every token has another pair",
     "memory": "bytes. experts: the four of rank 64, here and in PEFT. routes: beside the keys and values of the "
     "context",
 }
-SHAPE, QUICK_SHAPE = Shape(1024, 2816, 24, 16), Shape(64, 128, 4, 4)
-SPECIAL = {"eos_token": "<eos>", "unk_token": "<unk>"}
 MERGED, PAPERS_WEIGHTS = "merged", [0.668, 0.122, 0.110, 0.100]
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large the model and the work are."""
-
-    shape: Shape = SHAPE
-    vocabulary: int = 32_000
-    experts: int = 4
-    rank: int = 64
-    low_rank: int = 16
-    """Of each of many experts."""
-    context: int = 128
-    longer: int = 256
-    longest: int = 512
-    rows: int = 16
-    short: int = 32
-    """The context of many rows, and of many experts."""
-    steps: int = 2
-    """Decode steps per turn."""
-    decode_rounds: int = 11
-    peer_rounds: int = 3
-    share_rounds: int = 5
-    batch_rounds: int = 5
-    many_rounds: int = 5
-
-
-QUICK = Size(
-    QUICK_SHAPE,
-    vocabulary=512,
-    rank=8,
-    low_rank=2,
-    context=16,
-    longer=32,
-    longest=64,
-    short=16,
-    decode_rounds=3,
-    peer_rounds=3,
-    share_rounds=3,
-    batch_rounds=3,
-    many_rounds=3,
-)
-
-
-class Bench:
-    """A random backbone, adapters for it in folders, and what is made of them; all share the backbone's weights."""
-
-    def __init__(self, size: Size, folder: Path, device: torch.device, clock: Clock) -> None:
-        self.size, self.device, self.folder = size, device, folder
-        self.clock: Clock = clock
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model: Any = random_llama(size.shape, size.vocabulary, 0).to(device, self.dtype)  # type: ignore[arg-type]
-        self.tokenizer = word_tokenizer(size.vocabulary)
-        self.adapters = self.write(size.experts, size.rank)
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """How long `work` takes."""
-        return seconds(work, self.device, self.clock)
-
-    def write(self, number: int, rank: int) -> list[Path]:
-        """So many adapters of random factors, as PEFT writes them."""
-        config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        peft = get_peft_model(self.shared(), config)
-        generator = torch.Generator().manual_seed(1)
-        folders = [self.folder / f"rank-{rank}-{n}" for n in range(number)]
-        for folder in folders:
-            with torch.no_grad():
-                for parameter in lora_parameters(peft):
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-            peft.save_pretrained(str(folder), save_embedding_layers=False)
-        return folders
-
-    def shared(self) -> Any:
-        """The backbone as a model of its own, with the same weights in memory."""
-        return copy.deepcopy(self.model, {id(one): one for one in self.model.parameters()})
-
-    def routed(self, graft: TokenRouting, backbone: Backbone) -> Any:
-        """A model with a routing."""
-        return GraftedModel(backbone, {"graft": graft}).eval().model
-
-    def routing(self, adapters: Sequence[Path]) -> tuple[Any, Clocked]:
-        """A model with a routing between adapters, and the routing."""
-        experts = {f"expert{n}": {"path": str(folder)} for n, folder in enumerate(adapters)}
-        backbone = self.backbone()
-        graft = Clocked(TokenRoutingConfig.parse({"experts": experts}), backbone, self.clock)
-        graft.fit({name: [random_words(n, self.size.vocabulary)] for n, name in enumerate(experts)})
-        return self.routed(graft, backbone), graft
-
-    def again(self, graft: Clocked, **changes: Any) -> tuple[Any, Clocked]:
-        """Another model with the same experts in memory, told otherwise."""
-        other = copy.copy(graft)
-        other.config = graft.config.model_copy(update=changes)
-        return self.routed(other, self.backbone()), other
-
-    def backbone(self) -> Backbone:
-        """A backbone of its own, with the same weights."""
-        return Backbone.wrap(self.shared(), self.tokenizer, "a random Llama")
-
-    def peft(self, number: int) -> PeftModel:
-        """PEFT with the first so many adapters, unmerged, and the first of them active."""
-        first, *others = self.adapters[:number]
-        peft = PeftModel.from_pretrained(self.shared(), str(first), "0", autocast_adapter_dtype=False)
-        for n, folder in enumerate(others, 1):
-            peft.load_adapter(str(folder), str(n), autocast_adapter_dtype=False)
-        return peft.eval()
-
-    def xlora(self) -> Any:
-        """PEFT's X-LoRA with all adapters, its classifier as it starts."""
-        model = self.shared()
-        model.config.use_cache = False
-        adapters = {str(n): str(folder) for n, folder in enumerate(self.adapters)}
-        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=self.size.shape.width, adapters=adapters)
-        return get_peft_model(model, config, autocast_adapter_dtype=False).to(self.dtype).eval()
-
-    def ids(self, rows: int, length: int, seed: int = 3) -> Tensor:
-        """Random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(2, self.size.vocabulary, (rows, length), generator=generator).to(self.device)
-
-    def step(self, reader: Reader) -> float:
-        """Seconds of a decode step, of which one in two takes a new route."""
-        steps = self.size.steps
-        return self.seconds(lambda: reader.step(steps)) / steps
-
-    def decode(self, models: Mapping[str, Any], ids: Tensor, count: int) -> Turns:
-        """Seconds of each model's decode step behind the same text, in turns."""
-        readers = {name: Reader(model, ids) for name, model in models.items()}
-        return rounds({name: partial(self.step, reader) for name, reader in readers.items()}, count)
-
-
-class Clocked(TokenRouting):
-    """A routing that counts the seconds of its `prepare`, by a clock around it."""
-
-    def __init__(self, config: TokenRoutingConfig, backbone: Backbone, clock: Clock) -> None:
-        super().__init__(config, backbone)
-        self.spent, self._device = 0.0, backbone.device
-        self._clock: Clock = clock
-
-    def prepare(self, call: Call) -> None:
-        self.spent += seconds(lambda: TokenRouting.prepare(self, call), self._device, self._clock)
-
 
 Metrics = dict[str, Metric]
 Routed = Mapping[str, tuple[Any, Clocked]]
 """Models with a routing of the four experts, by name."""
 
 
-class Reader:
-    """A model that reads random text on and on, with a cache.
-
-    Args:
-        model: it.
-        ids: (B, T) the text before.
-    """
-
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        self._model = model
-        self.cache = DynamicCache(config=model.config)
-        generator = torch.Generator().manual_seed(4)
-        more = torch.randint(2, model.config.vocab_size, (1, 256), generator=generator)
-        self._more, self._next = more.to(ids.device).expand(len(ids), -1), 0
-        self._read(ids)
-
-    @torch.inference_mode()
-    def _read(self, ids: Tensor) -> None:
-        length = self.cache.get_seq_length() + ids.shape[1]
-        mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
-        self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-    def step(self, number: int) -> None:
-        """Read so many more tokens, one by one."""
-        for _ in range(number):
-            self._read(self._more[:, self._next : self._next + 1])
-            self._next += 1
-
-
-def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Every token is a word; the first two are special."""
-    words = [*SPECIAL.values(), *(f"w{n}" for n in range(len(SPECIAL), vocabulary))]
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, SPECIAL["unk_token"]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
-
-
-def random_words(seed: int, vocabulary: int) -> str:
-    """Text for a centroid."""
-    generator = torch.Generator().manual_seed(100 + seed)
-    return " ".join(f"w{n}" for n in torch.randint(2, vocabulary, (64,), generator=generator).tolist())
-
-
-def lora_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The factors of PEFT's adapters."""
-    return [parameter for name, parameter in module.named_parameters() if ".lora_" in name]
-
-
 def measure_decoding(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a decode step with four experts, of PEFT with one and with four adapters, and bare; and the row."""
     experts = bench.size.experts
-    four = bench.peft(experts)
+    four: Any = bench.peft(experts)
     four.base_model.set_adapter([str(n) for n in range(experts)])
     models = {name: model for name, (model, _) in routed.items()} | {
         "one_lora": bench.peft(1).get_base_model(),
@@ -355,6 +167,30 @@ def measure_share(bench: Bench, graft: Clocked) -> tuple[dict[str, Any], Metrics
     return {"shares": shares} | further, dict(found)
 
 
+def measure_states(bench: Bench, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
+    """Seconds of decode steps and of prompts, routed by hidden states and by token embeddings; and the rows."""
+    size, layers = bench.size, bench.size.shape.layers
+    ids = bench.ids(1, size.context)
+    taken, rows = {}, {}
+    for name, number in (("states_quarter", layers // 4), ("states_last", layers)):
+        model, graft = bench.routing(bench.adapters, embedder={"layers": number})
+        each, every = (bench.again(one, every=1)[0] for one in (graft, routed["routed"][1]))
+        models = {"states": model, "tokens": routed["routed"][0], "states_every_1": each, "tokens_every_1": every}
+        steps = bench.decode(models, ids, size.share_rounds)
+        prompts = rounds(
+            {key: partial(bench.seconds, partial(Reader, models[key], ids)) for key in ("states", "tokens")},
+            size.share_rounds,
+        )
+        taken[name] = {"steps": steps, "prompts": prompts}
+        rows[name] = {
+            "ratio": ratios(steps["states"], steps["tokens"]),
+            "ratio_every_1": ratios(steps["states_every_1"], steps["tokens_every_1"]),
+            "ratio_prompt": ratios(prompts["states"], prompts["tokens"]),
+            "layers": number / layers,
+        }
+    return taken, rows
+
+
 def measure_batch(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a step of many rows, with a mixture each and with one; and the row."""
     size = bench.size
@@ -396,7 +232,8 @@ def measure_memory(bench: Bench, graft: Clocked) -> dict[str, int]:
     """Bytes of the four experts here and in PEFT, and of what a generation remembers beside its keys and values."""
     model, own = bench.again(graft)
     reader = Reader(model, bench.ids(1, bench.size.context))
-    layers = [bytes_of(layer.keys) + bytes_of(layer.values) for layer in reader.cache.layers]  # type: ignore[union-attr]
+    kept = [layer for layer in reader.cache.layers if isinstance(layer, DynamicLayer)]
+    layers = [bytes_of(layer.keys) + bytes_of(layer.values) for layer in kept]
     return {
         "experts": bytes_in(own.parameters()),
         "peft": bytes_in(lora_parameters(bench.peft(bench.size.experts))),
@@ -427,6 +264,8 @@ def measure(bench: Bench) -> Results:
     rows |= told(of_peers)
     shares, row = measure_share(bench, graft)
     rows |= told({"routing_share": row})
+    states, of_states = measure_states(bench, routed)
+    rows |= told(of_states)
     batch, row = measure_batch(bench, routed)
     rows |= told({"batch16_mixed": row})
     memory = measure_memory(bench, graft)
@@ -447,6 +286,7 @@ def measure(bench: Bench) -> Results:
         "peers": {"seconds": peers},
         "routing_share": shares,
         "batch16_mixed": batch,
+        "states": {"seconds": states},
         "experts": {"seconds": many},
         "memory": {"bytes": memory},
     }
@@ -465,18 +305,12 @@ def told(rows: dict[str, Metrics]) -> dict[str, Metrics]:
 
 def aims(rows: Mapping[str, Metrics], size: Size) -> list[Aim]:
     """What the figures should be of a model of this size; a small one says nothing about them."""
-    wanted = [
-        (f"{label}: {aim[0]} {aim[1]:g}", "ratio", *aim, value_of(rows[name]["ratio"]))
-        for name, (label, aim) in ROWS.items()
-        if aim is not None
-    ]
-    wanted += [(GROWTH, "ratio", AT_MOST, 1.0, growth(rows)), (FLAT, "ratio_top2", AT_MOST, 1.05, spread(rows))]
-    made = []
-    for text, metric, side, value, measured in wanted:
-        met = measured <= value if side == AT_MOST else measured >= value
-        known: dict[str, Any] = {} if size == QUICK else {"measured": measured, "met": met}
-        made.append(Aim(text=text, metric=metric, aim=value, **known))
-    return made
+    known: dict[str, Any] = (
+        {} if size == QUICK else {name: value_of(metrics["ratio"]) for name, metrics in rows.items()}
+    )
+    made = [made_aim(label, "ratio", aim, known.get(name)) for name, (label, aim) in ROWS.items() if aim is not None]
+    made.append(made_aim(GROWTH, "ratio", (AT_MOST, 1.0), growth(rows) if known else None))
+    return [*made, made_aim(FLAT, "ratio_top2", (AT_MOST, 1.05), spread(rows) if known else None)]
 
 
 def growth(rows: Mapping[str, Metrics]) -> float:
@@ -493,16 +327,12 @@ def spread(rows: Mapping[str, Metrics]) -> float:
 
 def main() -> None:
     """Measure, print, and write `results.json`, `report.md` and a plot."""
-    parser = argparse.ArgumentParser(description="What a routed mixture of LoRA experts costs, in ratios.")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-token-routing"))
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
-    chosen = parser.parse_args()
-    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device), chosen.clock)
-    marks = {name: aim and aim[1] for name, (_, aim) in ROWS.items()}
-    write_report(results, chosen.out, plots={"ratios": draw(results, marks, "ratio", logarithmic=True)})
-    print(f"written to {chosen.out}")
+    command(
+        NAME,
+        "What a routed mixture of LoRA experts costs, in ratios.",
+        lambda quick, device, clock: benchmark(QUICK if quick else Size(), device, clock),
+        {name: aim and aim[1] for name, (_, aim) in ROWS.items()},
+    )
 
 
 if __name__ == "__main__":

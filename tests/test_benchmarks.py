@@ -21,6 +21,8 @@ ROWS = {
         "vs_xlora",
         "routing_share",
         "batch16_mixed",
+        "states_quarter",
+        "states_last",
         "experts_2",
         "experts_8",
         "experts_32",

@@ -1,0 +1,213 @@
+"""A random Llama and random LoRA adapters for it in folders: what the benchmark of routed mixtures runs on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pair import Shape, random_llama
+from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedTokenizerFast
+from turns import Clock, Turns, rounds, seconds
+
+from graftlm.backbone import Backbone, Call
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.token_routing import TokenRouting, TokenRoutingConfig
+
+SHAPE, QUICK_SHAPE = Shape(1024, 2816, 24, 16), Shape(64, 128, 4, 4)
+SPECIAL = {"eos_token": "<eos>", "unk_token": "<unk>"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and the work are."""
+
+    shape: Shape = SHAPE
+    vocabulary: int = 32_000
+    experts: int = 4
+    rank: int = 64
+    low_rank: int = 16
+    """Of each of many experts."""
+    context: int = 128
+    longer: int = 256
+    longest: int = 512
+    rows: int = 16
+    short: int = 32
+    """The context of many rows, and of many experts."""
+    steps: int = 2
+    """Decode steps per turn."""
+    decode_rounds: int = 11
+    peer_rounds: int = 3
+    share_rounds: int = 5
+    batch_rounds: int = 5
+    many_rounds: int = 5
+
+
+QUICK = Size(
+    QUICK_SHAPE,
+    vocabulary=512,
+    rank=8,
+    low_rank=2,
+    context=16,
+    longer=32,
+    longest=64,
+    short=16,
+    decode_rounds=3,
+    peer_rounds=3,
+    share_rounds=3,
+    batch_rounds=3,
+    many_rounds=3,
+)
+
+
+class Bench:
+    """A random backbone, adapters for it in folders, and what is made of them; all share the backbone's weights."""
+
+    def __init__(self, size: Size, folder: Path, device: torch.device, clock: Clock) -> None:
+        self.size, self.device, self.folder = size, device, folder
+        self.clock: Clock = clock
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model: Any = random_llama(size.shape, size.vocabulary, 0).to(device, self.dtype)  # type: ignore[arg-type]  # hidden by a wrapper
+        self.tokenizer = word_tokenizer(size.vocabulary)
+        self.adapters = self.write(size.experts, size.rank)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long `work` takes."""
+        return seconds(work, self.device, self.clock)
+
+    def write(self, number: int, rank: int) -> list[Path]:
+        """So many adapters of random factors, as PEFT writes them."""
+        config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        peft = get_peft_model(self.shared(), config)
+        generator = torch.Generator().manual_seed(1)
+        folders = [self.folder / f"rank-{rank}-{n}" for n in range(number)]
+        for folder in folders:
+            with torch.no_grad():
+                for parameter in lora_parameters(peft):
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            peft.save_pretrained(str(folder), save_embedding_layers=False)
+        return folders
+
+    def shared(self) -> Any:
+        """The backbone as a model of its own, with the same weights in memory."""
+        return copy.deepcopy(self.model, {id(one): one for one in self.model.parameters()})
+
+    def routed(self, graft: TokenRouting, backbone: Backbone) -> Any:
+        """A model with a routing."""
+        return GraftedModel(backbone, {"graft": graft}).eval().model
+
+    def routing(self, adapters: Sequence[Path], **settings: Any) -> tuple[Any, Clocked]:
+        """A model with a routing between adapters, and the routing."""
+        experts = {f"expert{n}": {"path": str(folder)} for n, folder in enumerate(adapters)}
+        backbone = self.backbone()
+        graft = Clocked(TokenRoutingConfig.parse({"experts": experts, **settings}), backbone, self.clock)
+        graft.fit({name: [random_words(n, self.size.vocabulary)] for n, name in enumerate(experts)})
+        return self.routed(graft, backbone), graft
+
+    def again(self, graft: Clocked, **changes: Any) -> tuple[Any, Clocked]:
+        """Another model with the same experts in memory, told otherwise."""
+        other = copy.copy(graft)
+        other.config = graft.config.model_copy(update=changes)
+        return self.routed(other, self.backbone()), other
+
+    def backbone(self) -> Backbone:
+        """A backbone of its own, with the same weights."""
+        return Backbone.wrap(self.shared(), self.tokenizer, "a random Llama")
+
+    def peft(self, number: int) -> PeftModel:
+        """PEFT with the first so many adapters, unmerged, and the first of them active."""
+        first, *others = self.adapters[:number]
+        peft = PeftModel.from_pretrained(self.shared(), str(first), "0", autocast_adapter_dtype=False)
+        for n, folder in enumerate(others, 1):
+            peft.load_adapter(str(folder), str(n), autocast_adapter_dtype=False)
+        return peft.eval()
+
+    def xlora(self) -> Any:
+        """PEFT's X-LoRA with all adapters, its classifier as it starts."""
+        model = self.shared()
+        model.config.use_cache = False
+        adapters = {str(n): str(folder) for n, folder in enumerate(self.adapters)}
+        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=self.size.shape.width, adapters=adapters)
+        return get_peft_model(model, config, autocast_adapter_dtype=False).to(self.dtype).eval()
+
+    def ids(self, rows: int, length: int, seed: int = 3) -> Tensor:
+        """Random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(2, self.size.vocabulary, (rows, length), generator=generator).to(self.device)
+
+    def step(self, reader: Reader) -> float:
+        """Seconds of a decode step, of which one in two takes a new route."""
+        steps = self.size.steps
+        return self.seconds(lambda: reader.step(steps)) / steps
+
+    def decode(self, models: Mapping[str, Any], ids: Tensor, count: int) -> Turns:
+        """Seconds of each model's decode step behind the same text, in turns."""
+        readers = {name: Reader(model, ids) for name, model in models.items()}
+        return rounds({name: partial(self.step, reader) for name, reader in readers.items()}, count)
+
+
+class Clocked(TokenRouting):
+    """A routing that counts the seconds of its `prepare`, by a clock around it."""
+
+    def __init__(self, config: TokenRoutingConfig, backbone: Backbone, clock: Clock) -> None:
+        super().__init__(config, backbone)
+        self.spent, self._device = 0.0, backbone.device
+        self._clock: Clock = clock
+
+    def prepare(self, call: Call) -> None:
+        self.spent += seconds(lambda: TokenRouting.prepare(self, call), self._device, self._clock)
+
+
+class Reader:
+    """A model that reads random text on and on, with a cache.
+
+    Args:
+        model: it.
+        ids: (B, T) the text before.
+    """
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self._model = model
+        self.cache = DynamicCache(config=model.config)
+        generator = torch.Generator().manual_seed(4)
+        more = torch.randint(2, model.config.vocab_size, (1, 256), generator=generator)
+        self._more, self._next = more.to(ids.device).expand(len(ids), -1), 0
+        self._read(ids)
+
+    @torch.inference_mode()
+    def _read(self, ids: Tensor) -> None:
+        length = self.cache.get_seq_length() + ids.shape[1]
+        mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
+        self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def step(self, number: int) -> None:
+        """Read so many more tokens, one by one."""
+        for _ in range(number):
+            self._read(self._more[:, self._next : self._next + 1])
+            self._next += 1
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Every token is a word; the first two are special."""
+    words = [*SPECIAL.values(), *(f"w{n}" for n in range(len(SPECIAL), vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, SPECIAL["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+
+
+def random_words(seed: int, vocabulary: int) -> str:
+    """Text for a centroid."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return " ".join(f"w{n}" for n in torch.randint(2, vocabulary, (64,), generator=generator).tolist())
+
+
+def lora_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The factors of PEFT's adapters."""
+    return [parameter for name, parameter in module.named_parameters() if ".lora_" in name]
