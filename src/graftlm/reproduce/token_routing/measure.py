@@ -125,11 +125,11 @@ def read_twice(cell: Cell, out: Path) -> dict[str, Any]:
 
 
 def _answers(cell: Cell, backbone: Backbone) -> list[drift.Text]:
-    """Questions with their right answers, a quarter of those that are asked."""
+    """Questions with their right answers, a sixth of those that are asked: `recompute` takes a pass for each route."""
     items = [
         one
         for domain in DOMAINS
-        for one in read_items(Path(cell.texts), domain, cell.part)[: max(1, cell.setting.amounts.tested // 4)]
+        for one in read_items(Path(cell.texts), domain, cell.part)[: max(1, cell.setting.amounts.tested // 6)]
     ]
     return [(_ids(backbone, [one.prompt, one.answer]), len(_ids(backbone, [one.prompt]))) for one in items]
 
