@@ -168,7 +168,7 @@ def table_switch(
 
 
 def table_cache(plan: Plan, adapters: Mapping[str, Path], policy: Mapping[str, Any]) -> list[Row]:
-    """How far `cache: keep` is from `recompute`, with the first seed: on right answers, and on documents by 16 tokens."""
+    """How far `cache: keep` is from `recompute`, with the first seed: on right answers, and on documents."""
     seed = plan.seeds[0]
     cells = [plan.cell(f"cache_k{k}", adapters, seed, routing={**policy, "every": k}, asks="drift") for k in EVERY]
     documents = {"routing": causal(policy, WINDOWS[0]), "asks": "drift of documents"}
