@@ -18,6 +18,8 @@ EXPERIMENTS: dict[str, str] = {
     "composition-language": "graftlm.reproduce.composition_language",
     "composition-code": "graftlm.reproduce.composition_code",
     "token-routing": "graftlm.reproduce.token_routing",
+    "long-memory": "graftlm.reproduce.long_memory",
+    "block-state": "graftlm.reproduce.block_state",
 }
 
 

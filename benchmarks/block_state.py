@@ -1,0 +1,367 @@
+"""What a block-state layer costs beside a block-recurrent one, a sliding window, full attention and the public package.
+
+    python benchmarks/block_state.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
+
+What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
+does falls on both sides of a ratio. A `ratio` is the block-recurrent layer's time over ours, the median over rounds,
+its interval the smallest and the largest. All layers are random, of one width, with one FFN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache
+from turns import Clock, Turns, interval, rounds, seconds
+
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of, write_report
+from graftlm.models.block_state import BlockStateConfig, BlockStateModel
+
+NAME = "bench-block-state"
+OURS, RECURRENT, PUBLIC = "bst_sh", "block_recurrent", "public_package"
+MIXERS: dict[str, dict[str, Any]] = {
+    OURS: {"mixer": "block-state", "context": "sh"},
+    "bst_mh": {"mixer": "block-state", "context": "mh"},
+    "bst_mf": {"mixer": "block-state", "context": "mf"},
+    "bst_sh_unstructured": {"mixer": "block-state", "context": "sh", "kernel": "unstructured"},
+    RECURRENT: {"mixer": "recurrent"},
+    "slide": {"mixer": "slide"},
+}
+AIMED_FROM, GROWTH, DECODE = 4096, 1.15, 1.1
+HOW = {
+    "forward": "seconds of one layer's forward pass without gradients, one row of text, hidden states in and out. "
+    "ratio: of block_recurrent over bst_sh, round by round; over_NAME: the same over another of our layers; NAME_over: "
+    "of another layer over bst_sh",
+    "training": "forward and backward pass with gradients of weights and inputs: ratio_training",
+    "growth_exponent": "slope of log(seconds) on log(length), from the shortest length above 4,095 to the longest",
+    "decode_65k_vs_1k": "seconds of a step of one token, cached, behind the longer text over those behind the shorter; "
+    "cache_bytes: what the caches hold",
+    "public_package": "block-recurrent-transformer-pytorch, one recurrent layer with as many state vectors as the "
+    "window has tokens; its embedding and its output of 16 tokens are part of its time",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the layers and the work are."""
+
+    width: int = 512
+    ffn: int = 2048
+    heads: int = 16
+    window: int = 128
+    state: int = 16
+    lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
+    full_up_to: int = 16_384
+    """Full attention is not timed on longer texts."""
+    training_up_to: int = 16_384
+    public_up_to: int = 16_384
+    forward_rounds: int = 3
+    training_rounds: int = 3
+    decode: tuple[int, int] = (1024, 65_536)
+    decode_rounds: int = 9
+    steps: int = 16
+    """Tokens of a turn of decoding."""
+
+
+QUICK = Size(32, 64, 2, 8, 4, (32, 64), 64, 64, 64, 3, 3, (32, 64), 3, 2)
+
+
+class FullAttention(nn.Module):
+    """A layer that attends to all text before, by torch's own fused kernels, with the same norms and FFN."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norms = nn.ModuleList(nn.RMSNorm(size.width) for _ in range(2))
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.up = nn.Linear(size.width, size.ffn, bias=False)
+        self.down = nn.Linear(size.ffn, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d)."""
+        q, k, v = (
+            one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        )
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(functional.relu(self.up(self.norms[1](x))))
+
+
+class Ours(nn.Module):
+    """One layer of the house, without embeddings."""
+
+    def __init__(self, size: Size, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = BlockStateConfig(
+            vocab_size=2,
+            hidden_size=size.width,
+            intermediate_size=size.ffn,
+            num_hidden_layers=1,
+            num_attention_heads=size.heads,
+            window=size.window,
+            state_size=size.state,
+            mixer_layers=[0],
+            positional_ssm=False,
+            kernel_length=size.lengths[1],
+            kernel_limit=max(size.lengths),
+            **values,
+        )
+        self.model = BlockStateModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d)."""
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+class Public(nn.Module):
+    """The public package's layer, which reads tokens."""
+
+    def __init__(self, size: Size, kind: Any) -> None:
+        super().__init__()
+        self.model = kind(
+            num_tokens=16,
+            dim=size.width,
+            depth=1,
+            dim_head=size.width // size.heads,
+            heads=size.heads,
+            ff_mult=size.ffn // size.width,
+            max_seq_len=max(size.lengths),
+            block_width=size.window,
+            num_state_vectors=size.window,
+            recurrent_layers=(1,),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 16) for any hidden states of (B, T, d): their tokens are all zero."""
+        return self.model(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device))[0]
+
+
+def public_layer(size: Size) -> Public | None:
+    """The public package's layer; None, which is said, where it is not installed."""
+    try:
+        from block_recurrent_transformer_pytorch import BlockRecurrentTransformer  # type: ignore[import-not-found]
+    except ImportError:
+        print(
+            "The public package is not installed, so its figures are left out: "
+            "run `pip install block-recurrent-transformer-pytorch`."
+        )
+        return None
+    return Public(size, BlockRecurrentTransformer)
+
+
+class Layers:
+    """All layers that are compared."""
+
+    def __init__(self, size: Size, device: torch.device, clock: Clock) -> None:
+        self.size, self.device, self.clock = size, device, clock
+        torch.manual_seed(0)
+        named: dict[str, nn.Module] = {name: Ours(size, values) for name, values in MIXERS.items()}
+        named["full_attention"] = FullAttention(size)
+        if (public := public_layer(size)) is not None:
+            named[PUBLIC] = public
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.named = {name: layer.to(device) for name, layer in named.items()}
+
+    def at(self, length: int) -> dict[str, nn.Module]:
+        """Those that are timed at a length."""
+        limits = {"full_attention": self.size.full_up_to, PUBLIC: self.size.public_up_to}
+        return {name: layer for name, layer in self.named.items() if length <= limits.get(name, length)}
+
+    def forward(self, length: int) -> Turns:
+        """Seconds of forward passes."""
+        x = torch.randn(1, length, self.size.width, device=self.device)
+
+        @torch.inference_mode()
+        def work(layer: nn.Module) -> None:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+                layer(x)
+
+        return self._rounds(work, length, self.size.forward_rounds)
+
+    def training(self, length: int) -> Turns:
+        """Seconds of forward and backward passes."""
+        x = torch.randn(1, length, self.size.width, device=self.device, requires_grad=True)
+
+        def work(layer: nn.Module) -> None:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+                out = layer(x)
+            out.float().square().mean().backward()
+            layer.zero_grad()
+            x.grad = None
+
+        return self._rounds(work, length, self.size.training_rounds)
+
+    def _rounds(self, work: Callable[[nn.Module], None], length: int, count: int) -> Turns:
+        def turn(layer: nn.Module) -> Callable[[], float]:
+            return lambda: seconds(lambda: work(layer), self.device, self.clock)
+
+        return rounds({name: turn(layer) for name, layer in self.at(length).items()}, count)
+
+    def decode(self) -> tuple[Turns, dict[str, int]]:
+        """Seconds of a step behind the shorter and the longer text, and bytes of their caches."""
+        model: Any = self.named[OURS].model
+        model.eval()
+        caches = {str(length): self._read(model, length) for length in self.size.decode}
+        token = torch.randn(1, 1, self.size.width, device=self.device)
+
+        @torch.inference_mode()
+        def work(cache: DynamicCache) -> None:
+            for _ in range(self.size.steps):
+                model(inputs_embeds=token, past_key_values=cache, use_cache=True)
+
+        def turn(cache: DynamicCache) -> Callable[[], float]:
+            return lambda: seconds(lambda: work(cache), self.device, self.clock) / self.size.steps
+
+        found = rounds({name: turn(cache) for name, cache in caches.items()}, self.size.decode_rounds)
+        return found, {name: bytes_of(cache) for name, cache in caches.items()}
+
+    @torch.inference_mode()
+    def _read(self, model: Any, length: int) -> DynamicCache:
+        cache = DynamicCache()
+        model(
+            inputs_embeds=torch.randn(1, length, self.size.width, device=self.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return cache
+
+
+def bytes_of(cache: DynamicCache) -> int:
+    """What a cache holds."""
+    layers: list[Any] = cache.layers
+    return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in layer.tensors.values())
+
+
+def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
+    """All rows, with their aims and what belongs to them."""
+    load = [os.getloadavg()[0]]
+    layers = Layers(size, device, clock)
+    forward = {length: layers.forward(length) for length in size.lengths}
+    rows = [row_of(length, forward[length], layers) for length in size.lengths]
+    exponents, ends = growth(forward)
+    rows.append(Row(id="growth_exponent", label=f"growth exponent from {ends[0]:,} to {ends[1]:,}", metrics=exponents))
+    decoded, held = layers.decode()
+    short, long = (decoded[str(length)] for length in size.decode)
+    step = interval([a / b for a, b in zip(long, short, strict=True)])
+    rows.append(Row(id="decode_65k_vs_1k", label="a decode step behind long text, over short", metrics={"value": step}))
+    print(f"decode step: {step.mean:.3f}; growth exponent: {value_of(exponents['value']):.3f}", flush=True)
+    load.append(os.getloadavg()[0])
+    details = {
+        "size": asdict(size) | {"lengths": list(size.lengths), "decode": list(size.decode)},
+        "dtype": str(layers.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "clock": clock,
+        "load_average": load,
+        "parameters": {name: sum(p.numel() for p in layer.parameters()) for name, layer in layers.named.items()},
+        "seconds": {str(length): turns for length, turns in forward.items()} | {"decode": decoded},
+        "cache_bytes": held,
+        "how": HOW,
+    }
+    return Results.here(NAME, rows, aims=aims(rows, size, device), details=details)
+
+
+def row_of(length: int, forward: Turns, layers: Layers) -> Row:
+    """One length: ratios of forward passes and, where they are timed, of training."""
+    metrics: dict[str, Metric] = {"ratio": ratios(forward[RECURRENT], forward[OURS])}
+    if length <= layers.size.training_up_to:
+        training = layers.training(length)
+        metrics["ratio_training"] = ratios(training[RECURRENT], training[OURS])
+    for name in ("bst_mh", "bst_mf", "bst_sh_unstructured"):
+        metrics[f"over_{name}"] = ratios(forward[RECURRENT], forward[name])
+    for name in ("slide", "full_attention", PUBLIC):
+        if name in forward:
+            metrics[f"{name}_over"] = ratios(forward[name], forward[OURS])
+    shown = ", ".join(f"{name} {value_of(value):.2f}" for name, value in metrics.items())
+    print(f"{length:,} tokens: {shown}", flush=True)
+    return Row(id=f"forward_{short_name(length)}", label=f"{length:,} tokens", metrics=metrics)
+
+
+def short_name(length: int) -> str:
+    """1k for 1024."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def ratios(over: list[float], under: list[float]) -> Interval:
+    """Round by round."""
+    return interval([a / b for a, b in zip(over, under, strict=True)])
+
+
+def growth(forward: Mapping[int, Turns]) -> tuple[dict[str, Metric], tuple[int, int]]:
+    """Slopes of log time on log length of every layer that has both ends; `value` is ours."""
+    lengths = [length for length in forward if length >= AIMED_FROM]
+    lengths = lengths if len(lengths) > 1 else list(forward)
+    first, last = lengths[0], lengths[-1]
+
+    def slope(name: str) -> Interval:
+        pairs = zip(forward[last][name], forward[first][name], strict=True)
+        return interval([math.log(a / b) / math.log(last / first) for a, b in pairs])
+
+    names = [name for name in forward[first] if name in forward[last] and name != OURS]
+    return {"value": slope(OURS)} | {name: slope(name) for name in names}, (first, last)
+
+
+def aims(rows: list[Row], size: Size, device: torch.device) -> list[Aim]:
+    """What the figures of layers of this size should be; small ones say nothing about them."""
+    by_id = {row.id: row for row in rows}
+    least = 6.0 if device.type == "cuda" else 1.5
+    made: list[tuple[str, str, float, str, bool]] = [
+        (f"{row.label}: at least {least:g} times as fast as block-recurrent", "ratio", least, row.id, True)
+        for row, length in zip(rows, size.lengths, strict=False)
+        if length >= AIMED_FROM or size == QUICK
+    ]
+    made.append((f"growth exponent at most {GROWTH:g}", "value", GROWTH, "growth_exponent", False))
+    made.append(
+        (f"a decode step behind long text at most {DECODE:g} times", "value", DECODE, "decode_65k_vs_1k", False)
+    )
+    found = []
+    for text, metric, aim, row_id, at_least in made:
+        value = value_of(by_id[row_id].metrics[metric])
+        met = value >= aim if at_least else value <= aim
+        known: dict[str, Any] = {} if size == QUICK else {"measured": value, "met": met}
+        found.append(Aim(text=text, metric=metric, aim=aim, **known))
+    return found
+
+
+def draw(results: Results, size: Size) -> Figure:
+    """Seconds against length, a line for each layer."""
+    figure = Figure(figsize=(6.8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    timed: Any = results.details["seconds"]
+    for name in timed[str(size.lengths[0])]:
+        points = [(length, timed[str(length)][name]) for length in size.lengths if name in timed[str(length)]]
+        axes.plot([length for length, _ in points], [sorted(t)[len(t) // 2] for _, t in points], marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("seconds of a forward pass, median")
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> None:
+    """Measure, print, and write `results.json`, `report.md` and a plot."""
+    parser = argparse.ArgumentParser(description="What a block-state layer costs beside others, in ratios.")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-block-state"))
+    parser.add_argument("--quick", action="store_true", help="small layers, to see that it runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
+    chosen = parser.parse_args()
+    size = QUICK if chosen.quick else Size()
+    results = benchmark(size, torch.device(chosen.device), chosen.clock)
+    write_report(results, chosen.out, plots={"seconds": draw(results, size)})
+    print(f"written to {chosen.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""One model that reads all corpora, and what it makes of texts that it has not read, at several lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from graftlm.data import SourceConfig, build_documents, build_mixture
+from graftlm.evaluation import MemoryWatch
+from graftlm.reproduce.block_state.corpora import CORPORA, make_tokenizer
+from graftlm.reproduce.jobs import Job
+from graftlm.training import TrainingConfig, train
+from graftlm.training.bench import count_weights
+from graftlm.training.history import read_history
+from graftlm.training.language_model import LanguageModel, new_model
+from graftlm.training.language_recipe import LanguageDataConfig, LengthsConfig
+from graftlm.training.language_run import bits_per_byte, metrics_by_length
+
+
+class Cell(Job):
+    """One row for one seed.
+
+    Args:
+        model: its config, with `model_type`.
+        corpora: folder of the texts.
+        pieces: of the tokenizer.
+        length: tokens of a row of training.
+        lengths: that are measured.
+    """
+
+    model: dict[str, Any]
+    corpora: str
+    pieces: int
+    length: int
+    lengths: tuple[int, ...]
+    rate: float = Field(gt=0)
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    seed: int = 0
+
+
+def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
+    """Train a model and measure it: metrics, and the losses of its training.
+
+    Tokens per second are over the process's own time, which stands still while other work has the core.
+    """
+    corpora = Path(cell.corpora)
+    tokenizer = make_tokenizer(corpora, cell.pieces)
+    train_on = [SourceConfig(path=str(corpora / f"{name}-train.jsonl")) for name in CORPORA]
+    data = LanguageDataConfig(train=train_on, length=cell.length, seed=cell.seed)
+    model = new_model(cell.model, tokenizer, cell.seed)
+    training = TrainingConfig(
+        steps=cell.steps,
+        batch_size=cell.batch_size,
+        learning_rate=cell.rate,
+        warmup_steps=max(1, cell.steps // 20),
+        weight_decay=0.1,
+        seed=cell.seed,
+        checkpoint_every=max(1, cell.steps // 4),
+        keep_checkpoints=1,
+    )
+    mixture = build_mixture(data.packed(), tokenizer, cell.batch_size)
+    started = time.process_time()
+    with MemoryWatch() as memory:
+        done = train(LanguageModel(model), mixture, training, folder, identity={"cell": cell.key()}, progress=False)
+    seconds = time.process_time() - started
+    tests = {name: build_documents([SourceConfig(path=str(corpora / f"{name}-test.jsonl"))]) for name in CORPORA}
+    settings = LengthsConfig(limit_tokens=max(cell.lengths) - 1, tokens_per_pass=max(4096, cell.length))
+    found = bits_per_byte(model, tokenizer, tests, cell.lengths, settings)
+    metrics = {name: one.model_dump() for name, one in metrics_by_length(found, cell.length).items()}  # type: ignore[union-attr]  # all are intervals
+    cost = {
+        "train_tokens_per_s": done.tokens / seconds,
+        "parameters": count_weights(model.parameters()),
+        "peak_memory_bytes": memory.peak,
+    }
+    losses = [[line["step"], line["loss"]] for line in read_history(done.history)]
+    return {"metrics": metrics | cost, "losses": losses}

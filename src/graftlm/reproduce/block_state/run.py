@@ -1,0 +1,234 @@
+"""Block-state transformers beside their baselines: one size, the same tokens, bits per byte by corpus and length.
+
+Table 1 has every row; `placement`, `number` and `state` are the ablations of Tables 5.2 to 5.4 at the same size, each
+with the first seed and single-head S4D.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from graftlm.config import Config
+from graftlm.errors import RecipeError, did_you_mean
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.plots import by_length
+from graftlm.evaluation.report import write_report
+from graftlm.reproduce import Options
+from graftlm.reproduce.block_state import paper
+from graftlm.reproduce.block_state.cell import Cell, measure
+from graftlm.reproduce.block_state.corpora import CORPORA, Corpus, make_corpora, make_tokenizer
+from graftlm.reproduce.jobs import run_jobs
+from graftlm.reproduce.sequence_rows import BLOCK_STATE, LABELS, model_of
+
+NAME = "block-state"
+BY_DEFAULT = ("1",)
+FASTER = 1.5
+
+
+class Setting(Config):
+    """Sizes of everything.
+
+    Args:
+        shape: what the configs of all rows share.
+        parameters: of every row's model, but for rounding.
+        length: tokens of a row of training.
+        lengths: that are measured.
+    """
+
+    corpus: Corpus = Field(default_factory=Corpus)
+    shape: dict[str, Any]
+    parameters: int
+    length: int = 1024
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16_384, 65_536)
+    rate: float = 3e-3
+    steps: int
+    batch_size: int
+
+
+FULL = Setting(
+    shape={
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "window": 128,
+        "mixer_layers": [0, 2],
+        "filters": 32,
+        "initializer_range": 0.0884,  # one over the root of the width
+    },
+    parameters=1_000_000,
+    steps=120,
+    batch_size=4,
+)
+QUICK = Setting(
+    corpus=Corpus(pieces=300, characters=20_000, tested=2_000),
+    shape={
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "window": 16,
+        "mixer_layers": [0],
+        "filters": 4,
+    },
+    parameters=18_000,
+    length=64,
+    lengths=(32, 64, 128),
+    steps=2,
+    batch_size=2,
+)
+
+
+class Plan:
+    """Which cells there are."""
+
+    def __init__(self, options: Options, setting: Setting | None = None) -> None:
+        self.options = options
+        self.setting = setting or (QUICK if options.quick else FULL)
+        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        self.corpora = make_corpora(options, options.out / "corpora", self.setting.corpus)
+        self.vocabulary = len(make_tokenizer(self.corpora, self.setting.corpus.pieces))
+
+    def cell(self, row: str, seed: int, name: str = "", **changes: Any) -> Cell:
+        """One row for one seed; `changes` are to the shape."""
+        s = self.setting
+        shape = s.shape | {"kernel_length": s.length, "vocab_size": self.vocabulary} | changes
+        return Cell(
+            id=f"{name or row}_s{seed}",
+            model=model_of(row, shape, s.parameters),
+            corpora=str(self.corpora),
+            pieces=s.corpus.pieces,
+            length=s.length,
+            lengths=s.lengths,
+            rate=s.rate,
+            steps=s.steps,
+            batch_size=s.batch_size,
+            seed=seed,
+        )
+
+
+class Line(NamedTuple):
+    """A row of a table: the mean over its cells."""
+
+    id: str
+    label: str
+    cells: list[Cell]
+
+
+def run(options: Options) -> Results:
+    """Run the asked tables, by default the first, and write `results.json`, `report.md` and plots.
+
+    Raises:
+        RecipeError: there is no such table.
+        DataError: the data folder lacks a file.
+    """
+    for table in options.tables:
+        if table not in TABLES:
+            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
+    plan = Plan(options)
+    lines = [line for table in options.tables or BY_DEFAULT for line in TABLES[table](plan)]
+    started = time.perf_counter()
+    cells = [cell for line in lines for cell in line.cells]
+    measured = run_jobs(cells, measure, options.out / "cells", processes=options.jobs, title=NAME)
+    rows = [_row(line, measured) for line in lines]
+    details = {
+        "wall_s": round(time.perf_counter() - started, 1),
+        "setting": plan.setting.model_dump(mode="json"),
+        "tokens": plan.setting.steps * plan.setting.batch_size * plan.setting.length,
+        "losses": {line.id: measured[line.cells[0].id]["losses"] for line in lines},
+    }
+    published = paper.rows({row.id for row in rows})
+    results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=published, details=details)
+    write_report(results, options.out, plots=_plots(plan, rows))
+    return results
+
+
+def main_table(plan: Plan) -> list[Line]:
+    """Every row for every seed."""
+    return [Line(row, label, [plan.cell(row, seed) for seed in plan.seeds]) for row, label in LABELS.items()]
+
+
+def placement(plan: Plan) -> list[Line]:
+    """One block-state layer at each index (Table 5.2)."""
+    return [_ablation(plan, f"placement-{i}", f"one BST layer, index {i}", mixer_layers=[i]) for i in _layers(plan)]
+
+
+def number(plan: Plan) -> list[Line]:
+    """So many block-state layers (Table 5.3), from the middle on outwards."""
+    middle = len(_layers(plan)) // 2
+    order = sorted(_layers(plan), key=lambda i: (abs(i - middle), i))
+    return [
+        _ablation(plan, f"number-{n}", f"{n} BST layers", mixer_layers=sorted(order[:n]))
+        for n in range(1, len(order) + 1)
+    ]
+
+
+def state(plan: Plan) -> list[Line]:
+    """States of so many numbers a channel (Table 5.4)."""
+    return [_ablation(plan, f"state-{n}", f"state size {n}", state_size=n) for n in (8, 16, 32, 64)]
+
+
+def _layers(plan: Plan) -> range:
+    return range(plan.setting.shape["num_hidden_layers"])
+
+
+def _ablation(plan: Plan, name: str, label: str, **changes: Any) -> Line:
+    return Line(name, label, [plan.cell("bst_sh_s4d", plan.seeds[0], name, **changes)])
+
+
+TABLES: dict[str, Callable[[Plan], list[Line]]] = {
+    "1": main_table,
+    "placement": placement,
+    "number": number,
+    "state": state,
+}
+
+
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """The best block-state row is below the sliding window on every corpus, as good as block-recurrent, and faster."""
+    by_id = {row.id: row for row in rows}
+    if not LABELS.keys() <= by_id.keys():
+        return []
+    found = []
+    for corpus in CORPORA:
+        metric = f"bpb_{corpus}"
+        best = min(BLOCK_STATE, key=lambda row, metric=metric: value_of(by_id[row].metrics[metric]))
+        value = value_of(by_id[best].metrics[metric])
+        for other, words in (
+            ("slide", "below the sliding window"),
+            ("block_recurrent", "no worse than block-recurrent"),
+        ):
+            bound = value_of(by_id[other].metrics[metric])
+            met = value < bound if other == "slide" else value <= bound
+            text = f"{corpus}: the best BST ({LABELS[best]}) is {words}"
+            found.append(Aim(text=text, metric=metric, aim=bound, measured=value, met=met))
+    speed = value_of(by_id["bst_sh_s4d"].metrics["train_tokens_per_s"])
+    ratio = speed / value_of(by_id["block_recurrent"].metrics["train_tokens_per_s"])
+    text = f"{LABELS['bst_sh_s4d']} trains at least {FASTER:g} times as fast as block-recurrent"
+    return [*found, Aim(text=text, metric="train_tokens_per_s", aim=FASTER, measured=ratio, met=ratio >= FASTER)]
+
+
+def _row(line: Line, measured: Mapping[str, Mapping[str, Any]]) -> Row:
+    of_seeds = [{name: _metric(one) for name, one in measured[cell.id]["metrics"].items()} for cell in line.cells]
+    metrics: dict[str, Metric] = {name: combine_seeds([one[name] for one in of_seeds]) for name in of_seeds[0]}
+    return Row(id=line.id, label=line.label, metrics=metrics | {"parameters": of_seeds[0]["parameters"]})
+
+
+def _metric(value: Any) -> Metric:
+    return Interval.parse(value) if isinstance(value, dict) else value
+
+
+def _plots(plan: Plan, rows: Sequence[Row]) -> dict[str, Figure]:
+    """Bits per byte by length, a figure for each corpus."""
+    lengths, trained = plan.setting.lengths, plan.setting.length
+    return {
+        f"length-{corpus}": by_length(
+            {row.label: [(length, row.metrics[f"bpb_{corpus}_at_{length}"]) for length in lengths] for row in rows},
+            trained=trained,
+            title=corpus,
+        )
+        for corpus in CORPORA
+    }

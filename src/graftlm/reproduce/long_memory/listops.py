@@ -1,0 +1,59 @@
+"""ListOps of the Long Range Arena: nested lists of digits with an operation each, and the digit that comes out.
+
+    [MAX 4 3 [MIN 2 3 ] 1 0 ] = 4
+
+Operations are MAX, MIN, MED (the median, rounded down) and SM (the sum modulo ten), of two to ten arguments, nested at
+most ten deep. Every operation with its bracket, the closing bracket and every digit is one token; digits that answer
+are tokens of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
+    "[MAX": max,
+    "[MIN": min,
+    "[MED": lambda values: int(np.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+NAMES = (*OPERATIONS, "]", *"0123456789")
+CLOSE = 1 + len(OPERATIONS)
+DIGIT = CLOSE + 1
+ANSWER = DIGIT + 10
+TOKENS = ANSWER + 10
+DEEPEST, MOST_ARGUMENTS, DIGITS = 10, 10, 0.75
+
+
+def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[tuple[list[int], int]]:
+    """Ids of expressions of so many tokens, endlessly, each with its result."""
+    while True:
+        ids: list[int] = []
+        result = _write(random, ids, 1, longest)
+        if result is not None and shortest <= len(ids) <= longest:
+            yield ids, result
+
+
+def _write(random: np.random.Generator, ids: list[int], depth: int, longest: int) -> int | None:
+    """Append a list to `ids`; its result, or None once it is too long."""
+    operation = int(random.integers(len(OPERATIONS)))
+    ids.append(1 + operation)
+    values = []
+    for _ in range(int(random.integers(2, MOST_ARGUMENTS + 1))):
+        if depth < DEEPEST and random.random() >= DIGITS:
+            value = _write(random, ids, depth + 1, longest)
+        else:
+            value = int(random.integers(10))
+            ids.append(DIGIT + value)
+        if value is None or len(ids) > longest:
+            return None
+        values.append(value)
+    ids.append(CLOSE)
+    return tuple(OPERATIONS.values())[operation](values)
+
+
+def spelled(ids: Sequence[int]) -> str:
+    """An expression, and its result where there is one, as people write them."""
+    return " ".join(NAMES[one - 1] if one < ANSWER else f"= {one - ANSWER}" for one in ids if one)
