@@ -19,7 +19,7 @@ from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.token_routing import TokenRouting, reference
+from graftlm.grafts.token_routing import TokenRouting, reference, silent
 from graftlm.grafts.token_routing.silent import Silent
 from graftlm.grafts.token_routing.whitening import spread_of, whiten
 from tiny import ENCODERS, FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
@@ -75,23 +75,23 @@ def test_a_silent_pass_is_the_bare_backbone_s_though_a_graft_acts(family: str) -
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_silent_pass_goes_on_from_its_cache(family: str, layers: int) -> None:
-    silent, ids = Silent(Backbone.wrap(tiny_model(family), None, family), layers), tiny_ids()
+    bare, ids = Silent(Backbone.wrap(tiny_model(family), None, family), layers), tiny_ids()
     own = Cache(layers=[DynamicLayer() for _ in range(layers)])
-    parts = [silent.states(part, None, None, own) for part in ids.split([11, 1, 1, 3, 8], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), silent.states(ids, None, None, None), rtol=1e-4, atol=1e-5)
+    parts = [bare.states(part, None, None, own) for part in ids.split([11, 1, 1, 3, 8], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), bare.states(ids, None, None, None), rtol=1e-4, atol=1e-5)
 
 
 def test_it_follows_the_backbone_s_weights_and_no_hook_of_anybody_s(monkeypatch: pytest.MonkeyPatch) -> None:
     host, ids = Backbone.wrap(tiny_model("llama"), None, "llama"), tiny_ids()
-    silent = Silent(host, 1)
+    bare = Silent(host, 1)
     handle = host.sites.layers[0].register_forward_hook(lambda *_: pytest.fail("a hook acted"))
-    before = silent.states(ids, None, None, None)
+    before = bare.states(ids, None, None, None)
     handle.remove()
     host.model.double()
-    assert silent.states(ids, None, None, None).dtype == torch.double
+    assert bare.states(ids, None, None, None).dtype == torch.double
     host.model.float().compile(backend="eager")
     host.model.base_model.compile(backend="eager")
-    torch.testing.assert_close(silent.states(ids, None, None, None), before, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bare.states(ids, None, None, None), before, rtol=1e-5, atol=1e-6)
 
 
 def test_other_grafts_do_not_reach_it() -> None:
@@ -259,6 +259,13 @@ def test_a_backbone_that_another_library_runs() -> None:
     add_hook_to_module(model.get_submodule("model.layers.0"), ModelHook())
     with pytest.raises(GraftError, match="What modules of llama do was replaced from outside"):
         graft_of(Backbone.wrap(model, tiny_tokenizer(), "llama"), embedder={"layers": 1})
+
+
+def test_a_backbone_that_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Silent(backbone("llama"), 1)
+    monkeypatch.setattr(silent, "DTensor", torch.nn.Parameter)  # as if its weights were pieces in several processes
+    with pytest.raises(GraftError, match=r"sharded over processes, .* training.sharded at false, or set embedder"):
+        found.states(tiny_ids(), None, None, None)
 
 
 def test_a_text_of_special_tokens_alone_says_nothing() -> None:
