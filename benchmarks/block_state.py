@@ -28,6 +28,7 @@ from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of, wr
 from graftlm.models.block_state import BlockStateConfig, BlockStateModel
 
 NAME = "bench-block-state"
+NAMES = ("1k", "4k", "16k", "65k")
 OURS, RECURRENT, PUBLIC = "bst_sh", "block_recurrent", "public_package"
 MIXERS: dict[str, dict[str, Any]] = {
     OURS: {"mixer": "block-state", "context": "sh"},
@@ -37,13 +38,13 @@ MIXERS: dict[str, dict[str, Any]] = {
     RECURRENT: {"mixer": "recurrent"},
     "slide": {"mixer": "slide"},
 }
-AIMED_FROM, GROWTH, DECODE = 4096, 1.15, 1.1
+GROWTH, DECODE = 1.15, 1.1
 HOW = {
     "forward": "seconds of one layer's forward pass without gradients, one row of text, hidden states in and out. "
     "ratio: of block_recurrent over bst_sh, round by round; over_NAME: the same over another of our layers; NAME_over: "
     "of another layer over bst_sh",
     "training": "forward and backward pass with gradients of weights and inputs: ratio_training",
-    "growth_exponent": "slope of log(seconds) on log(length), from the shortest length above 4,095 to the longest",
+    "growth_exponent": "slope of log(seconds) on log(length), from the second length to the longest",
     "decode_65k_vs_1k": "seconds of a step of one token, cached, behind the longer text over those behind the shorter; "
     "cache_bytes: what the caches hold",
     "public_package": "block-recurrent-transformer-pytorch, one recurrent layer with as many state vectors as the "
@@ -61,6 +62,7 @@ class Size:
     window: int = 128
     state: int = 16
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
+    """As many as `NAMES`; the aims hold from the second on."""
     full_up_to: int = 16_384
     """Full attention is not timed on longer texts."""
     training_up_to: int = 16_384
@@ -73,7 +75,7 @@ class Size:
     """Tokens of a turn of decoding."""
 
 
-QUICK = Size(32, 64, 2, 8, 4, (32, 64), 64, 64, 64, 3, 3, (32, 64), 3, 2)
+QUICK = Size(32, 64, 2, 8, 4, (16, 32, 48, 64), 64, 64, 64, 3, 3, (32, 64), 3, 2)
 
 
 class FullAttention(nn.Module):
@@ -248,7 +250,8 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     load = [os.getloadavg()[0]]
     layers = Layers(size, device, clock)
     forward = {length: layers.forward(length) for length in size.lengths}
-    rows = [row_of(length, forward[length], layers) for length in size.lengths]
+    named = zip(NAMES, size.lengths, strict=True)
+    rows = [row_of(name, length, forward[length], layers) for name, length in named]
     exponents, ends = growth(forward)
     rows.append(Row(id="growth_exponent", label=f"growth exponent from {ends[0]:,} to {ends[1]:,}", metrics=exponents))
     decoded, held = layers.decode()
@@ -271,25 +274,20 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     return Results.here(NAME, rows, aims=aims(rows, size, device), details=details)
 
 
-def row_of(length: int, forward: Turns, layers: Layers) -> Row:
+def row_of(name: str, length: int, forward: Turns, layers: Layers) -> Row:
     """One length: ratios of forward passes and, where they are timed, of training."""
     metrics: dict[str, Metric] = {"ratio": ratios(forward[RECURRENT], forward[OURS])}
     if length <= layers.size.training_up_to:
         training = layers.training(length)
         metrics["ratio_training"] = ratios(training[RECURRENT], training[OURS])
-    for name in ("bst_mh", "bst_mf", "bst_sh_unstructured"):
-        metrics[f"over_{name}"] = ratios(forward[RECURRENT], forward[name])
-    for name in ("slide", "full_attention", PUBLIC):
-        if name in forward:
-            metrics[f"{name}_over"] = ratios(forward[name], forward[OURS])
-    shown = ", ".join(f"{name} {value_of(value):.2f}" for name, value in metrics.items())
+    for ours in ("bst_mh", "bst_mf", "bst_sh_unstructured"):
+        metrics[f"over_{ours}"] = ratios(forward[RECURRENT], forward[ours])
+    for other in ("slide", "full_attention", PUBLIC):
+        if other in forward:
+            metrics[f"{other}_over"] = ratios(forward[other], forward[OURS])
+    shown = ", ".join(f"{key} {value_of(value):.2f}" for key, value in metrics.items())
     print(f"{length:,} tokens: {shown}", flush=True)
-    return Row(id=f"forward_{short_name(length)}", label=f"{length:,} tokens", metrics=metrics)
-
-
-def short_name(length: int) -> str:
-    """1k for 1024."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    return Row(id=f"forward_{name}", label=f"{length:,} tokens", metrics=metrics)
 
 
 def ratios(over: list[float], under: list[float]) -> Interval:
@@ -299,9 +297,7 @@ def ratios(over: list[float], under: list[float]) -> Interval:
 
 def growth(forward: Mapping[int, Turns]) -> tuple[dict[str, Metric], tuple[int, int]]:
     """Slopes of log time on log length of every layer that has both ends; `value` is ours."""
-    lengths = [length for length in forward if length >= AIMED_FROM]
-    lengths = lengths if len(lengths) > 1 else list(forward)
-    first, last = lengths[0], lengths[-1]
+    _, first, *_, last = forward
 
     def slope(name: str) -> Interval:
         pairs = zip(forward[last][name], forward[first][name], strict=True)
@@ -317,8 +313,7 @@ def aims(rows: list[Row], size: Size, device: torch.device) -> list[Aim]:
     least = 6.0 if device.type == "cuda" else 1.5
     made: list[tuple[str, str, float, str, bool]] = [
         (f"{row.label}: at least {least:g} times as fast as block-recurrent", "ratio", least, row.id, True)
-        for row, length in zip(rows, size.lengths, strict=False)
-        if length >= AIMED_FROM or size == QUICK
+        for row in rows[1 : len(NAMES)]
     ]
     made.append((f"growth exponent at most {GROWTH:g}", "value", GROWTH, "growth_exponent", False))
     made.append(

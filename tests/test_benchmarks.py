@@ -28,11 +28,13 @@ ROWS = {
         "experts_32",
         "experts_128",
     ],
+    "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
     "composition": ["ratio"] * 2,
     "token_routing": [*["ratio"] * 5, "ratio_top2"],
+    "block_state": [*["ratio"] * 3, "value", "value"],
 }
 
 
@@ -58,7 +60,8 @@ def check_form(results: Results, name: str) -> None:
     assert results.name == f"bench-{name.replace('_', '-')}"
     assert [row.id for row in results.rows] == ROWS[name]
     for row in results.rows:
-        ratio = row.metrics["ratio"]
+        ratio = row.metrics["value" if "ratio" not in row.metrics else "ratio"]
         assert isinstance(ratio, Interval)
-        assert 0 < ratio.low <= ratio.mean <= ratio.high
+        assert ratio.low <= ratio.mean <= ratio.high
+        assert ratio.low > 0 or row.id == "growth_exponent"
     assert [aim.metric for aim in results.aims] == AIMS[name]
