@@ -33,6 +33,7 @@ CONFIGS = st.fixed_dictionaries(
         "reads": st.sampled_from(["all", "prompt"]),
         "window": st.sampled_from([None, 1, 5]),
         "prompt": st.sampled_from(["whole", "causal"]),
+        "cache": st.sampled_from(["keep", "recompute"]),
         "embedder": st.fixed_dictionaries(
             {"layers": st.sampled_from([0, 1, -1]), "centre": st.booleans(), "whiten": st.booleans()}
         ),
