@@ -68,14 +68,14 @@ class Setting(Config):
 
 FULL = Setting()
 # As many keys and operands as in the paper. m_A is wider, for 216,000 weights do not hold 25,000 pairs; steps are those
-# of twenty minutes of one core.
+# of a quarter of an hour of one core.
 _WIDE = Shape(width=128, inner=384)
 LARGE = Setting(
     world=World(keys=25_000, letters=(2, 6), operands=(3, 6)),
-    exam=Exam(expressions=200, validation=100),
-    memory=Lessons(steps=2400, batch_size=32, learning_rate=3e-3, examples=100_000),
-    arithmetic=Lessons(steps=2000, batch_size=32, learning_rate=5e-3, examples=100_000),
-    joint=Lessons(steps=400, batch_size=32, examples=20_000),
+    exam=Exam(expressions=100, validation=50),
+    memory=Lessons(steps=1300, batch_size=32, learning_rate=3e-3, examples=60_000),
+    arithmetic=Lessons(steps=1200, batch_size=32, learning_rate=5e-3, examples=60_000),
+    joint=Lessons(steps=250, batch_size=32, examples=12_000),
     shapes={"memory": _WIDE, "random": _WIDE},
     lora_rank=16,
 )
