@@ -51,17 +51,18 @@ class Setting(Config):
 
 
 FULL = Setting(
+    corpus=Corpus(pieces=512),
     shape={
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
         "window": 128,
-        "mixer_layers": [0, 2],
+        "mixer_layers": [0, 1],
         "filters": 32,
-        "initializer_range": 0.0884,  # one over the root of the width
+        "initializer_range": 0.1,  # one over the root of the width: small models begin too evenly with 0.02
     },
-    parameters=1_000_000,
-    steps=120,
+    parameters=460_000,
+    steps=150,
     batch_size=4,
 )
 QUICK = Setting(
