@@ -61,7 +61,7 @@ def test_rows_differ_in_nothing_but_their_difference(data: Path, tmp_path: Path)
     own = {"intermediate_size", *(key for row in ROWS.values() for key in row)}
     assert len({str({k: v for k, v in cell.model.items() if k not in own}) for cell in cells}) == 1
     assert len({str(cell.model_dump(exclude={"id", "model"})) for cell in cells}) == 1
-    for table in TABLES:
+    for table in TABLES.keys() - {"short"}:
         assert {plan.setting.steps} == {cell.steps for line in TABLES[table](plan) for cell in line.cells}
 
 

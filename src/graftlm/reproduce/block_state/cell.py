@@ -42,6 +42,11 @@ class Cell(Job):
     batch_size: int = Field(ge=1)
     seed: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """That are read in training."""
+        return self.steps * self.batch_size * self.length
+
 
 def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
     """Train a model and measure it: metrics, and the losses of its training.
