@@ -16,6 +16,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from graftlm.models import block_state
+
 PAD, EOS, BOS, MASK = range(4)
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<mask>"]
 TOKENS = 300  # of the tokenizer
@@ -63,22 +65,35 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _COMMON | {"hidden_size": 64}),  # rotates a quarter
     "olmo": ("OlmoConfig", "OlmoForCausalLM", _GROUPED),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _GROUPED),
+    "block-state": (
+        "BlockStateConfig",
+        "BlockStateForCausalLM",
+        {**_COMMON, "window": WINDOW, "mixer_layers": [0, 1], "state_size": 4, "dropout": 0.1},
+    ),
     "bert": ("BertConfig", "BertForMaskedLM", _COMMON),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _COMMON),
 }
 ENCODERS = ("bert", "roberta")
 DECODERS = tuple(family for family in _FAMILIES if family not in ENCODERS)
 FAMILIES = DECODERS + ENCODERS
-LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox")  # one of each make, where all would take too long
+LAW_DECODERS = (
+    "llama",
+    "gemma3",
+    "qwen3",
+    "gpt2",
+    "gpt_neox",
+    "block-state",
+)  # one of each make, where all would take too long
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random float32 model of `family` in eval mode; `seed` fixes its bits, and `changes` go to its config."""
     config_name, model_name, values = _FAMILIES[family]
-    config = getattr(transformers, config_name)(**(values | changes))
+    home = transformers if hasattr(transformers, config_name) else block_state
+    config = getattr(home, config_name)(**(values | changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, model_name)(config)
+        model = getattr(home, model_name)(config)
         _randomise(model)
     return model.eval()
 

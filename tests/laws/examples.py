@@ -49,7 +49,9 @@ class Example:
     def exception(self, name: str, law: str = "") -> str | None:
         """Why it is not for this backbone or law; None when it is."""
         family, _, host = name.partition("+")
-        words = (host, law, "encoders" if family in ENCODERS else "")
+        if (family, law) in FAMILY_EXCEPTIONS:
+            return f"{family}, {law}: {FAMILY_EXCEPTIONS[family, law]}"
+        words = (host, law, family, "encoders" if family in ENCODERS else "")
         return next((f"{word}: {self.exceptions[word]}" for word in words if word in self.exceptions), None)
 
     def values(self) -> dict[str, Any]:
@@ -57,6 +59,10 @@ class Example:
         return {"kind": self.kind, **self.config}
 
 
+FAMILY_EXCEPTIONS = {
+    ("block-state", "packed"): "states would carry one document over into the next, so a GraftError says so",
+    ("block-state", "taken back"): "a state can't be taken back by some tokens, so a GraftError says so",
+}
 _WHOLE = "its tensors are the whole model's: DESIGN's exception"
 _OTHER_TOKENIZER = "its tokens go with another tokenizer's one by one only in causal order, so a GraftError says so"
 _NOT_TAKEN_BACK = "tokens of another tokenizer can't be taken back one by one, so a GraftError says so"

@@ -51,6 +51,7 @@ def test_padding_and_neighbours_change_nothing(example: Example, name: str, side
         torch.testing.assert_close(together[i][mask[i] == 1], logits(model, row[None])[0], **CLOSE)
 
 
+@pytest.mark.law("packed")
 def test_packed_documents_do_not_meet(example: Example, name: str, attach: Any) -> None:
     model = attach(example, name)
     counted = torch.cat([torch.arange(length) for length in LENGTHS])[None]

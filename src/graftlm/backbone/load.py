@@ -21,6 +21,7 @@ from transformers import (
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
 from graftlm.backbone.sites import Sites
 from graftlm.errors import BackboneError
+from graftlm.models import register
 
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
 _LOADERS: dict[BackboneKind, Any] = {
@@ -121,6 +122,7 @@ def load_backbone(
         UnknownFamilyError: no row describes its architecture.
     """
     name = str(name)
+    register()
     _refuse_foreign_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)

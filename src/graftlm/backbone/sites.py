@@ -8,7 +8,7 @@ module; in BERT the FFN enters at `intermediate` and leaves at `output.dense`, b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -159,9 +159,7 @@ class Sites:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_type: str = model.config.model_type
-        if self.model_type not in FAMILIES:
-            raise UnknownFamilyError(_how_to_describe(self.model_type, type(model).__name__))
-        self.family = FAMILIES[self.model_type]
+        self.family = _family(model)
         self._model = model
         self._base = model.base_model
         text = self.family.text_config
@@ -233,6 +231,18 @@ class Sites:
                 f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: "
                 "correct the path, or describe the family with graftlm.backbone.register_family."
             ) from None
+
+
+def _family(model: PreTrainedModel) -> Family:
+    """The row of a model's type, or what its class says of itself in `graft_sites`, spans by the one module's path."""
+    model_type = model.config.model_type
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    own: dict[str, Any] | None = getattr(type(model), "graft_sites", None)
+    if own is None:
+        raise UnknownFamilyError(_how_to_describe(model_type, type(model).__name__))
+    spans: dict[str, Any] = {name: Span.one(own[name]) for name in ("attention", "ffn")}
+    return Family(**own | spans)
 
 
 def _how_to_describe(model_type: str, class_name: str) -> str:

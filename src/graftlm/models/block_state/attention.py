@@ -1,6 +1,7 @@
 """Attention within windows: to the last W tokens, and to the context states of a token's window.
 
-Shape suffixes: B rows, G slots, T queries of a pass, w slots of a window, H heads, K width of a head, d = H K.
+Shape suffixes: B rows, T columns of a pass, G slots of its grid, w slots of a window, H heads, K width of a head,
+d = H K.
 """
 
 from __future__ import annotations
@@ -142,29 +143,30 @@ class WindowAttention(nn.Module):
         self.remembered = Remembered("tokens", config.span)
         self.bias = RelativeBias(config)
 
-    def forward(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Tensor, Tensor]:
         """(B, G, d), and keys with values of every slot of the grid (B, G, 2d), also of those before the pass."""
-        every = self.remembered.extend(self.kv(x_BGd), now, memory, self.training)
+        q = now.onto_grid(self.q(x_BTd))
+        every = self.remembered.extend(now.onto_grid(self.kv(x_BTd)), now, memory, self.training)
         if now.step:
-            return self._step(x_BGd, every, now), every[:, -now.window :]
-        far = self._frozen(x_BGd, every, now) if self.frozen_past and torch.is_grad_enabled() else every
-        return self._windows(x_BGd, every, far, now), every[:, self.span :]
+            return self._step(q, every, now), every[:, -now.window :]
+        far = self._frozen(x_BTd, every, now) if self.frozen_past and torch.is_grad_enabled() else every
+        return self._windows(q, every, far, now), every[:, self.span :]
 
-    def _frozen(self, x_BGd: Tensor, every: Tensor, now: Pass) -> Tensor:
+    def _frozen(self, x_BTd: Tensor, every: Tensor, now: Pass) -> Tensor:
         """Keys and values of earlier windows once more, of hidden states without gradients."""
-        again = functional.linear(x_BGd.detach(), self.kv.weight)
+        again = now.onto_grid(functional.linear(x_BTd.detach(), self.kv.weight))
         if any(now.phases):  # the first window has earlier tokens too
             again = torch.where(now.holds[..., None], again, every[:, self.span :])
         return torch.cat([every[:, : self.span], again], dim=1)
 
-    def _step(self, x_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
-        back = torch.arange(self.span - 1, -1, -1, device=x_B1d.device)
+    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
+        back = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
         there = back <= now.row_numbers(now.past)[:, None]  # (B, span)
         bias = self.bias(back)[None, :, None] + torch.where(there, 0.0, NEVER)[:, None, None]
         k, v = every.chunk(2, dim=-1)
-        return merge(attend(heads(self.q(x_B1d), self.count), heads(k, self.count), heads(v, self.count), bias))
+        return merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
 
-    def _windows(self, x_BGd: Tensor, every: Tensor, far: Tensor, now: Pass) -> Tensor:
+    def _windows(self, q_BGd: Tensor, every: Tensor, far: Tensor, now: Pass) -> Tensor:
         width = min(now.window, now.slots)
         after = width if self.bidirectional else 0
         if after:
@@ -172,7 +174,7 @@ class WindowAttention(nn.Module):
         kv = spans(every, width, self.span, after)
         if far is not every and not after:
             kv = torch.cat([spans(far, width, self.span)[:, :, : self.span], kv[:, :, self.span :]], dim=2)
-        q = heads(windowed(self.q(x_BGd), width), self.count)  # (B, windows, H, w, K)
+        q = heads(windowed(q_BGd, width), self.count)  # (B, windows, H, w, K)
         k, v = (heads(one, self.count) for one in kv.chunk(2, dim=-1))
         shared, edge = self._biases(now, width, after)
         first = edge.shape[1]

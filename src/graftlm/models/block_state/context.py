@@ -6,8 +6,8 @@
   learned states.
 - state vectors of a recurrent layer: the same as `mf` for those who attend.
 
-Shape suffixes: B rows, G slots, I windows of the grid, w slots of a window, H heads, K width of a head, S states, E
-channels, d hidden.
+Shape suffixes: B rows, T columns of a pass, G slots of its grid, I windows of the grid, w slots of a window, H heads, K
+width of a head, S states, E channels, d hidden.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class TokenContext(nn.Module):
         self.multi = multi
         self.remembered = Remembered("contexts", config.window)
 
-    def forward(self, x_BGd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each token, of hidden states; `kv_BG` is not read."""
-        every = self.remembered.extend(self._contexts(x_BGd, now, memory), now, memory, self.training)
-        q = self.q(x_BGd)
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, G, d) for each slot, of hidden states; `kv_BG` is not read."""
+        every = self.remembered.extend(self._contexts(x_BTd, now, memory), now, memory, self.training)
+        q = now.onto_grid(self.q(x_BTd))
         if now.step:
             place = now.row_numbers([n % self.window for n in now.past])[:, None]
             seen = torch.arange(self.window - 1, -1, -1, device=q.device) <= place
@@ -58,22 +58,24 @@ class TokenContext(nn.Module):
         k, v = (heads(windowed(one, width), self.count) for one in every[:, self.window :].chunk(2, dim=-1))
         return merge(attend(heads(windowed(q, width), self.count), k, v, self._seen(now, width))).flatten(1, 2)
 
-    def _contexts(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+    def _contexts(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, 2d): keys and values."""
-        u = self.down(x_BGd)
+        u = now.onto_grid(self.down(x_BTd))
         y = self.ssm(u, now, memory)
         if self.back is not None:
             flipped = (u * now.holds[..., None]).flip(1)
             y = y + self.back(flipped, now.backwards(), None).flip(1)
-        y = y.to(x_BGd.dtype)
+        y = now.off_grid(y, x_BTd.shape[1]).to(
+            x_BTd.dtype
+        )  # so that every Linear of tokens sees columns, as taps expect
         if not self.multi:
-            return self.kv(self.norm(y[..., 0]))
-        kv = torch.einsum("bgeh,hek->bghk", self._normed(y), self.per_head)
+            return now.onto_grid(self.kv(self.norm(y[..., 0])))
+        kv = torch.einsum("bteh,hek->bthk", self._normed(y), self.per_head)
         k, v = kv.chunk(2, dim=-1)
-        return torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1)
+        return now.onto_grid(torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1))
 
-    def _normed(self, y_BGEH: Tensor) -> Tensor:
-        return self.norm(y_BGEH.transpose(-1, -2)).transpose(-1, -2)
+    def _normed(self, y_BTEH: Tensor) -> Tensor:
+        return self.norm(y_BTEH.transpose(-1, -2)).transpose(-1, -2)
 
     def _seen(self, now: Pass, width: int) -> Tensor:
         """(w, w) which states of its window a token sees; (B, I, 1, 1, w) where tokens see both ways."""
@@ -99,14 +101,14 @@ class FilterContext(nn.Module):
         self.ids = nn.Parameter(torch.empty(config.filters * (2 if config.bidirectional else 1), width))
         self.reader = StateReader(config)
 
-    def forward(self, x_BGd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each token, of hidden states; `kv_BG` is not read."""
-        u = self.down(x_BGd)
-        ends = self.ssm(u, now, memory).to(x_BGd.dtype)  # (B, I, S, E)
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, G, d) for each slot, of hidden states; `kv_BG` is not read."""
+        u = now.onto_grid(self.down(x_BTd))
+        ends = self.ssm(u, now, memory).to(x_BTd.dtype)  # (B, I, S, E)
         states = before_windows(ends, self.first, now, memory, "context", self.training)
         if self.back is not None and self.last is not None:
             states = torch.cat([states, self._following(u, now, self.back, self.last)], dim=2)
-        return self.reader(x_BGd, self.norm(self.lift(states)) + self.ids, now)
+        return self.reader(x_BTd, self.norm(self.lift(states)) + self.ids, now)
 
     def _following(self, u: Tensor, now: Pass, back: WindowOutputs, last: Tensor) -> Tensor:
         """(B, I, S, E): outputs of the systems that read backwards, at the first token of the window after."""
@@ -143,12 +145,12 @@ class StateReader(nn.Module):
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
 
-    def forward(self, x_BGd: Tensor, states_BISd: Tensor, now: Pass) -> Tensor:
+    def forward(self, x_BTd: Tensor, states_BISd: Tensor, now: Pass) -> Tensor:
         """(B, G, d)."""
-        return self.read(x_BGd, self.kv(states_BISd), now)
+        return self.read(x_BTd, self.kv(states_BISd), now)
 
-    def read(self, x_BGd: Tensor, kv_BIS: Tensor, now: Pass) -> Tensor:
+    def read(self, x_BTd: Tensor, kv_BIS: Tensor, now: Pass) -> Tensor:
         """(B, G, d) of the states' keys and values (B, I, S, 2d)."""
-        q = heads(windowed(self.q(x_BGd), min(self.window, now.slots)), self.count)
+        q = heads(windowed(now.onto_grid(self.q(x_BTd)), min(self.window, now.slots)), self.count)
         k, v = (heads(one, self.count) for one in kv_BIS.chunk(2, dim=-1))
         return merge(attend(q, k, v)).flatten(1, 2)

@@ -22,6 +22,15 @@ def convolve(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
     return y.permute(0, 3, 2, 1)
 
 
+def convolve_short(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
+    """(B, T, E, C) by a product with each channel's Toeplitz matrix: O(T^2), and nothing of later tokens."""
+    length = u_BTE.shape[1]
+    back = torch.arange(length, device=u_BTE.device)
+    back = back - back[:, None]  # (token j, token t): t - j
+    matrix = kernel_CET[..., back.clamp(min=0)] * (back >= 0)  # (C, E, j, t)
+    return torch.einsum("bje,cejt->btec", u_BTE, matrix)
+
+
 def last_output(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
     """(B, E, C): a convolution's output at the last token alone, as a sum over all inputs."""
     return torch.einsum("bte,cet->bec", u_BTE, kernel_CET.flip(-1))

@@ -9,14 +9,19 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
 
 
-class LayerMemory(StateLayer):
-    """Named tensors of one layer, batch first, and how many tokens each row has had."""
+class LayerMemory(CacheLayerMixin):
+    """Named tensors of one layer, batch first, and how many columns it has read.
+
+    What a pass takes of a batch, a beam's reordering takes of all of them.
+    """
+
+    is_croppable = False
+    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +34,24 @@ class LayerMemory(StateLayer):
         if not self.is_initialized:
             self.lazy_initialization(value)
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object):
+        """Raise: what is kept here has names."""
+        raise GraftError("A block-state model keeps states, not keys and values for others: give each model a cache.")
+
     def get_seq_length(self) -> int:
         return self.columns
 
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
     def reset(self) -> None:
-        super().reset()
-        self.tensors, self.columns = {}, 0
+        self.tensors, self.columns, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, which a state can't.
@@ -47,6 +64,15 @@ class LayerMemory(StateLayer):
                 "A block-state model can't take tokens back, as assisted decoding asks: decode greedily, with beams or "
                 "by sampling, without an assistant or prompt_lookup_num_tokens."
             )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._apply(lambda value: value.index_select(0, beam_idx.to(value.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._apply(lambda value: value.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._apply(lambda value: value[indices.to(value.device), ...])
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.tensors = {name: function(value) for name, value in self.tensors.items()}

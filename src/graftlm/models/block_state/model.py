@@ -7,7 +7,7 @@ where `context` is cross-attention to the layer's context states, in the layers 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from graftlm.errors import GraftError
 from graftlm.models.block_state.attention import Norm, WindowAttention
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterContext, TokenContext
-from graftlm.models.block_state.memory import LayerMemory, memories
+from graftlm.models.block_state.memory import LayerMemory, memories, restored, saved
 from graftlm.models.block_state.passes import Pass
 from graftlm.models.block_state.recurrent import RecurrentContext
 from graftlm.models.block_state.sequence_ssm import token_outputs
@@ -45,12 +45,12 @@ class Mixing(nn.Module):
         self.context = _context(config) if config.mixes(layer) else None
         self.out = nn.Linear(width * (2 if self.context is not None else 1), width, bias=False)
 
-    def forward(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d)."""
-        out, kv = self.attention(x_BGd, now, memory)
+    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, T, d)."""
+        out, kv = self.attention(x_BTd, now, memory)
         if self.context is not None:
-            out = torch.cat([out, self.context(x_BGd, kv, now, memory)], dim=-1)
-        return self.out(out)
+            out = torch.cat([out, self.context(x_BTd, kv, now, memory)], dim=-1)
+        return self.out(now.off_grid(out, x_BTd.shape[1]))
 
 
 def _context(config: BlockStateConfig) -> nn.Module:
@@ -84,10 +84,10 @@ class BlockStateLayer(GradientCheckpointingLayer):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d)."""
-        x_BGd = x_BGd + self.dropout(self.mixing(self.mixing_norm(x_BGd), now, memory))
-        return x_BGd + self.dropout(self.ffn(self.ffn_norm(x_BGd)))
+    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, T, d)."""
+        x_BTd = x_BTd + self.dropout(self.mixing(self.mixing_norm(x_BTd), now, memory))
+        return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
 
 
 class Positions(nn.Module):
@@ -100,15 +100,26 @@ class Positions(nn.Module):
         self.ssm = token_outputs(config, 1, "positions")
         self.lift = nn.Linear(config.state_width, config.hidden_size, bias=False)
 
-    def forward(self, x_BGd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d)."""
-        y = self.ssm(self.down(self.norm(x_BGd)), now, memory)[..., 0]
-        return x_BGd + self.lift(y.to(x_BGd.dtype))
+    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, T, d)."""
+        u_BGE = now.onto_grid(self.down(self.norm(x_BTd)))
+        y = now.off_grid(self.ssm(u_BGE, now, memory)[..., 0], x_BTd.shape[1])
+        return x_BTd + self.lift(y.to(x_BTd.dtype))
 
 
 class BlockStatePreTrainedModel(PreTrainedModel):
-    """What all models of this architecture share: their config, and fresh weights."""
+    """What all models of this architecture share: their config, fresh weights, and where grafts find their parts."""
 
+    graft_sites: ClassVar[dict[str, Any]] = {
+        "layers": "layers",
+        "embedding": "embed_tokens",
+        "norm": "norm",
+        "attention": "mixing",
+        "ffn": "ffn",
+        "ffn_in": ("ffn.up",),
+        "ffn_out": "ffn.down",
+        "gated": False,
+    }
     config_class = BlockStateConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -121,6 +132,16 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         """Names of the parameters that weight decay would draw to a wrong place: those of state spaces."""
         kernels = {name for name, module in self.named_modules() if isinstance(module, Structured | Unstructured)}
         return {f"{name}.{own}" for name in kernels for own, _ in self.get_submodule(name).named_parameters()}
+
+    @staticmethod
+    def cache_tensors(cache: Cache) -> dict[str, Tensor]:
+        """All that a cache of this architecture remembers, by name: for a checkpoint in the middle of a text."""
+        return saved(cache)
+
+    @staticmethod
+    def cache_from(tensors: dict[str, Tensor]) -> Cache:
+        """The cache that `cache_tensors` wrote down."""
+        return restored(tensors)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -168,27 +189,30 @@ class BlockStateModel(BlockStatePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
         **rest: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, d) of input ids (B, T), behind what `past_key_values` remembers.
 
+        Positions are counted from each row's first token; `position_ids` may say the same, and are not read.
+
         Raises:
-            GraftError: a pass can't be laid out (`attention_mask`), or a cache is another model's.
+            GraftError: a pass can't be laid out (`attention_mask`, `position_ids`), or a cache is another model's.
         """
+        _refuse_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache, own = self._memories(past_key_values, use_cache)
         now = _lay_out(x, attention_mask, own, self.config.window)
-        length = x.shape[1]
-        x = self.dropout(now.onto_grid(x))
+        x = self.dropout(x)
         if self.positions is not None:
             x = self.positions(x, now, own[0])
         seen = [x]
         for layer, memory in zip(self.layers, own, strict=True):
             x = layer(x, now, memory)
             seen.append(x)
-        _count(own, now, length)
-        out = now.off_grid(self.norm(x), length)
-        states = tuple(now.off_grid(one, length) for one in seen[:-1]) + (out,) if output_hidden_states else None
+        _count(own, now, x.shape[1])
+        out = self.norm(x)
+        states = (*seen[:-1], out) if output_hidden_states else None
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache, hidden_states=states)
 
     def _memories(
@@ -229,6 +253,21 @@ def _lay_out(x: Tensor, mask: Tensor | None, own: list[LayerMemory] | list[None]
     return Pass.over((rows, length), mask, past, window).to(x.device)
 
 
+def _refuse_packed(positions: Tensor | None, mask: Tensor | None) -> None:
+    """Raise where positions begin anew within a row: its documents were to be kept apart."""
+    if positions is None or positions.shape[-1] < 2:
+        return
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if mask is not None and mask.dim() == 2:
+        there = mask[:, -positions.shape[-1] :].bool().expand(len(positions), -1)
+        begins = begins & there[:, 1:] & there[:, :-1]
+    if bool(begins.any()):
+        raise GraftError(
+            "position_ids begin anew within a row, and states would carry one document over into the next: give each "
+            "document a row, or set boundaries to joined."
+        )
+
+
 def _count(own: list[LayerMemory] | list[None], now: Pass, columns: int) -> None:
     """Remember how many tokens each row has had."""
     for memory in own:
@@ -264,7 +303,14 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         **rest: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, T, V), and with `labels` (B, T) the mean cross-entropy of each next token; -100 is left out."""
-        found = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, **rest)
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **rest,
+        )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, keep])
         loss = None
@@ -296,7 +342,8 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         **rest: Any,
     ) -> SequenceClassifierOutput:
         """Scores (B, labels), and with `labels` (B) their mean cross-entropy."""
-        hidden = self.model(input_ids, attention_mask, None, inputs_embeds, use_cache=False).last_hidden_state
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        hidden = self.model(**given, use_cache=False).last_hidden_state
         mask = torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask
         mask = mask.to(hidden)[..., None]
         logits = self.score((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))

@@ -5,7 +5,8 @@
 
 The tokens of a window attend to the states before it. The states run window after window; all else runs in parallel.
 
-Shape suffixes: B rows, G slots, I windows of the grid, W window, S states, H heads, K width of a head, d hidden.
+Shape suffixes: B rows, T columns of a pass, G slots of its grid, I windows of the grid, W window, S states, H heads, K
+width of a head, d hidden.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class RecurrentContext(nn.Module):
         self.out = nn.Linear(2 * width, width, bias=False)
         self.gate = nn.Parameter(torch.empty(width))
 
-    def forward(self, x_BGd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each token, of hidden states and the keys and values of all tokens of its window (B, G, 2d)."""
-        states = self._states(kv_BG, now, memory).to(x_BGd.dtype)
-        return self.reader.read(x_BGd, self.reader.kv(self._said(states)), now)
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """(B, G, d) for each slot, of hidden states and the keys and values of all tokens of its window (B, G, 2d)."""
+        states = self._states(kv_BG, now, memory).to(x_BTd.dtype)
+        return self.reader.read(x_BTd, self.reader.kv(self._said(states)), now)
 
     def _states(self, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, I, S, d): before each window of the grid."""

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from graftlm.errors import GraftError
 from graftlm.models.block_state import convolution
 
-CHUNK = 64
-LONGEST_TRANSFORM = 128
+CHUNK = 32
 _BANDS = 8
 _FASTEST, _SLOWEST = 64.0, 0.5  # decays of unstructured kernels, over the length of training
 
@@ -118,18 +117,18 @@ class Unstructured(nn.Module):
         return free * torch.exp(-alpha[:, None] * time) * energy.rsqrt()[:, None]
 
 
-def run_structured(kernels: Structured, u_BTE: Tensor, first_BEP: Tensor | None, form: str = "auto") -> Tensor:
+def run_structured(kernels: Structured, u_BTE: Tensor, first_BEP: Tensor | None, form: str = "chunks") -> Tensor:
     """(B, T, E, C): outputs at every token, of one system.
 
     Args:
         kernels: M = 1.
         u_BTE: inputs.
         first_BEP: (B, E, P) complex, the state before them; zero where absent.
-        form: `transform`, one Fourier transform over all tokens; `chunks`, one for each chunk and a state from chunk to
-            chunk, whose memory does not grow with a kernel of T; `auto` takes chunks for long texts.
+        form: `chunks`, a product within each chunk and a state from chunk to chunk; or `transform`, one Fourier
+            transform over all tokens, as published.
     """
     length = u_BTE.shape[1]
-    if form == "transform" or (form == "auto" and length <= LONGEST_TRANSFORM):
+    if form == "transform":
         y = convolution.convolve(u_BTE, kernels.kernel(length)[:, 0])
         if first_BEP is not None:
             log_a, c = kernels.discrete()
@@ -145,7 +144,7 @@ def _in_chunks(kernels: Structured, u_BTE: Tensor, first_BEP: Tensor | None) -> 
     log_a, c = kernels.discrete()
     chunks = padded.reshape(rows, -1, CHUNK, width)
     states = convolution.carry(convolution.end_states(chunks, log_a[0]), log_a[0], CHUNK, first_BEP)
-    inner = convolution.convolve(chunks.flatten(0, 1), kernels.kernel(CHUNK)[:, 0])
+    inner = convolution.convolve_short(chunks.flatten(0, 1), kernels.kernel(CHUNK)[:, 0])
     y = inner.reshape(rows, -1, CHUNK, width, kernels.outputs)
     y = y + convolution.read_states(states[:, :-1], c[:, 0], log_a[0], CHUNK)
     return y.flatten(1, 2)[:, :length]
