@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,11 +19,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from graftlm.data import Mixture, build_documents
-from graftlm.errors import GraftError, RecipeError
+from graftlm.data import Mixture, TokenBlocks, build_documents
+from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results, score, value_of
 from graftlm.training import TrainingConfig
 from graftlm.training.experiment import compare_recipe, run_recipe
+from graftlm.training.lanes import Lanes
 from graftlm.training.language_model import LanguageModel, new_model
 from graftlm.training.language_recipe import LanguageModelRecipe
 from graftlm.training.pieces import train_pieces
@@ -153,6 +155,57 @@ def test_a_model_of_the_house_is_trained_and_goes_on(tmp_path: Path) -> None:
     assert keeping(AutoModelForCausalLM.from_pretrained(tmp_path / "further" / "model"))
 
 
+def test_rows_go_on_where_those_of_the_step_before_ended() -> None:
+    marked = np.arange(4, 4 + 7 * 5, dtype=np.int32).reshape(7, 5)
+    lanes = Lanes(TokenBlocks(marked, boundaries="joined"), 2)
+    batches = [lanes.batch(step) for step in range(4)]
+    read = [torch.cat([batch.input_ids[row] for batch in batches[:3]]).tolist() for row in (0, 1)]
+    assert read == [list(range(4, 19)), list(range(19, 34))]
+    assert [bool(batch.begins.all()) for batch in batches if batch.begins is not None] == [True, False, False, True]
+    assert torch.equal(batches[3].input_ids, batches[0].input_ids)
+    with pytest.raises(DataError, match="The training text has 7 rows of 5 tokens, but 8 go on side by side: add text"):
+        Lanes(TokenBlocks(marked, boundaries="joined"), 8)
+
+
+def test_what_is_carried_over_is_what_a_longer_pass_knows() -> None:
+    torch.manual_seed(0)
+    bare = new_model(BLOCK_STATE, tiny_tokenizer(), 0)
+    model = LanguageModel(bare).train()
+    ids, lane = torch.randint(0, 50, (2, 40)), torch.arange(2)
+    whole = bare(ids, use_cache=False).logits
+    first = model(ids[:, :27], labels=ids[:, :27], lane=lane, begins=torch.ones(2, dtype=torch.bool))
+    kept = model.carried()
+    second = model(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
+    assert torch.allclose(torch.cat([first.logits, second.logits], dim=1), whole, atol=1e-4)
+    assert not any(tensor.requires_grad for tensor in kept.values())
+
+    other = LanguageModel(bare).train()
+    other.carry(kept)
+    again = other(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
+    assert torch.equal(again.logits, second.logits)
+
+
+def test_a_run_whose_rows_go_on_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"model": BLOCK_STATE, "data": values(tmp_path)["data"] | {"stream": True}}
+    changes["training"] = values(tmp_path)["training"] | {"micro_batch_size": 2}
+    run(tmp_path, "whole", **changes)
+    draw = Lanes.batch
+
+    def cut(self: Lanes, step: int) -> Any:
+        if step == 5:
+            raise KeyboardInterrupt
+        return draw(self, step)
+
+    monkeypatch.setattr(Lanes, "batch", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "cut", **changes)
+    monkeypatch.setattr(Lanes, "batch", draw)
+    run(tmp_path, "cut", **changes)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    apart = run(tmp_path, "apart", **changes | {"data": values(tmp_path)["data"]})
+    assert not same(weights(tmp_path / "whole"), weights(tmp_path / "apart")), apart
+
+
 def test_a_model_goes_on_from_its_folder(tmp_path: Path) -> None:
     run(tmp_path)
     before = weights(tmp_path / "run")
@@ -237,6 +290,18 @@ def test_pieces_write_every_text() -> None:
             {"model": BLOCK_STATE, "separate": True},
             "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",
         ),
+        (
+            {"stream": True},
+            "A model of the type llama remembers every token, so its rows can't go on from step to step",
+        ),
+        (
+            {"stream": True, "separate": True},
+            "documents that go on from row to row are joined: set boundaries to joined",
+        ),
+        (
+            {"stream": True, "model": BLOCK_STATE, "training": {"steps": 1, "gradient_checkpointing": True}},
+            "Rows that go on are read once: set training.gradient_checkpointing or data.stream to false",
+        ),
         ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "block-state: 3 heads don't divide a width of 16"),
         ({"device": "meat"}, r"The device meat can't be used \("),
     ],
@@ -245,9 +310,10 @@ def test_mistakes_get_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if changes.get("separate"):
-        changes = {k: v for k, v in changes.items() if k != "separate"}
-        changes["data"] = values(tmp_path)["data"] | {"boundaries": "separate"}
+    said = dict(changes)
+    data: dict[str, Any] = {"boundaries": "separate"} if said.pop("separate", False) else {}
+    data |= {"stream": True} if said.pop("stream", False) else {}
+    changes = said | ({"data": values(tmp_path)["data"] | data} if data else {})
     with pytest.raises(GraftError) as caught:
         run(tmp_path, **changes)
     assert re.search(message, str(caught.value))

@@ -1,7 +1,7 @@
 """Checkpoints that survive a kill at any moment.
 
     OUT/checkpoints/step-000200/
-        tensors.safetensors      trainable tensors and the grafts' buffers
+        tensors.safetensors      trainable tensors, the grafts' buffers, and what a model carries over to the next step
         optimiser.safetensors    `parameter name/state name` -> tensor
         state.json               step, counts, config, mixture, and size and hash of the two files
 
@@ -30,6 +30,7 @@ from graftlm.errors import TrainingError
 from graftlm.training.sharding import like, whole
 
 TENSORS, OPTIMISER, STATE = "tensors.safetensors", "optimiser.safetensors", "state.json"
+CARRIED = "carried/"
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,14 @@ def _keep(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def restore(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimiser: Optimizer
-) -> None:
-    """Put a checkpoint's values into the model's `tensors` and the optimiser.
+) -> dict[str, Tensor]:
+    """Put a checkpoint's values into the model's `tensors` and the optimiser; gives what a model carried over, by name.
 
     Raises:
         TrainingError: the checkpoint is of other tensors.
     """
     saved = load_file(checkpoint.path / TENSORS)
+    over = {name: saved.pop(name) for name in list(saved) if name.startswith(CARRIED)}
     _check_shapes(checkpoint.path, saved, tensors)
     for name, tensor in tensors.items():
         tensor.copy_(like(saved[name], tensor))
@@ -176,6 +178,7 @@ def restore(
         parameter = parameters[name]
         on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else like(value, parameter)
         optimiser.state[parameter][part] = on_device
+    return {name.removeprefix(CARRIED): tensor for name, tensor in over.items()}
 
 
 def _check_shapes(path: Path, saved: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -19,10 +20,13 @@ from graftlm.data.packing import leading_bos
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.base import GraftedOutput, language_modelling_loss
 from graftlm.models import register
+from graftlm.training.config import TrainingConfig
 
 
 class LanguageModel(nn.Module):
     """A causal model as the training loop takes it: all of its weights train.
+
+    Where rows go on from step to step (`lane`), what the model remembers of each is carried over; see `training.lanes`.
 
     Args:
         model: a transformers model with a language-modelling head.
@@ -31,6 +35,7 @@ class LanguageModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.requires_grad_(True)
+        self._caches: dict[int, Any] = {}  # by the first lane of the rows that a cache is of
 
     def forward(
         self,
@@ -40,9 +45,11 @@ class LanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         totals: Tensor | None = None,
+        lane: Tensor | None = None,
+        begins: Tensor | None = None,
         **_: Any,
     ) -> GraftedOutput:
-        """One pass without a cache.
+        """One pass.
 
         Args:
             input_ids: (B, T) token ids.
@@ -50,12 +57,35 @@ class LanguageModel(nn.Module):
             attention_mask: (B, T), 1 for real tokens.
             position_ids: (B, T), which restart where documents of a row are kept apart.
             totals: its first entry is the number of targets of the whole step; None counts those of `labels`.
+            lane: (B,) which text each row goes on with; None where rows stand for themselves.
+            begins: (B,) whether it is the first row of its text; all rows begin, or none does.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         said = {name: value for name, value in given.items() if value is not None}
-        logits = self.model(input_ids=input_ids, use_cache=False, **said).logits
+        key = -1 if lane is None else int(lane[0])
+        cache = self._caches[key] if begins is not None and not begins.any() else None
+        output = self.model(input_ids=input_ids, use_cache=lane is not None, past_key_values=cache, **said)
+        logits = output.logits
+        if lane is not None:
+            self._caches[key] = output.past_key_values
         loss = language_modelling_loss(logits, labels, totals)
         return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
+
+    def carried(self) -> dict[str, Tensor]:
+        """What is carried over to the next step, by name."""
+        return {
+            f"{key}/{name}": tensor
+            for key, cache in self._caches.items()
+            for name, tensor in self.model.cache_tensors(cache).items()
+        }
+
+    def carry(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `carried` gave."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            key, _, inner = name.partition("/")
+            found.setdefault(int(key), {})[inner] = tensor.to(self.model.device)
+        self._caches = {key: self.model.cache_from(one) for key, one in found.items()}
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -135,6 +165,23 @@ def check_rows(model: Any, *, length: int, longest: int, apart: bool) -> None:
             f"A model of the type {model.config.model_type} takes no position ids, so it can't keep the documents of a "
             "row apart: set data.boundaries to joined."
         )
+
+
+def check_stream(model: Any, config: TrainingConfig) -> None:
+    """Make sure that a model can go on from step to step.
+
+    Raises:
+        RecipeError: it keeps no state of fixed size, or the run is one in which it can't.
+    """
+    if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from")):
+        raise RecipeError(
+            f"A model of the type {model.config.model_type} remembers every token, so its rows can't go on from "
+            "step to step: set data.stream to false, or take an architecture that keeps a state."
+        )
+    if config.gradient_checkpointing:
+        raise RecipeError("Rows that go on are read once: set training.gradient_checkpointing or data.stream to false.")
+    if PartialState().num_processes > 1:
+        raise RecipeError("Rows that go on are read by one process: start one alone, or set data.stream to false.")
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

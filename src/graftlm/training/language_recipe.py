@@ -42,6 +42,21 @@ class LanguageDataConfig(Config):
         "apart, which takes a model with position ids; or are kept apart and never cut where they fit into a row.",
     )
     seed: int = Field(0, ge=0, description="Orders the rows.")
+    stream: bool = Field(
+        False,
+        description="Whether rows go on where those of the step before ended, and the model remembers, without "
+        "gradients, what it read: for texts that are longer than a row, and models that keep a state.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stream and self.boundaries != "joined":
+            raise ValueError(
+                "documents that go on from row to row are joined: set boundaries to joined, or stream to false"
+            )
+        if self.stream and any(source.streaming for source in self.train):
+            raise ValueError("rows that go on are cut from text in memory: set streaming to false, or stream to false")
+        return self
 
     def packed(self) -> DataConfig:
         """As rows are packed."""

@@ -12,7 +12,8 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
-from graftlm.data import Document, Mixture, SourceConfig, build_documents, build_mixture
+from graftlm.data import Document, Mixture, SourceConfig, TokenBlocks, build_documents, build_mixture
+from graftlm.data.build import build_blocks
 from graftlm.data.sources import read_some
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
@@ -20,7 +21,16 @@ from graftlm.evaluation.cost import MemoryWatch
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import write_atomically
 from graftlm.training.bench import Measurement, count_weights
-from graftlm.training.language_model import LanguageModel, check_rows, new_model, read_model, read_tokenizer, save_model
+from graftlm.training.lanes import Lanes
+from graftlm.training.language_model import (
+    LanguageModel,
+    check_rows,
+    check_stream,
+    new_model,
+    read_model,
+    read_tokenizer,
+    save_model,
+)
 from graftlm.training.language_recipe import LanguageModelRecipe, LengthsConfig
 from graftlm.training.loop import train
 from graftlm.training.pieces import train_pieces
@@ -42,7 +52,7 @@ def train_language_model(
         write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
     tokenizer = find_tokenizer(recipe, out)
     model = _model(recipe, tokenizer)
-    mixture = build_mixture(recipe.data.packed(), tokenizer, recipe.training.batch_size)
+    mixture = _mixture(recipe, tokenizer)
     tests = {name: build_documents(sources) for name, sources in recipe.data.test.items()}
     identity = _identity(recipe, model, mixture)
     say(f"A {model.config.model_type} model of {count_weights(model.parameters()):,} parameters.")
@@ -125,6 +135,8 @@ def _model(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> A
     else:
         model = new_model(recipe.model, tokenizer, recipe.training.seed)
     apart = recipe.data.boundaries != "joined"
+    if recipe.data.stream:
+        check_stream(model, recipe.training)
     check_rows(model, length=recipe.data.length, longest=max(recipe.lengths), apart=apart)
     device = recipe.device or PartialState().device
     try:
@@ -132,6 +144,16 @@ def _model(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> A
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise RecipeError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from None
+
+
+def _mixture(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> Mixture:
+    """The rows of every step."""
+    size, data = recipe.training.batch_size, recipe.data.packed()
+    if not recipe.data.stream:
+        return build_mixture(data, tokenizer, size)
+    blocks = build_blocks(recipe.data.train, data, tokenizer)
+    assert isinstance(blocks, TokenBlocks), "a config's own check"
+    return Lanes(blocks, size)
 
 
 def _identity(recipe: LanguageModelRecipe, model: Any, mixture: Mixture) -> dict[str, Any]:

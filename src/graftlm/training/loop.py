@@ -27,7 +27,7 @@ from graftlm.training.history import History
 from graftlm.training.processes import graft_buffers, named_trainable, placed
 from graftlm.training.progress import Display
 from graftlm.training.schedule import keeping, learning_rate, make_optimiser, set_learning_rate
-from graftlm.training.state import Run, save, start, stop
+from graftlm.training.state import Run, carried, save, start, stop
 
 HISTORY = "history.jsonl"
 
@@ -98,12 +98,13 @@ def _steps(run: Run, progress: bool) -> None:
             rate = learning_rate(config, step)
             set_learning_rate(run.optimiser, rate)
             buffers = {name: buffer.clone() for name, buffer in graft_buffers(place.bare).items()}
+            before = carried(place.bare)
 
             losses = _accumulate(run, batch)
             norm = place.clip(config.clip)
             loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, norm.reshape(1)]).tolist()
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                stop(run, buffers, loss, norm)
+                stop(run, buffers, before, loss, norm)
             run.optimiser.step()
             run.optimiser.zero_grad()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from graftlm.data import Mixture
 from graftlm.errors import TrainingError
 from graftlm.training.checkpoint import (
+    CARRIED,
     Checkpoint,
     gather_moments,
     gather_tensors,
@@ -72,12 +73,30 @@ class Run:
         return {**self.parameters, **graft_buffers(self.place.bare)}
 
 
-def stop(run: Run, buffers: Mapping[str, Tensor], loss: float, norm: float) -> NoReturn:
+def carried(model: nn.Module) -> dict[str, Tensor]:
+    """What a model that reads on from step to step carries over, by name; most models carry nothing."""
+    said = getattr(model, "carried", None)
+    return cast("dict[str, Tensor]", said()) if callable(said) else {}
+
+
+def carry(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a model back what it carried over."""
+    take = getattr(model, "carry", None)
+    if callable(take):
+        take(tensors)
+
+
+def stop(run: Run, buffers: Mapping[str, Tensor], before: Mapping[str, Tensor], loss: float, norm: float) -> NoReturn:
     """Keep the state before a step that went wrong, and say so.
+
+    Args:
+        buffers: the grafts' buffers before it.
+        before: what was carried over to it.
 
     Raises:
         TrainingError: always.
     """
+    carry(run.place.bare, before)
     run.optimiser.zero_grad()
     with torch.no_grad():
         for name, buffer in graft_buffers(run.place.bare).items():
@@ -100,7 +119,7 @@ def start(run: Run, resume: bool) -> int | None:
     if found is None:
         return None
     _check_same_run(run, found)
-    restore(found, run.tensors(), run.parameters, run.optimiser)
+    carry(run.place.bare, restore(found, run.tensors(), run.parameters, run.optimiser))
     run.mixture.load_state_dict(found.state["mixture"])
     run.counts = Counts(**found.state["counts"])
     return run.counts.step
@@ -142,7 +161,8 @@ def save(run: Run, keep: int | None) -> Path:
     Raises:
         TrainingError: it can't be written; older ones are as before.
     """
-    tensors, moments = gather_tensors(run.tensors()), gather_moments(run.parameters, run.optimiser)
+    over = {f"{CARRIED}{name}": tensor for name, tensor in carried(run.place.bare).items()}
+    tensors, moments = gather_tensors(run.tensors() | over), gather_moments(run.parameters, run.optimiser)
     state = {
         "step": run.counts.step,
         "counts": asdict(run.counts),
