@@ -63,6 +63,8 @@ class Size:
     state: int = 16
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
     """As many as `NAMES`; the aims hold from the second on."""
+    full_up_to: int = 4096
+    """Full attention is not timed on longer texts."""
     others_up_to: int = 16_384
     """On longer texts single-head, block-recurrent and sliding layers alone are timed."""
     training_up_to: int = 4096
@@ -74,7 +76,7 @@ class Size:
     """Tokens of a turn of decoding."""
 
 
-QUICK = Size(32, 64, 2, 8, 4, (16, 32, 48, 64), 48, 32, 3, 3, (32, 64), 3, 2)
+QUICK = Size(32, 64, 2, 8, 4, (16, 32, 48, 64), 32, 48, 32, 3, 3, (32, 64), 3, 2)
 
 
 class FullAttention(nn.Module):
@@ -176,8 +178,8 @@ class Layers:
 
     def at(self, length: int) -> dict[str, nn.Module]:
         """Those that are timed at a length."""
-        every = length <= self.size.others_up_to
-        return {name: layer for name, layer in self.named.items() if every or name in (OURS, RECURRENT, "slide")}
+        limits = dict.fromkeys((OURS, RECURRENT, "slide"), length) | {"full_attention": self.size.full_up_to}
+        return {n: layer for n, layer in self.named.items() if length <= limits.get(n, self.size.others_up_to)}
 
     def forward(self, length: int) -> Turns:
         """Seconds of forward passes."""
