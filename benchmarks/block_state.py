@@ -185,7 +185,7 @@ class Layers:
         """Seconds of forward passes."""
         x = torch.randn(1, length, self.size.width, device=self.device)
 
-        @torch.inference_mode()
+        @torch.no_grad()  # the public package keeps tensors of one pass for the next, whatever mode that has
         def work(layer: nn.Module) -> None:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
                 layer(x)
