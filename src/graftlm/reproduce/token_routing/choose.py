@@ -22,7 +22,7 @@ SHARP: tuple[dict[str, Any], ...] = (
     {"temperature": 0.1, "top": 2},
 )
 EXAMPLES = ("whole", "prompt", "both")
-WINDOWS = (16, 32, 64)
+WINDOWS = (8, 16, 32, 64)
 
 Tried = list[dict[str, Any]]
 

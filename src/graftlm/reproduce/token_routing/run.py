@@ -20,7 +20,7 @@ from graftlm.reproduce import Options
 from graftlm.reproduce.composed import bars, check_files
 from graftlm.reproduce.token_routing import paper, switch
 from graftlm.reproduce.token_routing.aims import EVERY, LABELS, MINI_LM, aims
-from graftlm.reproduce.token_routing.choose import WINDOWS, causal, choices, choose_policy, choose_window
+from graftlm.reproduce.token_routing.choose import causal, choices, choose_policy, choose_window
 from graftlm.reproduce.token_routing.measure import Cell
 from graftlm.reproduce.token_routing.plan import Plan, mini_lm, setting_of, trained_of
 from graftlm.reproduce.token_routing.summed import update_error
@@ -29,6 +29,7 @@ from graftlm.reproduce.token_routing.texts import DOMAINS, FILES
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
 FURTHER = ("minilm", "choices")
+DRIFT_WINDOW = 16
 UNIFORM = {"temperature": 1e6}
 # The paper's weighting, without centring; by the backbone's token embeddings but in `minilm_k2`.
 PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False}}
@@ -171,7 +172,7 @@ def table_cache(plan: Plan, adapters: Mapping[str, Path], policy: Mapping[str, A
     """How far `cache: keep` is from `recompute`, with the first seed: on right answers, and on documents."""
     seed = plan.seeds[0]
     cells = [plan.cell(f"cache_k{k}", adapters, seed, routing={**policy, "every": k}, asks="drift") for k in EVERY]
-    documents = {"routing": causal(policy, WINDOWS[0]), "asks": "drift of documents"}
+    documents = {"routing": causal(policy, DRIFT_WINDOW), "asks": "drift of documents"}
     cells.append(plan.cell("cache_documents", adapters, seed, **documents))
     found = plan.run(cells, "keys and values")
     return [_row(cell.id.rpartition("_s")[0], [found[cell.id]["metrics"]]) for cell in cells]
