@@ -200,7 +200,7 @@ def backbone_of(
     """The backbone that a graft was trained on, loaded by the name that the graft remembers.
 
     Args:
-        folder: the graft's folder.
+        folder: the graft's folder; or a model's own, for that model.
         name: where the backbone is now, when that is elsewhere.
         device: where to put it; None takes the fastest there is.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -209,11 +209,11 @@ def backbone_of(
         ArtifactError: the folder is not a graft.
         BackboneError: the backbone can't be loaded.
     """
-    remembered = read_manifest(folder).backbone.name
+    remembered = str(folder) if is_model(folder) else read_manifest(folder).backbone.name
     try:
         backbone = load_backbone(name or remembered, trust_remote_code=trust_remote_code)
     except BackboneError as error:
-        if name is not None:
+        if name is not None or is_model(folder):
             raise
         raise BackboneError(
             f"{str(error).rstrip('.')}; the graft {folder} was trained on that backbone, so say where it is now "
@@ -221,6 +221,11 @@ def backbone_of(
         ) from error
     backbone.move(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     return backbone
+
+
+def is_model(folder: str | Path) -> bool:
+    """Whether a folder holds a transformers model, and no graft."""
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / JSON_NAME).exists()
 
 
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:

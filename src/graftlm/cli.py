@@ -226,7 +226,9 @@ def evaluate(
 
 @app.command()
 def generate(
-    graft: GraftFolder,
+    graft: Annotated[
+        Path, typer.Argument(metavar="GRAFT", help="A graft's folder, or a model's.", show_default=False)
+    ],
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to continue; - reads stdin.", show_default=False)
     ],
@@ -255,9 +257,9 @@ def generate(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with a graft attached to its backbone."""
+    """Continue a prompt with a graft attached to its backbone, or with a model alone."""
     _settle()
-    from graftlm.artifact import backbone_of, load_graft
+    from graftlm.artifact import backbone_of, is_model, load_graft
     from graftlm.generation import Decoding, generate_text, read_prompt
     from graftlm.grafts import GraftedModel
 
@@ -266,7 +268,8 @@ def generate(
     decoding = Decoding.parse(chosen, where="graft generate")
     text = read_prompt(prompt)
     live = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    model = live.model if bare else GraftedModel(live, {"graft": load_graft(graft, live, changes or ())})
+    alone = bare or is_model(graft)
+    model = live.model if alone else GraftedModel(live, {"graft": load_graft(graft, live, changes or ())})
     traced = trace or trace_html is not None
     on_text = None if as_json or traced else lambda piece: typer.echo(piece, nl=False)
     found = generate_text(model, live.need_tokenizer(), text, decoding, on_text=on_text, trace=traced)

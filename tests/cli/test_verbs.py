@@ -227,3 +227,9 @@ def test_every_verb_has_help_and_json(graft: Graft, verb: str) -> None:
     assert outcome.code == 0
     assert "Usage: " in outcome.out
     assert not verb or "--json" in outcome.out
+
+
+def test_generate_takes_a_model_alone(home: Path, graft: Graft) -> None:
+    alone = graft("generate", "llama", "le renard", "--max-new-tokens", "4", "--json")
+    assert (alone.code, alone.err) == (0, "")
+    assert json.loads(alone.out)["tokens"] == 4
