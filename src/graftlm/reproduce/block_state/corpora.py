@@ -38,7 +38,7 @@ class Corpus(Config):
 
     pieces: int = 1024
     characters: int = 4_000_000
-    tested: int = 260_000
+    tested: int = 180_000
 
 
 def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
