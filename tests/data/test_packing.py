@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.data import Batch, Document, TokenBlocks, pack, packing
-from graftlm.data.batch import assemble
-from graftlm.errors import DataError
+from graftlm.data.batch import assemble, check_apart
+from graftlm.errors import DataError, RecipeError
 from tiny import tiny_model, tiny_tokenizer
 
 corpora = st.lists(st.text(st.sampled_from("abc déf\n"), min_size=1, max_size=40), min_size=1, max_size=8)
@@ -194,3 +194,10 @@ def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> Non
     ids = tokenizer(["one two", "three"], add_special_tokens=False)["input_ids"]
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert blocks.input_ids.reshape(-1)[: blocks.n_tokens].tolist() == [bos, *ids[0], eos, bos, *ids[1], eos]
+
+
+def test_documents_are_kept_apart_by_models_that_take_position_ids() -> None:
+    check_apart(tiny_model("llama"), "separate")
+    check_apart(tiny_model("block-state"), "joined")
+    with pytest.raises(RecipeError, match="takes no position ids, .* set data.boundaries to joined"):
+        check_apart(tiny_model("block-state"), "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graftlm.data.packing import PADDING, Boundaries, is_prompt, is_start, unmark
+from graftlm.errors import RecipeError
 
 IGNORED = -100
 
@@ -104,3 +106,16 @@ def _positions(starts: np.ndarray, padding: np.ndarray) -> np.ndarray:
     columns = np.arange(starts.shape[1])
     last_start = np.maximum.accumulate(np.where(starts | first_padding, columns, 0), axis=1)
     return columns - last_start
+
+
+def check_apart(model: Any, boundaries: Boundaries) -> None:
+    """Make sure that a model can keep the documents of a row apart, where they are to be: by its position ids.
+
+    Raises:
+        RecipeError: it takes none.
+    """
+    if boundaries != "joined" and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise RecipeError(
+            f"A model of the type {model.config.model_type} takes no position ids, so it can't keep the documents of a "
+            "row apart: set data.boundaries to joined."
+        )

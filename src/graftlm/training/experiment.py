@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from graftlm.data import DataConfig, Document, Mixture, build_documents, build_mixture
+from graftlm.data.batch import check_apart
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Aim, Results, value_of
 from graftlm.evaluation.report import write_report
@@ -85,6 +86,7 @@ def prepare(recipe: Recipe, folder: Path, *, progress: bool, say: Say) -> tuple[
     tests = load_tests(recipe.data)
     mixture = None
     if recipe.data.new:
+        check_apart(backbone.model, recipe.data.boundaries)
         mixture = build_mixture(recipe.data, backbone.need_tokenizer(), recipe.training.batch_size)
     if PartialState().is_main_process:
         write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())

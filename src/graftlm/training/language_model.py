@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graftlm.data.packing import leading_bos
+from graftlm.data.batch import check_apart
+from graftlm.data.packing import Boundaries, leading_bos
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.base import GraftedOutput, language_modelling_loss
 from graftlm.models import register
@@ -148,7 +149,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def check_rows(model: Any, *, length: int, longest: int, apart: bool) -> None:
+def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
     """Make sure that a model takes rows of `length`, windows of `longest`, and documents apart where they are to be.
 
     Raises:
@@ -160,11 +161,7 @@ def check_rows(model: Any, *, length: int, longest: int, apart: bool) -> None:
         raise RecipeError(
             f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
         )
-    if apart and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise RecipeError(
-            f"A model of the type {model.config.model_type} takes no position ids, so it can't keep the documents of a "
-            "row apart: set data.boundaries to joined."
-        )
+    check_apart(model, boundaries)
 
 
 def check_stream(model: Any, config: TrainingConfig) -> None:

@@ -134,10 +134,9 @@ def _model(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> A
         model = read_model(recipe.model, tokenizer)
     else:
         model = new_model(recipe.model, tokenizer, recipe.training.seed)
-    apart = recipe.data.boundaries != "joined"
     if recipe.data.stream:
         check_stream(model, recipe.training)
-    check_rows(model, length=recipe.data.length, longest=max(recipe.lengths), apart=apart)
+    check_rows(model, length=recipe.data.length, longest=max(recipe.lengths), boundaries=recipe.data.boundaries)
     device = recipe.device or PartialState().device
     try:
         return model.to(device)
