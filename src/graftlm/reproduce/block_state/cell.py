@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from graftlm.data import SourceConfig, build_documents, build_mixture
+from graftlm.data import NEW, Mixture, SourceConfig, TokenBlocks, build_documents, pack
+from graftlm.data.sources import read_some
 from graftlm.evaluation import MemoryWatch
 from graftlm.reproduce.block_state.corpora import CORPORA, make_tokenizer
 from graftlm.reproduce.jobs import Job
@@ -17,7 +19,7 @@ from graftlm.training import TrainingConfig, train
 from graftlm.training.bench import count_weights
 from graftlm.training.history import read_history
 from graftlm.training.language_model import LanguageModel, new_model
-from graftlm.training.language_recipe import LanguageDataConfig, LengthsConfig
+from graftlm.training.language_recipe import LengthsConfig
 from graftlm.training.language_run import bits_per_byte, metrics_by_length
 
 
@@ -55,8 +57,6 @@ def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
     """
     corpora = Path(cell.corpora)
     tokenizer = make_tokenizer(corpora, cell.pieces)
-    train_on = [SourceConfig(path=str(corpora / f"{name}-train.jsonl")) for name in CORPORA]
-    data = LanguageDataConfig(train=train_on, length=cell.length, seed=cell.seed)
     model = new_model(cell.model, tokenizer, cell.seed)
     training = TrainingConfig(
         steps=cell.steps,
@@ -68,7 +68,7 @@ def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
         checkpoint_every=max(1, cell.steps // 4),
         keep_checkpoints=1,
     )
-    mixture = build_mixture(data.packed(), tokenizer, cell.batch_size)
+    mixture = Mixture({NEW: _rows(cell.corpora, cell.pieces, cell.length)}, {NEW: 1.0}, cell.batch_size, cell.seed)
     started = time.process_time()
     with MemoryWatch() as memory:
         done = train(LanguageModel(model), mixture, training, folder, identity={"cell": cell.key()}, progress=False)
@@ -84,3 +84,11 @@ def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
     }
     losses = [[line["step"], line["loss"]] for line in read_history(done.history)]
     return {"metrics": metrics | cost, "losses": losses}
+
+
+@lru_cache(maxsize=1)
+def _rows(corpora: str, pieces: int, length: int) -> TokenBlocks:
+    """All training texts, kept for the next cells of this process."""
+    sources = [SourceConfig(path=str(Path(corpora) / f"{name}-train.jsonl")) for name in CORPORA]
+    documents = (document for source in sources for document in read_some(source))
+    return pack(documents, make_tokenizer(Path(corpora), pieces), length, boundaries="joined")
