@@ -1,7 +1,8 @@
 """Block-state transformers beside their baselines: one size, the same tokens, bits per byte by corpus and length.
 
-Table 1 has every row, an hour of a core for each seed; `short` is the same with a twentieth of the steps, without
-the longest length. `placement`, `number` and `state` are the ablations of Tables 5.2 to 5.4 at table 1's size, with the first seed and single-head S4D.
+Table 1 has every row, an hour of a core for each seed; `short` is the same with a twentieth of the steps, without the
+longest length. `placement`, `number` and `state` are the ablations of Tables 5.2 to 5.4 at table 1's size, with the
+first seed and single-head S4D.
 """
 
 from __future__ import annotations
