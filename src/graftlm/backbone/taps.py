@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from graftlm.backbone.bias import biased_mask, check_takes_bias
 from graftlm.backbone.sites import Site, Sites
-from graftlm.errors import TapConflictError
+from graftlm.errors import TapConflictError, TapError
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Call:
     observing: bool = False
 
 
-Action = Literal["add", "replace"]
+Action = Literal["add", "replace", "bias"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -74,8 +75,9 @@ class Tap:
         site: where.
         when: `before` acts on the site's input, `after` on its output.
         act: `add` returns what is added to the hidden states, and any number of grafts may add at one site; `replace`
-            returns new hidden states, and only one graft may replace at a site. Either may return None: nothing
-            changes, to the bit.
+            returns new hidden states, and only one graft may replace at a site; `bias`, before an attention alone,
+            returns what is added to its scores, (B or 1, H or 1, T, S) of S keys, and any number may. Each may return
+            None: nothing changes, to the bit.
         function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); tensors are (B, T, d).
     """
 
@@ -114,6 +116,7 @@ class Wiring:
         prepare: Callable[[Call], None],
     ) -> None:
         _check_conflicts(sites, taps)
+        self._model = model
         self._prepare = prepare
         self._local = _Local()
         self._handles: list[RemovableHandle] = []
@@ -184,7 +187,9 @@ class Wiring:
 
     def _connect(self, sites: Sites, tap: Tap) -> None:
         enter, leave = sites.module(tap.site)
-        if tap.when == "before":
+        if tap.act == "bias":
+            self._handles.append(enter.register_forward_pre_hook(self._biasing(sites, tap), with_kwargs=True))
+        elif tap.when == "before":
             self._handles.append(enter.register_forward_pre_hook(self._before(tap), with_kwargs=True))
         elif enter is leave:
             self._handles.append(leave.register_forward_hook(self._after(tap), with_kwargs=True))
@@ -204,6 +209,21 @@ class Wiring:
             if args:
                 return (new, *args[1:]), kwargs
             return args, kwargs | {"hidden_states": new}
+
+        return hook
+
+    def _biasing(self, sites: Sites, tap: Tap) -> Callable[..., Any]:
+        if tap.when != "before" or tap.site.kind != "attention":
+            raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so before an attention alone.")
+        check_takes_bias(self._model, str(tap.site))
+        causal = sites.family.causal
+
+        @_untraced
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            bias = tap.function(self._current(), _hidden(args, kwargs))
+            if bias is None:
+                return None
+            return args, kwargs | {"attention_mask": biased_mask(kwargs.get("attention_mask"), bias, causal)}
 
         return hook
 

@@ -127,6 +127,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
+    _windows_of_its_own = True  # attention makes its own masks, and takes none of numbers
 
     def parameters_without_decay(self) -> set[str]:
         """Names of the parameters that weight decay would draw to a wrong place: those of state spaces."""
