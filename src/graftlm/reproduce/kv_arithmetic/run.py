@@ -68,7 +68,7 @@ class Setting(Config):
 
 FULL = Setting()
 # As many keys and operands as in the paper. m_A is wider, for 216,000 weights do not hold 25,000 pairs; steps are those
-# of a quarter of an hour of one core.
+# of a quarter of an hour of one core, which are far too few (README.md).
 _WIDE = Shape(width=128, inner=384)
 LARGE = Setting(
     world=World(keys=25_000, letters=(2, 6), operands=(3, 6)),
