@@ -157,7 +157,10 @@ class OfStates(_OfBackbone):
         taken = slots(cache, f"states {id(self)}", self._layers + 1, self._backbone.sites.n_layers)
         *own, last = (cache.layers[index] for index in taken)
         assert isinstance(last, DynamicLayer)
-        states_BSd = self._run(call, reading, Cache(layers=own), last.get_seq_length())
+        silent = Cache(layers=own)
+        states_BSd = self._run(call, reading, silent, last.get_seq_length())
+        for index, layer in zip(taken, silent.layers, strict=False):
+            cache.layers[index] = layer  # a backbone may have put in layers of its own kind
         last.update(states_BSd[:, None], states_BSd.new_empty(len(states_BSd), 1, states_BSd.shape[1], 0))
         assert last.keys is not None
         return last.keys[:, 0]

@@ -157,10 +157,12 @@ class Rewriting:
         fresh = DynamicCache(config=self._model[0].config)
         mask = None if call.attention_mask is None else call.attention_mask[:, :past]
         self._run(reading.ids[:, :past], mask, newest_B1E, fresh)
-        for old, new in zip(call.cache.layers[: self._layers], fresh.layers, strict=False):
-            assert isinstance(old, DynamicLayer)
-            assert isinstance(new, DynamicLayer)
-            old.keys, old.values = new.keys, new.values
+        for place, new in enumerate(fresh.layers[: self._layers]):
+            old = call.cache.layers[place]
+            if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
+                old.keys, old.values = new.keys, new.values
+            else:  # a backbone that keeps something else, such as states
+                call.cache.layers[place] = new
 
     def _states(self, call: Call, reading: Reading, weights_B1E: Tensor) -> Tensor:
         """(B, T, d) the last states of this pass's tokens when all text is read with some weights."""
