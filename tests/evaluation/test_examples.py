@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.processors import TemplateProcessing
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import Document
@@ -30,28 +29,10 @@ from graftlm.evaluation.examples import chrf_counts, chrf_of
 from graftlm.generation import Decoding, generate_text
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from stories import convert_stories
-from tiny import BOS, EOS, PAD, SPECIAL, tiny_model, tiny_tokenizer
+from tiny import BOS, EOS, PAD, tiny_model
 
 PROMPTS = ["The quick", "a", "Le renard brun saute par-dessus le chien", "def f(x):", "語 und 🙂", "dog dog dog dog"]
 NEW = 12
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def bos_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    bos = SPECIAL[BOS]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS)])
-    return tokenizer
 
 
 @torch.no_grad()

@@ -12,12 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.processors import TemplateProcessing
 
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, paired_difference, score
 from graftlm.evaluation.windows import encode_with_bytes
-from tiny import BOS, SPECIAL, tiny_model, tiny_tokenizer
+from tiny import BOS, tiny_model, tiny_tokenizer
 
 DOCUMENTS = [
     "The quick brown fox jumps over the lazy dog, and then the other dogs run after it.",
@@ -26,24 +25,6 @@ DOCUMENTS = [
     "",
     "def forward(self): return self.down(self.up(hidden_states)) # " + "the " * 40,
 ]
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def bos_tokenizer() -> Any:
-    tokenizer = tiny_tokenizer()
-    bos = SPECIAL[BOS]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS)])
-    return tokenizer
 
 
 class Slow:

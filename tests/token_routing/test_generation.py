@@ -19,29 +19,9 @@ from graftlm.cli import app
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results
 from graftlm.generation import Decoding, Generation, TracedToken, generate_text
-from graftlm.grafts import GraftedModel
 from graftlm.traces import print_trace, trace_page
 from tiny import BackboneFolder, tiny_ids
-from token_routing.tools import backbone, routing, write_adapters
-
-NEW = 9
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_adapters("llama", tmp_path_factory.mktemp("adapters"))
-
-
-def generate(model: GraftedModel, ids: Tensor, **how: Any) -> Any:
-    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **fixed, **how)
-
-
-def recomputed(model: GraftedModel, sequences: Tensor, prompt: int) -> Tensor:
-    """(B, NEW, V) the logits that each new token was chosen by, from one pass that knows where the prompt ends."""
-    marks = (torch.arange(sequences.shape[1]) < prompt).expand_as(sequences)
-    with torch.no_grad():
-        return model(sequences, prompt=marks, use_cache=False).logits[:, prompt - 1 : -1]
+from token_routing.tools import NEW, backbone, generate, recomputed, routing, write_adapters
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])

@@ -23,9 +23,8 @@ from graftlm.grafts.token_routing import TokenRouting, reference, silent
 from graftlm.grafts.token_routing.silent import Silent
 from graftlm.grafts.token_routing.whitening import spread_of, whiten
 from tiny import ENCODERS, FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
-from token_routing.tools import backbone, routing, write_adapters
+from token_routing.tools import NEW, backbone, generate, recomputed, routing
 
-NEW = 9
 EXPERTS = {
     "english": {"rank": 2, "targets": ["attention"], "texts": ["The quick brown fox", "jumps over the lazy dog"]},
     "code": {"rank": 3, "targets": ["ffn"], "texts": ["def forward(self):", "return self.down(x)"]},
@@ -39,22 +38,6 @@ def graft_of(host: Backbone, **settings: Any) -> TokenRouting:
     for parameter in graft.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     return graft
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_adapters("llama", tmp_path_factory.mktemp("adapters"))
-
-
-def generate(model: GraftedModel, ids: Tensor, **how: Any) -> Any:
-    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **fixed, **how)
-
-
-def recomputed(model: GraftedModel, sequences: Tensor, prompt: int) -> Tensor:
-    marks = (torch.arange(sequences.shape[1]) < prompt).expand_as(sequences)
-    with torch.no_grad():
-        return model(sequences, prompt=marks, use_cache=False).logits[:, prompt - 1 : -1]
 
 
 # The silent pass

@@ -108,3 +108,19 @@ def assert_equal(found: Tensor, wanted: Tensor) -> None:
     """To 1e-5 of the largest logit, in float32."""
     difference = (found - wanted).abs().max() / wanted.abs().max()
     assert difference < 1e-5, f"they differ by {difference:.1e} of the largest"
+
+
+NEW = 9  # tokens that `generate` writes
+
+
+def generate(model: GraftedModel, ids: Tensor, **how: Any) -> Any:
+    """transformers' own, greedy unless said otherwise, with logits."""
+    fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, return_dict_in_generate=True, output_logits=True, **fixed, **how)
+
+
+def recomputed(model: GraftedModel, sequences: Tensor, prompt: int) -> Tensor:
+    """(B, NEW, V) the logits that each new token was chosen by, from one pass that knows where the prompt ends."""
+    marks = (torch.arange(sequences.shape[1]) < prompt).expand_as(sequences)
+    with torch.no_grad():
+        return model(sequences, prompt=marks, use_cache=False).logits[:, prompt - 1 : -1]

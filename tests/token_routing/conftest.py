@@ -1,0 +1,13 @@
+"""What several tests of routing start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from token_routing.tools import write_adapters
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Adapters of a tiny Llama as PEFT writes them, by name."""
+    return write_adapters("llama", tmp_path_factory.mktemp("adapters"))
