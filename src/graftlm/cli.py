@@ -257,7 +257,7 @@ def generate(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with a graft attached to its backbone, or with a model alone."""
+    """Continue a prompt with a graft on its backbone, or a model."""
     _settle()
     from graftlm.artifact import backbone_of, is_model, load_graft
     from graftlm.generation import Decoding, generate_text, read_prompt

@@ -1,7 +1,7 @@
 """Block-state transformers beside their baselines: one size, the same tokens, bits per byte by corpus and length.
 
-Table 1 has every row, about half an hour of a core for each seed. `placement`, `number` and `state` are the ablations of
-Tables 5.2 to 5.4 at the same size, with the first seed and single-head S4D.
+Table 1 has every row, about half an hour of a core for each seed. `placement`, `number` and `state` are the ablations
+of Tables 5.2 to 5.4 at the same size, with the first seed and single-head S4D.
 """
 
 from __future__ import annotations
