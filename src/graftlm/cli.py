@@ -226,9 +226,7 @@ def evaluate(
 
 @app.command()
 def generate(
-    graft: Annotated[
-        Path, typer.Argument(metavar="GRAFT", help="A graft's folder, or a model's.", show_default=False)
-    ],
+    graft: Annotated[Path, typer.Argument(metavar="GRAFT", help="A graft's folder, or a model's.", show_default=False)],
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to continue; - reads stdin.", show_default=False)
     ],
