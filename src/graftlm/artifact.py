@@ -113,7 +113,7 @@ def save_graft(
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         _write(draft, manifest, tensors, card or default_card(manifest))
-        _put_in_place(draft, folder)
+        put_in_place(draft, folder)
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
@@ -283,10 +283,11 @@ def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card:
     (draft / JSON_NAME).write_text(json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
     (draft / CARD_NAME).write_text(card, encoding="utf-8")
     for path in (*draft.iterdir(), draft):
-        _sync(path)
+        sync(path)
 
 
-def _put_in_place(draft: Path, folder: Path) -> None:
+def put_in_place(draft: Path, folder: Path) -> None:
+    """Rename a folder that is whole over one that may be there; if that fails, the old one stays."""
     old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
     if folder.exists():
         folder.rename(old)
@@ -296,11 +297,12 @@ def _put_in_place(draft: Path, folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -142,3 +142,11 @@ def test_rows_without_any_token_are_silent() -> None:
     found = model(ids, attention_mask=mask).logits
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[0], model(ids[:1]).logits[0])
+
+
+def test_hidden_states_are_those_before_each_layer_and_the_last() -> None:
+    model, ids = tools.model("sh-s4d"), tools.ids(2, 9)
+    found = model(ids, output_hidden_states=True)
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(model.lm_head(found.hidden_states[-1]), found.logits)
+    assert model(ids).hidden_states is None

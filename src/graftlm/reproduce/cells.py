@@ -49,14 +49,7 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dic
     """
     wanted = {cell.id: cell for cell in cells}
     done: dict[str, Measurement] = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress, _workers(jobs) as pool:
+    with progress_bar() as progress, workers(jobs) as pool:
         task = progress.add_task(title, total=len(wanted))
         futures = {pool.submit(_run_cell, cell.model_dump_json(), str(out)): cell.id for cell in wanted.values()}
         for future in as_completed(futures):
@@ -65,8 +58,19 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dic
     return {cell_id: done[cell_id] for cell_id in wanted}
 
 
+def progress_bar() -> Progress:
+    """How many pieces of an experiment are done, and the time that is left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+
+
 @contextmanager
-def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that stop at once when the block is left by an error or an interrupt, whatever still waits for them."""
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")

@@ -27,7 +27,7 @@ from graftlm.evaluation import Aim, Interval, Row, value_of
 from graftlm.evaluation.plots import PALETTE
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.reproduce import Options
-from graftlm.reproduce.cells import Cell, _workers, over_seeds
+from graftlm.reproduce.cells import Cell, over_seeds, workers
 from graftlm.reproduce.tasks import Task, kept_tasks
 from graftlm.training import TrainingConfig
 from graftlm.training.bench import Bench, Measurement, count_weights
@@ -117,7 +117,7 @@ class Study:
         out = str(self.options.out / "cells")
         if self.options.jobs == 1:  # a process of its own takes longer to start than a small cell to run
             return {name: Measurement.from_json(json.loads(_run(cell, said, out))) for name, cell in wanted.items()}
-        with Progress() as progress, _workers(self.options.jobs) as pool:
+        with Progress() as progress, workers(self.options.jobs) as pool:
             bar = progress.add_task(title, total=len(wanted))
             futures = {pool.submit(_run, cell, said, out): cell_id for cell_id, cell in wanted.items()}
             for future in as_completed(futures):

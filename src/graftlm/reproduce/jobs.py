@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from graftlm.config import Config
 from graftlm.evaluation.results import write_atomically
-from graftlm.reproduce.cells import _workers as workers
+from graftlm.reproduce.cells import progress_bar, workers
 
 MEASURED = "measurement.json"
 J = TypeVar("J", bound="Job")
@@ -48,14 +47,7 @@ def run_jobs(
     """
     found = {job.id: kept for job in jobs if (kept := _read(out / job.id, job.key())) is not None}
     left = [job for job in jobs if job.id not in found]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task(title, total=len(jobs), completed=len(found))
         if processes == 1:  # a process of its own takes longer to start than a small model to train
             for job in left:

@@ -17,7 +17,7 @@ import torch
 
 from graftlm.config import Config
 from graftlm.data import SourceConfig
-from graftlm.reproduce.cells import _workers as workers
+from graftlm.reproduce.cells import workers
 from graftlm.reproduce.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.reproduce.demo.run import train_tokenizer
 from graftlm.reproduce.pretrain import DONE, Pretraining, pretrain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from graftlm.artifact import put_in_place, sync
 from graftlm.data.batch import check_apart
 from graftlm.data.packing import Boundaries, leading_bos
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
@@ -192,23 +192,10 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         for path in [*draft.iterdir(), draft]:
-            _sync(path)
-        old = folder.with_name(f".{folder.name}.old")
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        draft.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+            sync(path)
+        put_in_place(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -29,7 +29,7 @@ from graftlm.models.block_state.attention import Norm, WindowAttention
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterContext, TokenContext
 from graftlm.models.block_state.memory import LayerMemory, memories, restored, saved
-from graftlm.models.block_state.passes import Pass
+from graftlm.models.block_state.passes import Pass, refuse_packed
 from graftlm.models.block_state.recurrent import RecurrentContext
 from graftlm.models.block_state.sequence_ssm import token_outputs
 from graftlm.models.block_state.state_space import Structured, Unstructured
@@ -200,20 +200,21 @@ class BlockStateModel(BlockStatePreTrainedModel):
         Raises:
             GraftError: a pass can't be laid out (`attention_mask`, `position_ids`), or a cache is another model's.
         """
-        _refuse_packed(position_ids, attention_mask)
+        refuse_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache, own = self._memories(past_key_values, use_cache)
         now = _lay_out(x, attention_mask, own, self.config.window)
         x = self.dropout(x)
         if self.positions is not None:
             x = self.positions(x, now, own[0])
-        seen = [x]
+        seen: list[Tensor] = []  # kept only where they are asked for: those of a long text are large
         for layer, memory in zip(self.layers, own, strict=True):
+            if output_hidden_states:
+                seen.append(x)
             x = layer(x, now, memory)
-            seen.append(x)
         _count(own, now, x.shape[1])
         out = self.norm(x)
-        states = (*seen[:-1], out) if output_hidden_states else None
+        states = (*seen, out) if output_hidden_states else None
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache, hidden_states=states)
 
     def _memories(
@@ -252,21 +253,6 @@ def _lay_out(x: Tensor, mask: Tensor | None, own: list[LayerMemory] | list[None]
     if past is not None and len(past) != rows:
         raise GraftError(f"past_key_values remembers {len(past)} rows, and the input has {rows}: they go together.")
     return Pass.over((rows, length), mask, past, window).to(x.device)
-
-
-def _refuse_packed(positions: Tensor | None, mask: Tensor | None) -> None:
-    """Raise where positions begin anew within a row: its documents were to be kept apart."""
-    if positions is None or positions.shape[-1] < 2:
-        return
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    if mask is not None and mask.dim() == 2:
-        there = mask[:, -positions.shape[-1] :].bool().expand(len(positions), -1)
-        begins = begins & there[:, 1:] & there[:, :-1]
-    if bool(begins.any()):
-        raise GraftError(
-            "position_ids begin anew within a row, and states would carry one document over into the next: give each "
-            "document a row, or set boundaries to joined."
-        )
 
 
 def _count(own: list[LayerMemory] | list[None], now: Pass, columns: int) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.errors import GraftError
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -130,6 +132,25 @@ class Pass:
         out = values_BG.new_zeros(values_BG.shape[0], length, *values_BG.shape[2:])
         row, slot = self.holds.nonzero(as_tuple=True)
         return out.index_put((row, self.columns[row, slot]), values_BG[row, slot])
+
+
+def refuse_packed(positions: Tensor | None, mask: Tensor | None) -> None:
+    """Make sure that no row is to keep documents apart.
+
+    Raises:
+        GraftError: positions (B, T) begin anew between two tokens that `mask` (B, T or past + T) does not hide.
+    """
+    if positions is None or positions.shape[-1] < 2:
+        return
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if mask is not None and mask.dim() == 2:
+        there = mask[:, -positions.shape[-1] :].bool().expand(len(positions), -1)
+        begins = begins & there[:, 1:] & there[:, :-1]
+    if bool(begins.any()):
+        raise GraftError(
+            "position_ids begin anew within a row, and states would carry one document over into the next: give each "
+            "document a row, or set boundaries to joined."
+        )
 
 
 def take(values_BG: Tensor, start: tuple[int, ...], length: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from graftlm.reproduce.cells import _workers as workers
+from graftlm.reproduce.cells import workers
 from graftlm.reproduce.kv_arithmetic.joint import Job, run_job
 from graftlm.reproduce.kv_arithmetic.parents import DONE, Parent, make_parent
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from graftlm.errors import DataError, MissingExtraError
 from graftlm.reproduce import Options
-from graftlm.reproduce.cells import _workers as workers
+from graftlm.reproduce.cells import workers
 from graftlm.reproduce.pretrain import DONE
 from graftlm.reproduce.token_routing.lessons import Lesson, read_expert, train_expert
 from graftlm.reproduce.token_routing.measure import Cell, run_cell
