@@ -1,0 +1,1 @@
+"""What happens around generation: select and then write, ask and then answer. Each folder is a room."""
