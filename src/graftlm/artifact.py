@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graftlm.backbone import Backbone, Fingerprint, load_backbone
+from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
 from graftlm.config import Config, apply_override
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
@@ -37,11 +37,13 @@ class BackboneRecord(Config):
     name: str
     model_type: str
     fingerprint: dict[str, str]
+    kind: BackboneKind = "causal-lm"
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
         """The record of a live model."""
-        return cls(name=backbone.name, model_type=backbone.sites.model_type, fingerprint=asdict(backbone.fingerprint))
+        model_type, read = backbone.sites.model_type, asdict(backbone.fingerprint)
+        return cls(name=backbone.name, model_type=model_type, fingerprint=read, kind=backbone.kind)
 
     def matches(self, backbone: Backbone) -> str | None:
         """What sets `backbone` apart, in words; None when it is the one."""
@@ -197,7 +199,7 @@ def _check_augmenting(folder: str | Path, manifest: Manifest, graft: Graft) -> N
 def backbone_of(
     folder: str | Path, name: str | Path | None = None, *, device: str | None = None, trust_remote_code: bool = False
 ) -> Backbone:
-    """The backbone that a graft was trained on, loaded by the name that the graft remembers.
+    """The backbone that a graft was trained on, loaded by the name and with the head that the graft remembers.
 
     Args:
         folder: the graft's folder; or a model's own, for that model.
@@ -209,9 +211,10 @@ def backbone_of(
         ArtifactError: the folder is not a graft.
         BackboneError: the backbone can't be loaded.
     """
-    remembered = str(folder) if is_model(folder) else read_manifest(folder).backbone.name
+    record = None if is_model(folder) else read_manifest(folder).backbone
+    remembered, kind = (record.name, record.kind) if record else (str(folder), "causal-lm")
     try:
-        backbone = load_backbone(name or remembered, trust_remote_code=trust_remote_code)
+        backbone = load_backbone(name or remembered, kind=kind, trust_remote_code=trust_remote_code)
     except BackboneError as error:
         if name is not None or is_model(folder):
             raise
@@ -249,12 +252,13 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
 
 def default_card(manifest: Manifest) -> str:
     """A model card for a graft without a report."""
+    kind = "" if manifest.backbone.kind == "causal-lm" else f", kind={manifest.backbone.kind!r}"
     return (
         f"---\nlibrary_name: graftlm\nbase_model: {manifest.backbone.name}\n---\n\n"
         f"# A graft for {manifest.backbone.name}\n\n"
         f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
         f"were never changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
-        f"backbone = load_backbone({manifest.backbone.name!r})\n"
+        f"backbone = load_backbone({manifest.backbone.name!r}{kind})\n"
         'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
     )
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, BertModel, LlamaForCausalLM
 
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import Backbone, BackboneKind, load_backbone
 from graftlm.errors import BackboneError, UnknownFamilyError
 from tiny import FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
 
@@ -42,6 +42,15 @@ def test_dtype_and_kind_are_as_asked(tiny_backbone: BackboneFolder) -> None:
     assert load_backbone(tiny_backbone("llama"), dtype=torch.bfloat16).model.dtype == torch.bfloat16
     assert load_backbone(tiny_backbone("llama")).model.dtype == torch.float32
     assert isinstance(load_backbone(tiny_backbone("bert"), kind="encoder").model, BertModel)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("bert", ("masked-lm", "encoder")), ("llama", ("causal-lm", "encoder"))])
+def test_the_kind_is_remembered_and_read_off_a_live_model(
+    family: str, kinds: tuple[BackboneKind, ...], tiny_backbone: BackboneFolder
+) -> None:
+    for kind in kinds:
+        backbone = load_backbone(tiny_backbone(family), kind=kind)
+        assert backbone.kind == Backbone.wrap(backbone.model).kind == kind
 
 
 def test_models_in_wrappers_are_reached() -> None:

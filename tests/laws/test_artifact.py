@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graftlm.artifact import load_graft, save_graft
-from graftlm.backbone import Backbone
+from graftlm.artifact import backbone_of, load_graft, read_manifest, save_graft
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel, graft_config
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from laws.examples import HOSTED, Example, backbone, examples
 from laws.tools import graft_onto, logits, randomise
 from tiny import LAW_DECODERS, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model
@@ -198,3 +198,14 @@ def test_a_kind_that_is_not_there(example: Example, saved: Path) -> None:
     (saved / "graft.json").write_text(json.dumps(manifest))
     with pytest.raises(GraftError, match="did you mean neutral-residues"):
         _load(saved)
+
+
+def test_the_backbone_comes_back_with_the_head_that_it_had(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
+    encoder = load_backbone(tiny_backbone("bert"), kind="encoder")
+    save_graft(build_graft(graft_config({"kind": "adapter"}), encoder), encoder, tmp_path / "graft")
+    assert "kind='encoder'" in (tmp_path / "graft/README.md").read_text()
+    assert backbone_of(tmp_path / "graft", device="cpu").kind == "encoder"
+    values = json.loads((tmp_path / "graft/graft.json").read_text())
+    del values["backbone"]["kind"]
+    (tmp_path / "graft/graft.json").write_text(json.dumps(values))
+    assert read_manifest(tmp_path / "graft").backbone.kind == "causal-lm", "as grafts before this was written"

@@ -40,16 +40,26 @@ class Backbone:
         tokenizer: its tokenizer, or None where none is needed.
         name: the name or path that it was loaded by.
         sites: where its layers and their parts live.
+        kind: which head it has, so that it can be loaded in the same form again.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     sites: Sites
+    kind: BackboneKind = "causal-lm"
 
     @classmethod
-    def wrap(cls, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "") -> Backbone:
+    def wrap(
+        cls,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        kind: BackboneKind | None = None,
+    ) -> Backbone:
         """A backbone from a model already built: plain, quantised, compiled, or with PEFT adapters attached.
+
+        Its `kind` is read off the model's class where it is not given.
 
         Raises:
             BackboneError: `model` is not a transformers model.
@@ -57,7 +67,9 @@ class Backbone:
         """
         live = _unwrap(model)
         live.eval()
-        return cls(live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live))
+        return cls(
+            live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live), kind or _kind_of(live)
+        )
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -126,7 +138,7 @@ def load_backbone(
     _refuse_foreign_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)
-    backbone = Backbone.wrap(model, tokenizer, name)
+    backbone = Backbone.wrap(model, tokenizer, name, kind)
     if device is not None:
         backbone.move(device)
     if tokenizer_required:
@@ -189,6 +201,13 @@ def _why_not(name: str, error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".:")[:200]
+
+
+def _kind_of(model: PreTrainedModel) -> BackboneKind:
+    """Which head a model has, by its class."""
+    if model.base_model is model:
+        return "encoder"
+    return "masked-lm" if type(model).__name__.endswith("ForMaskedLM") else "causal-lm"
 
 
 def _unwrap(model: Any) -> PreTrainedModel:
