@@ -42,6 +42,7 @@ SHARED = (
     "config",
     "backbone",
     "grafts/base.py",
+    "grafts/heads.py",
     "artifact",
     "data",
     "evaluation",

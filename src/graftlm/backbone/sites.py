@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.errors import TapError, UnknownFamilyError
@@ -45,6 +45,8 @@ class Family:
         activation: the config's field that names the activation.
         text_config: the config's field that holds the text model's config, for models of several modalities.
         causal: whether a token sees none that come after it.
+        norms: the norms inside one layer, over the model's width, in the order in which they act.
+        counts_positions: whether the model itself counts positions from the ids that are not padding.
     """
 
     layers: str
@@ -58,6 +60,12 @@ class Family:
     activation: str = "hidden_act"
     text_config: str | None = None
     causal: bool = True
+    norms: tuple[str, ...] = ()
+    counts_positions: bool = False
+
+
+_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def _llama_like(**changes: object) -> Family:
@@ -70,11 +78,12 @@ def _llama_like(**changes: object) -> Family:
         "ffn_in": ("mlp.gate_proj", "mlp.up_proj"),
         "ffn_out": "mlp.down_proj",
         "gated": True,
+        "norms": _TWO_NORMS,
     }
     return Family(**(row | changes))  # type: ignore[arg-type]  # the row's values are heterogeneous
 
 
-def _bert_like() -> Family:
+def _bert_like(counts_positions: bool = False) -> Family:
     return Family(
         layers="encoder.layer",
         embedding="embeddings.word_embeddings",
@@ -85,6 +94,8 @@ def _bert_like() -> Family:
         ffn_out="output.dense",
         gated=False,
         causal=False,
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        counts_positions=counts_positions,
     )
 
 
@@ -92,20 +103,23 @@ FAMILIES: dict[str, Family] = {
     "llama": _llama_like(),
     "mistral": _llama_like(),
     "gemma": _llama_like(),
-    "gemma2": _llama_like(activation="hidden_activation"),
-    "gemma3_text": _llama_like(activation="hidden_activation"),
+    "gemma2": _llama_like(activation="hidden_activation", norms=_FOUR_NORMS),
+    "gemma3_text": _llama_like(activation="hidden_activation", norms=_FOUR_NORMS),
     "gemma3": _llama_like(
         layers="language_model.layers",
         embedding="language_model.embed_tokens",
         norm="language_model.norm",
         activation="hidden_activation",
         text_config="text_config",
+        norms=_FOUR_NORMS,
     ),
     "qwen2": _llama_like(),
     "qwen3": _llama_like(),
     "olmo": _llama_like(),
-    "olmo2": _llama_like(),
-    "phi": _llama_like(norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False),
+    "olmo2": _llama_like(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    "phi": _llama_like(
+        norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
+    ),
     "gpt2": Family(
         layers="h",
         embedding="wte",
@@ -116,6 +130,7 @@ FAMILIES: dict[str, Family] = {
         ffn_out="mlp.c_proj",
         gated=False,
         activation="activation_function",
+        norms=("ln_1", "ln_2"),
     ),
     "gpt_neox": Family(
         layers="layers",
@@ -126,9 +141,36 @@ FAMILIES: dict[str, Family] = {
         ffn_in=("mlp.dense_h_to_4h",),
         ffn_out="mlp.dense_4h_to_h",
         gated=False,
+        norms=_TWO_NORMS,
     ),
     "bert": _bert_like(),
-    "roberta": _bert_like(),
+    "roberta": _bert_like(counts_positions=True),
+    "distilbert": Family(
+        layers="transformer.layer",
+        embedding="embeddings.word_embeddings",
+        norm=None,
+        attention=Span.one("attention"),
+        ffn=Span.one("ffn"),
+        ffn_in=("ffn.lin1",),
+        ffn_out="ffn.lin2",
+        gated=False,
+        activation="activation",
+        causal=False,
+        norms=("sa_layer_norm", "output_layer_norm"),
+    ),
+    "modernbert": Family(
+        layers="layers",
+        embedding="embeddings.tok_embeddings",
+        norm="final_norm",
+        attention=Span.one("attn"),
+        ffn=Span.one("mlp"),
+        ffn_in=("mlp.Wi",),  # one Linear for both halves of the gated linear unit
+        ffn_out="mlp.Wo",
+        gated=True,
+        activation="hidden_activation",
+        causal=False,
+        norms=("attn_norm", "mlp_norm"),
+    ),
 }
 
 
@@ -190,6 +232,18 @@ class Sites:
     def gating_matrix(self, layer: int) -> nn.Module:
         """The Linear whose output goes through the FFN's activation."""
         return self._resolve(self.layers[layer], self.family.ffn_in[0])
+
+    def norms(self, layer: int) -> list[Site]:
+        """The norms inside a layer, in the order in which they act; none where the family's row tells none."""
+        names = {module: name for name, module in self._model.named_modules()}
+        modules = [self._resolve(self.layers[layer], path) for path in self.family.norms]
+        return [Site("module", path=names[module]) for module in modules]
+
+    def positions(self, mask: Tensor) -> Tensor | None:
+        """(B, T) positions that count the real tokens of a mask (B, T); None where the model counts them by itself."""
+        if self.family.counts_positions:
+            return None
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """The entry and exit modules of a site.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,9 @@ from transformers.utils import ModelOutput
 from graftlm.backbone import Backbone, Call, Sites, Tap, Wiring
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, GraftError, TapConflictError
+from graftlm.grafts.heads import TaskSpec
+
+_Found = TypeVar("_Found")
 
 
 class GraftConfig(Config):
@@ -87,6 +90,37 @@ class Graft(nn.Module):
     def trace(self, cache: Cache) -> Trace | None:
         """What the graft did at each token of a generation, from what it left in the cache."""
         return None
+
+    def tasks(self) -> dict[str, TaskSpec]:
+        """What the graft predicts by heads of its own; a row's task, `extras["task"]` (B,), is an index into this."""
+        return {}
+
+    def predict(self, call: Call, hidden: Tensor) -> list[Tensor] | None:
+        """Each row's prediction from the last hidden states (B, T, d), see `grafts.heads`; None without heads."""
+        return None
+
+    def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor | None:
+        """The loss of the predictions: the sum over rows by `call.totals[0]`, or else their mean; None without heads.
+
+        Args:
+            call: the pass.
+            hidden: (B, T, d), the last hidden states.
+            targets: one a row, see `grafts.heads`.
+        """
+        return None
+
+    def start_tasks(self, model: GraftedModel, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Give tasks that the graft has just got a start, before training; gives what was chosen, as plain values.
+
+        Args:
+            model: carries this graft.
+            rows: some rows of each task, as `GraftedModel.forward` takes them, with `targets`.
+        """
+        return {}
+
+    def still(self) -> Iterable[nn.Module]:
+        """Modules of the model that `attach` gave which stay in evaluation mode while it trains."""
+        return ()
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model to run with this graft: the backbone itself, but for baselines that need their own."""
@@ -215,6 +249,7 @@ class GraftedModel(nn.Module):
         totals: Tensor | None = None,
         prompt: Tensor | None = None,
         extras: Mapping[str, Any] | None = None,
+        targets: Sequence[Tensor] | None = None,
         **kwargs: Any,
     ) -> GraftedOutput:
         """One pass.
@@ -230,14 +265,22 @@ class GraftedModel(nn.Module):
             totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
             prompt: (B, T) True for tokens that were given rather than to be predicted.
             extras: whatever else the batch says, by name.
+            targets: what a graft's heads are to predict, one a row; the language-model head is then left out, and
+                `lm_loss` is the heads' loss.
             kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it:
                 it would make transformers forget where documents begin.
+
+        Raises:
+            GraftError: there are targets, and no graft has heads, or two have.
         """
+        said: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        said["extras"] = dict(extras or {})
+        if targets is not None:
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            return self._on_targets(targets, said, inputs | kwargs)
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        said: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
-        said["extras"] = dict(extras or {})
         with self._wiring.announce(**said) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
@@ -252,6 +295,59 @@ class GraftedModel(nn.Module):
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )
+
+    def _on_targets(self, targets: Sequence[Tensor], said: dict[str, Any], inputs: dict[str, Any]) -> GraftedOutput:
+        """The loss of the heads of a graft."""
+        call, hidden = self._last_hidden(said, inputs)
+        target_loss = self._only([graft.target_loss(call, hidden, targets) for graft in self._each()])
+        auxiliary = self._auxiliary_loss(call)
+        return GraftedOutput(
+            loss=target_loss if auxiliary is None else target_loss + auxiliary,
+            lm_loss=target_loss.detach(),
+            auxiliary_loss=None if auxiliary is None else auxiliary.detach(),
+        )
+
+    def predict(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Tensor]:
+        """What the heads of a graft say to each row, see `grafts.heads`; whether with gradients is the caller's choice.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, T), 1 for real tokens; on which side padding stands changes nothing.
+            extras: whatever else the batch says; `task` (B,) where the graft has several.
+            kwargs: handed on to the model, such as `token_type_ids`.
+
+        Raises:
+            GraftError: no graft has heads, or two have.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+        call, hidden = self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)
+        return self._only([graft.predict(call, hidden) for graft in self._each()])
+
+    def _last_hidden(self, said: dict[str, Any], inputs: dict[str, Any]) -> tuple[Call, Tensor]:
+        """One pass without the language-model head: its call, and (B, T, d)."""
+        mask = inputs.get("attention_mask")
+        if inputs["position_ids"] is None and mask is not None:
+            inputs["position_ids"] = self.backbone.sites.positions(mask)
+        with self._wiring.announce(**said) as calls:
+            output = self.model.base_model(**{name: value for name, value in inputs.items() if value is not None})
+        return calls[0], output[0]
+
+    def _only(self, found: list[_Found | None]) -> _Found:
+        """What the one graft with heads gave."""
+        given = [one for one in found if one is not None]
+        if len(given) != 1:
+            carrying = ", ".join(self.grafts) or "none"
+            raise GraftError(
+                f"{len(given) or 'None'} of the attached grafts ({carrying}) {'have' if given else 'has'} heads to "
+                "predict with, but one is expected: attach one that was trained on tasks."
+            )
+        return given[0]
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
         losses = [loss for graft in self._each() if (loss := graft.auxiliary_loss(call)) is not None]
@@ -278,6 +374,9 @@ class GraftedModel(nn.Module):
         """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)
         self.backbone.model.eval()
+        for graft in self._attached:
+            for module in graft.still():
+                module.eval()
         for module in self.model.modules():
             # transformers checkpoints layers in training mode only; a layer's own flag does not wake its dropout.
             if getattr(module, "gradient_checkpointing", False):

@@ -1,0 +1,243 @@
+"""Heads: what a graft predicts besides, or instead of, the next token.
+
+A task is described by a `TaskSpec`; `Heads` holds one dropout and one Linear per task, and takes rows of different
+tasks in one batch. Predictions and targets go row by row, as their shapes differ:
+
+    type             prediction              target            loss of a row
+    classification   (C,) logits             () long           cross-entropy
+    regression       ()                      () float          squared error
+    multi-label      (C,) logits             (C,) float        mean binary cross-entropy
+    tagging          (T, C) logits           (T,) long         mean cross-entropy of the tokens that are not -100
+    span             (T, 2) logits           (2,) long         mean cross-entropy of first and last token
+
+Shape suffixes: B rows, R rows of one task, T tokens, D the backbone's width, C labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graftlm.config import Config
+from graftlm.errors import GraftError
+
+TaskType = Literal["classification", "regression", "multi-label", "tagging", "span"]
+Pooling = Literal["first", "mean", "last"]
+IGNORED = -100
+_FEWEST_LABELS: dict[str, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
+
+
+class TaskSpec(Config):
+    """What a head has to say.
+
+    Args:
+        type: what is predicted; regression and span have no labels.
+        labels: the classes, in order.
+    """
+
+    type: TaskType
+    labels: list[str] = []
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> Self:
+        fewest = _FEWEST_LABELS.get(self.type)
+        if fewest is None and self.labels:
+            raise ValueError(f"a {self.type} task has no labels: leave them out")
+        if fewest is not None and len(self.labels) < fewest:
+            raise ValueError(f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}")
+        if twice := sorted({label for label in self.labels if self.labels.count(label) > 1}):
+            raise ValueError(f"the label {twice[0]!r} appears twice")
+        return self
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a head gives for a row, or for a token of tagging and span."""
+        return {"regression": 1, "span": 2}.get(self.type, len(self.labels))
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has a prediction, rather than each row."""
+        return self.type in ("tagging", "span")
+
+
+class Heads(nn.Module):
+    """One head per task.
+
+    Args:
+        tasks: what each says; a row's task is an index into them.
+        width: D.
+        pooling: what a row is read from: its first real token, its last, or the mean of all.
+        dropout: of what the Linears read, in training.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskSpec], width: int, pooling: Pooling = "first", dropout: float = 0.1):
+        super().__init__()
+        self.width = width
+        self.pooling: Pooling = pooling
+        self.dropout = nn.Dropout(dropout)
+        self.specs: dict[str, TaskSpec] = {}
+        self.linears = nn.ModuleDict()
+        for name, spec in tasks.items():
+            self.add(name, spec)
+
+    def add(self, name: str, spec: TaskSpec) -> nn.Linear:
+        """A fresh head, the last in order.
+
+        Raises:
+            GraftError: there is one of that name, or the name has a dot.
+        """
+        if name in self.specs or "." in name or not name:
+            why = "is there already" if name in self.specs else "is empty" if not name else "has a dot in it"
+            raise GraftError(f"The task name {name!r} {why}: name the task another way.")
+        linear = nn.Linear(self.width, spec.outputs)
+        nn.init.normal_(linear.weight, std=0.02)
+        nn.init.zeros_(linear.bias)
+        self.linears[_key(name)] = linear
+        self.specs[name] = spec
+        return linear
+
+    def linear(self, name: str) -> nn.Linear:
+        """A task's Linear."""
+        return self.linears[_key(name)]  # type: ignore[return-value]  # a ModuleDict does not tell what it holds
+
+    def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor) -> list[Tensor]:
+        """Each row's prediction, in the rows' order.
+
+        Padding takes no part: of a span it has the lowest logits there are, of tagging logits that nothing reads.
+
+        Args:
+            hidden_BTD: the backbone's last hidden states.
+            token_mask_BT: True for real tokens; None when all are.
+            task_B: long, each row's task.
+        """
+        weight = next(self.linears.parameters())
+        hidden_BTD = hidden_BTD.to(weight.dtype)
+        if token_mask_BT is None:
+            token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
+        found: list[Tensor | None] = [None] * len(task_B)
+        for name, rows_R in self._by_task(task_B):
+            out = self._predict(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT.bool(), rows_R))
+            for row, prediction in zip(rows_R, out.unbind(0), strict=True):
+                found[row] = prediction
+        return [prediction for prediction in found if prediction is not None]
+
+    def _predict(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
+        spec, linear = self.specs[name], self.linear(name)
+        if not spec.of_tokens:
+            out_RC = linear(self.dropout(pooled(hidden_RTD, mask_RT, self.pooling)))
+            return out_RC.squeeze(-1) if spec.type == "regression" else out_RC
+        out_RTC = linear(self.dropout(hidden_RTD))
+        if spec.type == "span":
+            return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)
+        return out_RTC
+
+    def losses(self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor) -> list[Tensor]:
+        """Each row's loss, scalars in nats or squared units; see the table above.
+
+        Args:
+            predictions: as `forward` gave them.
+            targets: one a row.
+            task_B: long, each row's task.
+        """
+        found: list[Tensor | None] = [None] * len(predictions)
+        for name, rows_R in self._by_task(task_B):
+            out = torch.stack([predictions[row] for row in rows_R]).float()
+            wanted = torch.stack([targets[row] for row in rows_R]).to(out.device)
+            for row, loss in zip(rows_R, row_losses(self.specs[name], out, wanted).unbind(0), strict=True):
+                found[row] = loss
+        return [loss for loss in found if loss is not None]
+
+    def _by_task(self, task_B: Tensor) -> Iterator[tuple[str, list[int]]]:
+        """The tasks that occur, and the rows of each."""
+        tasks = task_B.tolist()
+        names = list(self.specs)
+        for task in sorted(set(tasks)):
+            if not 0 <= task < len(names):
+                raise GraftError(f"There is no task number {task}: the graft has {len(names)}, counted from 0.")
+            yield names[task], [row for row, one in enumerate(tasks) if one == task]
+
+
+def _key(name: str) -> str:
+    """A name that is none of a module's attributes, such as `type`."""
+    return f"task:{name}"
+
+
+def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+
+
+def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
+    """(R, D): what each row says as a whole, of its real tokens alone, wherever padding stands."""
+    if pooling == "mean":
+        weights = mask_RT.to(hidden_RTD.dtype)
+        return torch.einsum("rtd,rt->rd", hidden_RTD, weights) / weights.sum(1, keepdim=True).clamp(min=1)
+    places = torch.arange(mask_RT.shape[1], device=mask_RT.device)
+    place_R = mask_RT.int().argmax(1) if pooling == "first" else (places * mask_RT).argmax(1)
+    return hidden_RTD[torch.arange(len(place_R), device=place_R.device), place_R]
+
+
+def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
+    """(R,) losses of R rows of one task, whose predictions and targets are stacked."""
+    if spec.type == "classification":
+        return functional.cross_entropy(predictions, targets, reduction="none")
+    if spec.type == "regression":
+        return (predictions - targets).square()
+    if spec.type == "multi-label":
+        return functional.binary_cross_entropy_with_logits(
+            predictions, targets.to(predictions.dtype), reduction="none"
+        ).mean(-1)
+    nats = functional.cross_entropy(
+        predictions.transpose(1, 2) if spec.type == "tagging" else predictions,
+        targets,
+        ignore_index=IGNORED,
+        reduction="none",
+    )
+    if spec.type == "span":
+        return nats.mean(-1)
+    return nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)
+
+
+def uncertainty(
+    predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
+    """How unsure each prediction is, scalars from 0 to 1; None for regression and span.
+
+    Classification: entropy over that of as many equal classes. Tagging: its mean over the labelled tokens. Multi-label:
+    the mean entropy of the labels, each over log 2.
+
+    Args:
+        predictions: one a row.
+        specs: each row's task.
+        targets: say which tokens of tagging are labelled; None takes every token, padding too.
+    """
+    found: list[Tensor | None] = []
+    for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
+        target = None if targets is None else targets[row].to(prediction.device)
+        found.append(_uncertainty(prediction.float(), spec, target))
+    return found
+
+
+def _uncertainty(logits: Tensor, spec: TaskSpec, target: Tensor | None) -> Tensor | None:
+    if spec.type == "multi-label":
+        both = torch.stack([functional.logsigmoid(logits), functional.logsigmoid(-logits)], -1)
+        return _entropy(both).mean() / math.log(2)
+    if spec.type == "classification":
+        return _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
+    if spec.type != "tagging":
+        return None
+    each_T = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
+    counted_T = torch.ones_like(each_T) if target is None else (target != IGNORED).to(each_T.dtype)
+    return (each_T * counted_T).sum() / counted_T.sum().clamp(min=1)
+
+
+def _entropy(log_probabilities: Tensor) -> Tensor:
+    """In nats, over the last dimension."""
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
