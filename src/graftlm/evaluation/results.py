@@ -219,7 +219,7 @@ def command_line() -> str:
     """The command of this process as one would type it elsewhere: of absolute paths nothing but DIR is left."""
     program = Path(sys.argv[0]).name
     # `python -m package` leaves the path of the package's __main__.py or of the module.
-    program = "graft" if program in {"", "-c", "-m", "__main__.py", "cli.py"} else program
+    program = "graft" if program in {"", "-c", "-m", "__main__.py"} else program
     return shlex.join([program, *("DIR" if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 

@@ -1,0 +1,36 @@
+"""Verbs that say what there is: the kinds of graft, and the keys of recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graftlm.cli.common import AsJson, display, emit, settle, stdout
+
+
+def methods(as_json: AsJson = False) -> None:
+    """List the kinds of graft, and the keys of each."""
+    settle()
+    from graftlm.inspection import methods as registered
+
+    found = registered()
+    emit([one.model_dump(mode="json") for one in found], as_json, lambda: display().print_methods(found, stdout()))
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As it is anyway.")] = False,
+) -> None:
+    """Print the JSON schema of recipes, for editors."""
+    settle()
+    from graftlm.evaluation.results import write_atomically
+    from graftlm.training.recipe import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=2)
+    if out is None:
+        return emit(recipe_schema(), True, typer.echo)
+    path = write_atomically(out, text.encode() + b"\n")
+    return emit({"schema": str(path)}, as_json, lambda: typer.echo(path))
