@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from block_state import tools
 from graftlm.errors import GraftError, RecipeError
-from graftlm.models.block_state import BlockStateConfig
+from graftlm.models.block_state import BlockStateConfig, BlockStateModel
+from graftlm.models.block_state.passes import Pass
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
@@ -94,6 +95,17 @@ def test_a_compiled_model_is_the_same() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", ["sh-s4d", "sh-unstructured"])
+@pytest.mark.parametrize("width", [64, 256])
+def test_fresh_positions_do_not_hide_the_embeddings(variant: str, width: int) -> None:
+    torch.manual_seed(0)
+    model = BlockStateModel(tools.config(variant, hidden_size=width, initializer_range=0.1, kernel_length=40))
+    assert model.positions is not None
+    embeds = model.embed_tokens(tools.ids(2, 40))
+    added = model.positions(embeds, Pass.over((2, 40), None, None, tools.W), None) - embeds
+    assert 0.5 < float(added.detach().std() / embeds.detach().std()) < 2
+
+
 def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
     tools.model("mf-s4d").save_pretrained(tmp_path)
     names = AutoModelForCausalLM.from_pretrained(tmp_path).parameters_without_decay()
@@ -111,6 +123,12 @@ def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
         ({"context": "mf", "filters": 0}, "filters is 0; a whole number from 1"),
         ({"state_size": 5}, "state_size is 5; an even number"),
         ({"mixer_layers": [6], "num_hidden_layers": 6}, "names layer 6; the 6 layers are counted from 0 to 5"),
+        ({"mixer_layers": 3}, "mixer_layers is 3; a list of layers is expected"),
+        ({"mixer_layers": ["first"]}, "mixer_layers has 'first'; whole numbers are expected"),
+        ({"hidden_act": "relo"}, r"no activation 'relo' \(did you mean relu"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; a whole number from 1"),
+        ({"state_width": 0}, "state_width is 0; a whole number from 1"),
+        ({"dropout": 1.5}, "dropout is 1.5; a share"),
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
         ({"bidirectional": True, "mixer": "recurrent"}, "reads from left to right: take block-state or slide"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
@@ -119,6 +137,17 @@ def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         BlockStateConfig(**settings)
+
+
+def test_lengths_that_do_not_fit() -> None:
+    for variant in ("mf-s4d", "recurrent"):
+        with pytest.raises(RecipeError, match=r"Rows of 4 tokens are no longer than the window of 4, .* raise data\.l"):
+            tools.model(variant).check_lengths(4, 100)
+    with pytest.raises(RecipeError, match=r"4,097 tokens are longer than kernel_limit, the 4,096 .*: raise it, lower"):
+        tools.model("sh-unstructured").check_lengths(16, 4097)
+    tools.model("sh-unstructured").check_lengths(16, 4096)
+    tools.model("sh-s4d").check_lengths(16, 10**9)
+    tools.model("slide").check_lengths(2, 10**9)
 
 
 def test_masks_that_windows_can_not_have() -> None:

@@ -286,6 +286,7 @@ def test_pieces_write_every_text() -> None:
             "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
         ),
         ({"training": {"steps": 0}}, "a language model learns by steps: set training.steps to 1 or more"),
+        ({"model": BLOCK_STATE | {"window": 32}}, "Rows of 32 tokens are no longer than the window of 32, so"),
         (
             {"model": BLOCK_STATE, "separate": True},
             "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",

@@ -161,6 +161,8 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
         raise RecipeError(
             f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
         )
+    if hasattr(model, "check_lengths"):
+        model.check_lengths(length, longest)
     check_apart(model, boundaries)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
-from graftlm.errors import RecipeError
+from graftlm.errors import RecipeError, did_you_mean
 
 Mixer = Literal["block-state", "recurrent", "memory", "slide"]
 _CHOICES = {
@@ -104,14 +106,14 @@ class BlockStateConfig(PreTrainedConfig):
         self.hidden_act = hidden_act
         self.window = window
         self.mixer = mixer
-        self.mixer_layers = list(mixer_layers)
+        self.mixer_layers = _listed(mixer_layers)
         self.context = context
         self.kernel = kernel
         self.state_size = state_size
-        self.state_width = state_width or max(1, hidden_size // (8 if context == "mf" else 4))
+        self.state_width = _share(hidden_size, context) if state_width is None else state_width
         self.filters = filters
         self.positional_ssm = positional_ssm
-        self.recurrent_states = recurrent_states or window
+        self.recurrent_states = window if recurrent_states is None else recurrent_states
         self.memory_windows = memory_windows
         self.kernel_length = kernel_length
         self.kernel_limit = kernel_limit
@@ -144,15 +146,41 @@ class BlockStateConfig(PreTrainedConfig):
         return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
 
     def _check(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        self._check_layers()
+        self._check_fit()
+
+    def _check_sizes(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RecipeError(f"block-state: {name} is {value!r}; a whole number from 1 is expected.")
+        if not 0 <= self.dropout < 1:
+            raise RecipeError(f"block-state: dropout is {self.dropout}; a share from 0 to below 1 is expected.")
+
+    def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise RecipeError(
                     f"block-state: {name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
                 )
+        if self.hidden_act not in ACT2FN:
+            known = did_you_mean(str(self.hidden_act), ACT2FN)
+            raise RecipeError(f"block-state: there is no activation {self.hidden_act!r}{known}.")
+
+    def _check_layers(self) -> None:
+        odd = [layer for layer in self.mixer_layers if not isinstance(layer, int) or isinstance(layer, bool)]
+        if odd:
+            raise RecipeError(f"block-state: mixer_layers has {odd[0]!r}; whole numbers are expected, as in [0, 3].")
+        wrong = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
+        if self.mixer in ("block-state", "recurrent") and wrong:
+            raise RecipeError(
+                f"block-state: mixer_layers names layer {wrong[0]}; the {self.num_hidden_layers} layers are counted "
+                f"from 0 to {self.num_hidden_layers - 1}."
+            )
+
+    def _check_fit(self) -> None:
         if self.hidden_size % self.num_attention_heads:
             raise RecipeError(
                 f"block-state: {self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
@@ -169,12 +197,6 @@ class BlockStateConfig(PreTrainedConfig):
                 f"{self.relative_distance} leave none for long distances: take at least 4, and a distance above half "
                 "of them."
             )
-        wrong = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
-        if self.mixer in ("block-state", "recurrent") and wrong:
-            raise RecipeError(
-                f"block-state: mixer_layers names layer {wrong[0]}; the {self.num_hidden_layers} layers are counted "
-                f"from 0 to {self.num_hidden_layers - 1}."
-            )
         if self.kernel_limit < self.kernel_length:
             raise RecipeError(
                 f"block-state: kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
@@ -184,3 +206,14 @@ class BlockStateConfig(PreTrainedConfig):
                 f"block-state: a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: "
                 "take block-state or slide."
             )
+
+
+def _listed(layers: Any) -> list[int]:
+    if not isinstance(layers, Iterable) or isinstance(layers, str):
+        raise RecipeError(f"block-state: mixer_layers is {layers!r}; a list of layers is expected, as in [0, 3].")
+    return list(layers)
+
+
+def _share(width: Any, context: str) -> int:
+    """Of a width, what the state space has by default: a fourth, and an eighth for `mf`."""
+    return max(1, width // (8 if context == "mf" else 4)) if isinstance(width, int) else 1

@@ -1,8 +1,6 @@
 """Block-state transformers as Hugging Face models, and their baselines, which share all but the difference.
 
-    h = norm(x)        x = x + [attention(h) ; context(h)] O        x = x + FFN(norm(x))
-
-where `context` is cross-attention to the layer's context states, in the layers that have some.
+Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidden.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -24,87 +20,15 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from graftlm.errors import GraftError
-from graftlm.models.block_state.attention import Norm, WindowAttention
+from graftlm.errors import GraftError, RecipeError
+from graftlm.models.block_state.attention import Norm
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterContext, TokenContext
+from graftlm.models.block_state.layers import BlockStateLayer, Lift, Positions
 from graftlm.models.block_state.memory import LayerMemory, memories, restored, saved
 from graftlm.models.block_state.passes import Pass, refuse_packed
 from graftlm.models.block_state.recurrent import RecurrentContext
-from graftlm.models.block_state.sequence_ssm import token_outputs
 from graftlm.models.block_state.state_space import Structured, Unstructured
-
-
-class Mixing(nn.Module):
-    """Window attention and, where the layer has one, cross-attention to context states; one projection of both."""
-
-    def __init__(self, config: BlockStateConfig, layer: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.attention = WindowAttention(config)
-        self.context = _context(config) if config.mixes(layer) else None
-        self.out = nn.Linear(width * (2 if self.context is not None else 1), width, bias=False)
-
-    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, T, d)."""
-        out, kv = self.attention(x_BTd, now, memory)
-        if self.context is not None:
-            out = torch.cat([out, self.context(x_BTd, kv, now, memory)], dim=-1)
-        return self.out(now.off_grid(out, x_BTd.shape[1]))
-
-
-def _context(config: BlockStateConfig) -> nn.Module:
-    if config.mixer == "recurrent":
-        return RecurrentContext(config)
-    return FilterContext(config) if config.context == "mf" else TokenContext(config)
-
-
-class FeedForward(nn.Module):
-    """W_2 act(W_1 x)."""
-
-    def __init__(self, config: BlockStateConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., d)."""
-        return self.down(self.act(self.up(x)))
-
-
-class BlockStateLayer(GradientCheckpointingLayer):
-    """Mixing, then FFN, each on normed hidden states and added to them."""
-
-    def __init__(self, config: BlockStateConfig, layer: int) -> None:
-        super().__init__()
-        self.mixing_norm = Norm(config.hidden_size, config)
-        self.mixing = Mixing(config, layer)
-        self.ffn_norm = Norm(config.hidden_size, config)
-        self.ffn = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, T, d)."""
-        x_BTd = x_BTd + self.dropout(self.mixing(self.mixing_norm(x_BTd), now, memory))
-        return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
-
-
-class Positions(nn.Module):
-    """A state space behind the embeddings: x + lift(SSM(down(norm(x)))), which tells where a token stands."""
-
-    def __init__(self, config: BlockStateConfig) -> None:
-        super().__init__()
-        self.norm = Norm(config.hidden_size, config)
-        self.down = nn.Linear(config.hidden_size, config.state_width, bias=False)
-        self.ssm = token_outputs(config, 1, "positions")
-        self.lift = nn.Linear(config.state_width, config.hidden_size, bias=False)
-
-    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, T, d)."""
-        u_BGE = now.onto_grid(self.down(self.norm(x_BTd)))
-        y = now.off_grid(self.ssm(u_BGE, now, memory)[..., 0], x_BTd.shape[1])
-        return x_BTd + self.lift(y.to(x_BTd.dtype))
 
 
 class BlockStatePreTrainedModel(PreTrainedModel):
@@ -134,6 +58,24 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         kernels = {name for name, module in self.named_modules() if isinstance(module, Structured | Unstructured)}
         return {f"{name}.{own}" for name in kernels for own, _ in self.get_submodule(name).named_parameters()}
 
+    def check_lengths(self, trained: int, longest: int) -> None:
+        """Make sure that rows of `trained` tokens teach what lies beyond a window, and texts of `longest` can be read.
+
+        Raises:
+            RecipeError: they don't, or can't.
+        """
+        config = self.config
+        if any(map(config.mixes, range(config.num_hidden_layers))) and trained <= config.window:
+            raise RecipeError(
+                f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
+                "before a window: raise data.length, or lower the model's window."
+            )
+        if config.mixer == "block-state" and config.kernel == "unstructured" and longest > config.kernel_limit:
+            raise RecipeError(
+                f"Texts of {longest:,} tokens are longer than kernel_limit, the {config.kernel_limit:,} that an "
+                "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
+            )
+
     @staticmethod
     def cache_tensors(cache: Cache) -> dict[str, Tensor]:
         """All that a cache of this architecture remembers, by name: for a checkpoint in the middle of a text."""
@@ -149,6 +91,8 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, Structured | Unstructured):
             module.reset_parameters()
+        elif isinstance(module, Lift):
+            module.reset(std)
         elif isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
