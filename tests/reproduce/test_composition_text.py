@@ -7,18 +7,24 @@ import random
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation import Results, value_of
+from graftlm.evaluation import Results, score, value_of
 from graftlm.reproduce import Options, reproduce
 from graftlm.reproduce.composition_code.functions import code_of, docstring_of, functions
+from graftlm.reproduce.composition_language.readout import Readout, ReadoutJob, fit, rows_of_text
 from graftlm.reproduce.composition_language.texts import passages, read_verses
 from graftlm.reproduce.parents import DOCUMENTS, ENGLISH, FRENCH, prose
 from graftlm.reproduce.pretrain import DONE, Pretraining, pretrain
 
 code = import_module("graftlm.reproduce.composition_code.run")
 language = import_module("graftlm.reproduce.composition_language.run")
+
+TRAINED_LONG = ("composition_long_lr0.01_s0", "lora_long_lr0.003_s0", "lora_long_lr0.01_s0")
 
 WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
 MOTS = ["le", "une", "maison", "qui", "marchait", "sous", "vieux", "dit", "son", "jardin", "lettre", "avec", "depuis"]
@@ -75,8 +81,14 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     assert "old" not in rows["m_a_own"], "another tokenizer's tokens are other units"
     weights = [value_of(rows[name]["trainable_parameters"]) for name in ("composition", "lora")]
     assert max(weights) < 1.15 * min(weights)
-    assert len(results.aims) == 6
+    for name in ("readout_frozen", "readout_free", "readout_free_both"):
+        assert {"new_bpb", "validation_new_bpb"} <= rows[name].keys()
+    assert len(results.aims) == 7
     assert (out / "bits-per-byte.png").exists()
+    steps = {name: len((out / "cells" / name / "history.jsonl").read_text().splitlines()) for name in TRAINED_LONG}
+    assert set(steps.values()) == {9}, "three times the steps of the other rows"
+    chosen = json.loads((out / "results.json").read_text())["details"]["rates"]
+    assert chosen["lora_long"] in language.LONG_RATES["lora_long"]
 
     kept = [*(out / "cells").glob("*/measurement.json"), *(out / "cells").glob("*/task-*.json")]
     before = {path: path.stat().st_mtime_ns for path in kept}
@@ -93,6 +105,44 @@ def test_code_in_the_one_form(folder: Path, runs: Path) -> None:
     for metrics in rows.values():
         assert {"c2t", "c2t_bpb", "c2t_chrf", "t2c", "t2c_bpb", "t2c_chrf"} <= metrics.keys()
     assert len(results.aims) == 5
+
+
+@pytest.fixture
+def anchor_and_specialist(tiny_backbone) -> tuple[Backbone, Backbone]:
+    folder = str(tiny_backbone("llama"))
+    return load_backbone(folder, device="cpu"), load_backbone(folder, device="cpu")
+
+
+def test_a_readout_with_a_models_own_layer_is_that_model(anchor_and_specialist) -> None:
+    backbone, _ = anchor_and_specialist
+    layer = backbone.model.lm_head.weight
+    free, frozen = Readout([backbone.model], None), Readout([backbone.model], layer)
+    with torch.no_grad():
+        free.map.weight.copy_(layer)
+        frozen.map.weight.copy_(torch.eye(layer.shape[1]))
+    tokenizer, text = backbone.need_tokenizer(), [" ".join(WORDS)] * 3
+    wanted = score(backbone.model, tokenizer, text, length=16).nats
+    for one in (free, frozen):
+        assert np.allclose(score(one, tokenizer, text, length=16).nats, wanted, rtol=1e-5)
+
+
+def test_a_readout_is_fitted_to_the_tokens_that_follow(anchor_and_specialist) -> None:
+    backbone, other = anchor_and_specialist
+    job = ReadoutJob(id="x", models=(), through=None, text="", tests={}, length=12, epochs=60, tokens=64)
+    rows = rows_of_text([" ".join(WORDS * 4)], backbone.need_tokenizer(), job.length)
+    assert torch.equal(rows[1:, 0], rows[:-1, -1]), "no token is skipped between rows"
+    readout = Readout([backbone.model, other.model], None)
+    assert readout.states(rows).shape == (*rows.shape, 2 * backbone.sites.width)
+    before = {name: one.clone() for name, one in backbone.model.state_dict().items()}
+    start = _loss(readout, rows)
+    fit(readout, rows, job)
+    assert _loss(readout, rows) < 0.5 * start
+    assert all(torch.equal(one, before[name]) for name, one in backbone.model.state_dict().items())
+
+
+def _loss(readout: Readout, rows: torch.Tensor) -> float:
+    logits = readout(rows[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
 def test_the_committed_results_are_of_this_form() -> None:

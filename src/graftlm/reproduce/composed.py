@@ -42,13 +42,18 @@ Measured = dict[str, Measurement]
 
 
 class Trained(NamedTuple):
-    """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate."""
+    """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate.
+
+    `times` the study's steps, at one of `rates`, which are those of its kind of graft where it has none.
+    """
 
     id: str
     label: str
     graft: Mapping[str, Any]
     data: DataConfig
     chosen_by: tuple[str, ...]
+    times: int = 1
+    rates: tuple[float, ...] = ()
 
 
 class Study:
@@ -79,13 +84,14 @@ class Study:
         self.evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
         self.sets, self.validation, self.tasks = sets, validation, tasks
 
-    def training(self, rate: float, seed: int) -> TrainingConfig:
-        """The numbers of one run."""
+    def training(self, rate: float, seed: int, times: int = 1) -> TrainingConfig:
+        """The numbers of one run of so many times the study's steps."""
+        steps = times * self.steps
         return TrainingConfig(
-            steps=self.steps,
+            steps=steps,
             batch_size=self.batch_size,
             learning_rate=rate,
-            warmup_steps=max(1, min(10, self.steps // 4)),
+            warmup_steps=max(1, min(10, steps // 4)),
             precision="bf16",
             seed=seed,
             checkpoint_every=self.steps,
@@ -100,7 +106,7 @@ class Study:
             backbone=self._model(self.anchor),
             graft=graft_config(dict(row.graft)),
             data=row.data.model_copy(update={"seed": seed}),
-            training=self.training(rate, seed),
+            training=self.training(rate, seed, row.times),
             evaluation=self.evaluation,
         )
 
@@ -128,15 +134,16 @@ class Study:
     def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
         """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
         seed = self.seeds[0]
-        tried = {row.id: {rate: self.cell(row, rate, seed) for rate in RATES[row.graft["kind"]]} for row in rows}
-        if all(len(cells) == 1 for cells in tried.values()):
-            return {}, {name: rate for name, cells in tried.items() for rate in cells}
+        rates = {row.id: row.rates or RATES[row.graft["kind"]] for row in rows}
+        choices = [row for row in rows if len(rates[row.id]) > 1]
+        tried = {row.id: {rate: self.cell(row, rate, seed) for rate in rates[row.id]} for row in choices}
         cells = [cell for of_row in tried.values() for cell in of_row.values()]
-        measured = self.run(cells, self.validation, "learning rates")
-        return measured, {
+        measured = self.run(cells, self.validation, "learning rates") if cells else {}
+        best = {
             row.id: min(tried[row.id], key=lambda rate: total(measured[tried[row.id][rate].id], row.chosen_by))
-            for row in rows
+            for row in choices
         }
+        return measured, {name: best.get(name, of_row[0]) for name, of_row in rates.items()}
 
     def try_out(self, rows: Sequence[Trained], rate: float) -> Measured:
         """Rows at one learning rate with the first seed, on validation text."""

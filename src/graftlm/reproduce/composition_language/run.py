@@ -28,7 +28,7 @@ from graftlm.reproduce.composed import (
     rows_of,
     source,
 )
-from graftlm.reproduce.composition_language import paper
+from graftlm.reproduce.composition_language import paper, readout
 from graftlm.reproduce.composition_language.texts import FILES, QUICK, Amounts, write_texts
 from graftlm.reproduce.parents import FILES as PARENT_FILES
 from graftlm.reproduce.parents import QUICK as QUICK_SIZE
@@ -42,9 +42,14 @@ TABLES = {
     "encoder": ("prompts", "encoder_m_a"),
     "specialists": ("composition", "code", "french_and_code"),
     "tokenizers": ("composition", "own_tokenizer"),
+    "steps": ("composition", "lora", "composition_long", "lora_long"),
+    "readout": tuple(readout.LABELS),
     "variants": ("composition", "norm_none", "stride_2", "positions_none", "positions_rotary"),
 }
-BY_DEFAULT = ("2", "5", "encoder", "specialists", "tokenizers")
+BY_DEFAULT = tuple(table for table in TABLES if table != "variants")
+LONG = 3  # times the steps of the other rows
+# Learning rates to try at that length.
+LONG_RATES: dict[str, tuple[float, ...]] = {"composition_long": (1e-2,), "lora_long": (3e-3, 1e-2)}
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "French specialist m_A",
@@ -57,13 +62,15 @@ LABELS = {
     "own_tokenizer": "with the specialist's own tokenizer",
     "code": "with the code specialist",
     "french_and_code": "with both specialists",
+    "composition_long": f"composition, {LONG} times the steps",
+    "lora_long": f"LoRA, {LONG} times the steps",
     "prompts": "composition, rows with prompts",
     "encoder_m_a": "m_A as encoder, rows with prompts",
     "norm_none": "composition, norm: none",
     "positions_none": "composition, positions: none, as in the paper",
     "positions_rotary": "composition, positions: rotary",
     "stride_2": "composition, stride 2",
-}
+} | readout.LABELS
 TEXT = ("validation_old", "validation_new")
 PROMPTS = ("validation_continue", "validation_pairs")
 # Only a choice of the setting, on validation text: one seed.
@@ -96,6 +103,7 @@ def run(options: Options) -> Results:
         only(row, "_bpb", "_answer", "_chrf", "_parameters") if row.id == "m_a_own" else row
         for row in rows_of(bare, main, LABELS)
     ]
+    rows += readout.readout_rows(options, parents, texts, size.length, wanted)
     setting = study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries()}
     details = details_of(rates, tuning, main, setting)
     seeds, published = study.seeds, paper.rows()
@@ -157,7 +165,9 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
         "positions_none": ({**pair, "positions": "none"}, french, TEXT),
         "positions_rotary": ({**pair, "positions": "rotary"}, french, TEXT),
     }
-    return [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
+    rows = [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
+    long = {name: Trained(name, LABELS[name], *grafts[name.removesuffix("_long")]) for name in LONG_RATES}
+    return [*rows, *(row._replace(times=LONG, rates=LONG_RATES[name]) for name, row in long.items())]
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
@@ -166,6 +176,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     wanted: list[tuple[str, str, str, str]] = [
         ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b"),
         ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a"),
+        (f"French after {LONG} times the steps, over the specialist's", "new_bpb", "composition_long", "m_a"),
         (
             "French with both specialists over the better of the French one alone",
             "new_bpb",
