@@ -90,6 +90,9 @@ _EXPERTS = {
 }
 _ROUTING = {"own keys": "its centroids are computed, and not trained"}
 
+_TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
+_UPPER = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 128}
+
 
 EXAMPLES: dict[str, list[Example]] = {
     "composition": [
@@ -124,6 +127,17 @@ EXAMPLES: dict[str, list[Example]] = {
     "neutral-residues": [
         Example("neutral-residues", {"alpha": 1.0}),
         Example("neutral-residues", {"alpha": 1.0, "gate": "sigmoid", "gate_bias": True, "init": "he"}, name="sigmoid"),
+    ],
+    "conditional-tasks": [
+        Example(
+            "conditional-tasks",
+            _UPPER,
+            spread=0.05,
+            exceptions={
+                "int8": "packed weights can't be trained, so a BackboneError says so",
+                "block-state": "its attention takes no numbers in its mask, so a TapError says so",
+            },
+        ),
     ],
     "token-routing": [
         Example("token-routing", {"experts": _EXPERTS, "prompt": "causal"}, exceptions=_ROUTING),

@@ -13,6 +13,7 @@ REGISTRY: dict[str, str] = {
     "composition": "graftlm.grafts.composition:Composition",
     "neutral-residues": "graftlm.grafts.neutral_residues:NeutralResidues",
     "adapter": "graftlm.grafts.neutral_residues:VanillaAdapter",
+    "conditional-tasks": "graftlm.grafts.conditional_tasks:ConditionalTasks",
     "token-routing": "graftlm.grafts.token_routing:TokenRouting",
     "lora": "graftlm.grafts.baselines:LowRank",
     "finetune": "graftlm.grafts.baselines:FineTuning",
@@ -51,7 +52,7 @@ def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
 def default_config(kind: str) -> GraftConfig | None:
     """The config of a kind that needs to be told nothing; None for one that does."""
     config = graft_class(kind).Config
-    if any(field.is_required() for field in config.model_fields.values()):
+    if config.needs_tasks or any(field.is_required() for field in config.model_fields.values()):
         return None
     return config()  # type: ignore[call-arg]  # `kind` has a default in every room's config
 

@@ -27,6 +27,8 @@ class GraftConfig(Config):
     """The base of a graft's config; `kind` names its room in the registry."""
 
     kind: str
+    needs_tasks: ClassVar[bool] = False
+    """Whether it is built for tasks, which a run's rows tell."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,17 @@ class GraftedModel(nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
         call, hidden = self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)
         return self._only([graft.predict(call, hidden) for graft in self._each()])
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, T, d): the last hidden states, of which heads are; arguments as those of `predict`."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+        return self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)[1]
 
     def _last_hidden(self, said: dict[str, Any], inputs: dict[str, Any]) -> tuple[Call, Tensor]:
         """One pass without the language-model head: its call, and (B, T, d)."""

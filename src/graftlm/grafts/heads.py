@@ -98,13 +98,13 @@ class Heads(nn.Module):
         linear = nn.Linear(self.width, spec.outputs)
         nn.init.normal_(linear.weight, std=0.02)
         nn.init.zeros_(linear.bias)
-        self.linears[_key(name)] = linear
+        self.linears[task_key(name)] = linear
         self.specs[name] = spec
         return linear
 
     def linear(self, name: str) -> nn.Linear:
         """A task's Linear."""
-        return self.linears[_key(name)]  # type: ignore[return-value]  # a ModuleDict does not tell what it holds
+        return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict does not tell what it holds
 
     def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor) -> list[Tensor]:
         """Each row's prediction, in the rows' order.
@@ -163,8 +163,8 @@ class Heads(nn.Module):
             yield names[task], [row for row, one in enumerate(tasks) if one == task]
 
 
-def _key(name: str) -> str:
-    """A name that is none of a module's attributes, such as `type`."""
+def task_key(name: str) -> str:
+    """A task's key among modules or parameters: a name that is none of a module's attributes, such as `type`."""
     return f"task:{name}"
 
 
