@@ -8,7 +8,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,6 +24,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
 CSV_SUFFIXES = (".csv",)
+TSV_SUFFIXES = (".tsv",)  # tables where one is asked for; documents are read of them as of plain text
 TABLE_SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES, *CSV_SUFFIXES)
 SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES)  # of what a folder is searched for
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -117,14 +118,35 @@ def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> 
     Raises:
         DataError: the file can't be read, is not what its suffix says, or lacks a text; the message names the row.
     """
+    for values, where in read_values(path, columns, owner):
+        yield [check_text(value, name, where) for value, name in zip(values, columns.values(), strict=True)], where
+
+
+def read_values(
+    path: Path, columns: Mapping[str, str], owner: str = "source", head: Sequence[str] = ()
+) -> Iterator[tuple[list[Any], str]]:
+    """As `read_rows`, but values of any type, as the file has them; those of CSV and TSV are text.
+
+    Args:
+        path: as there, or a file of tab-separated values, in which no character quotes another.
+        columns: as there.
+        owner: as there.
+        head: the columns' names where CSV or TSV has no header; empty for one that has.
+    """
     suffix = _suffix(path)
-    if suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{path} is no table: a file ending in {' '.join(TABLE_SUFFIXES)} (or .gz) is expected.")
-    read = _read_json
-    if suffix in (*PARQUET_SUFFIXES, *CSV_SUFFIXES):
-        read = _read_parquet if suffix in PARQUET_SUFFIXES else _read_csv
+    if not is_table(path):
+        known = " ".join((*TABLE_SUFFIXES, *TSV_SUFFIXES))
+        raise DataError(f"{path} is no table: a file ending in {known} (or .gz) is expected.")
     with _whole(path):
-        yield from read(path, columns, owner)
+        if suffix in (*CSV_SUFFIXES, *TSV_SUFFIXES):
+            yield from _read_csv(path, columns, owner, head)
+        else:
+            yield from (_read_parquet if suffix in PARQUET_SUFFIXES else _read_json)(path, columns, owner)
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file's suffix says that it holds rows of columns."""
+    return _suffix(path) in (*TABLE_SUFFIXES, *TSV_SUFFIXES)
 
 
 @contextmanager
@@ -140,6 +162,16 @@ def _whole(path: Path) -> Iterator[None]:
 
 def _open(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, without their ends.
+
+    Raises:
+        DataError: it can't be read, or is no UTF-8 text.
+    """
+    with _whole(path):
+        return _read_text(path).split("\n")
 
 
 def _read_text(path: Path) -> str:
@@ -164,13 +196,13 @@ def _decode(data: bytes, where: str) -> str:
         ) from None
 
 
-def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
+def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
     with _open(path) as file:
         is_list = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
         file.seek(0)
         rows = _list_rows(file, path) if is_list else _line_rows(file, path)
         for row, where in rows:
-            yield texts_of(row, columns, where, owner), where
+            yield values_of(row, columns, where, owner), where
 
 
 def _list_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
@@ -195,22 +227,26 @@ def _parse(text: str, where: str) -> Any:
         ) from None
 
 
-def _read_csv(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
+def _read_csv(
+    path: Path, columns: Mapping[str, str], owner: str, head: Sequence[str]
+) -> Iterator[tuple[list[Any], str]]:
+    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if _suffix(path) in TSV_SUFFIXES else {}
     with _open(path) as file:
-        reader = csv.reader(io.StringIO(_decode(file.read(), str(path)), newline=""), strict=True)
+        reader = csv.reader(io.StringIO(_decode(file.read(), str(path)), newline=""), strict=True, **form)
     try:
-        head = next(reader, [])
+        said = "the header has" if not head else "the columns are"
+        head = head or next(reader, [])
         check_columns(head, columns, str(path), owner)
         for number, cells in enumerate(filter(None, reader), start=1):
             where = f"{path}: row {number}"
             if len(cells) != len(head):
-                raise DataError(f"{where} has {len(cells)} cells, but the header has {len(head)}: mend the row.")
-            yield texts_of(dict(zip(head, cells, strict=True)), columns, where, owner), where
+                raise DataError(f"{where} has {len(cells)} cells, but {said} {len(head)}: mend the row.")
+            yield values_of(dict(zip(head, cells, strict=True)), columns, where, owner), where
     except csv.Error as error:
         raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): mend that line.") from None
 
 
-def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[str], str]]:
+def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
     names = list(columns.values())
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -219,8 +255,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterato
             for batch in file.iter_batches(batch_size=1024, columns=names):
                 for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     number += 1
-                    where = f"{path}: row {number}"
-                    yield [check_text(value, name, where) for value, name in zip(values, names, strict=True)], where
+                    yield list(values), f"{path}: row {number}"
     except (pyarrow.ArrowException, EOFError) as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{path} is not a whole parquet file ({cause}): fetch it again.") from None
@@ -232,14 +267,24 @@ def texts_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "sou
     Raises:
         DataError: the row is no mapping, has no such column, or its value is no text.
     """
+    values = values_of(row, columns, where, owner)
+    return [check_text(value, name, where) for value, name in zip(values, columns.values(), strict=True)]
+
+
+def values_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
+    """The values of some columns of one row.
+
+    Raises:
+        DataError: the row is no mapping, or has no such column.
+    """
     if not isinstance(row, dict):
         found, first = type(row).__name__, next(iter(columns.values()))
         raise DataError(f"{where} is of type {found}, but an object with the column {first!r} is expected.")
     check_columns(list(row), columns, where, owner)
-    return [check_text(row[name], name, where) for name in columns.values()]
+    return [row[name] for name in columns.values()]
 
 
-def check_columns(found: list[str], columns: Mapping[str, str], where: str, owner: str = "source") -> None:
+def check_columns(found: Sequence[str], columns: Mapping[str, str], where: str, owner: str = "source") -> None:
     """Raise `DataError` unless all `columns` are among those found."""
     for key, name in columns.items():
         if name not in found:
