@@ -72,8 +72,18 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "bert": ("BertConfig", "BertForMaskedLM", _COMMON),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _COMMON),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        _IDS | {"dim": WIDTH, "hidden_dim": FFN_WIDTH, "n_layers": LAYERS, "n_heads": HEADS},
+    ),
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        _COMMON | {"local_attention": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
 }
-ENCODERS = ("bert", "roberta")
+ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
 DECODERS = tuple(family for family in _FAMILIES if family not in ENCODERS)
 FAMILIES = DECODERS + ENCODERS
 LAW_DECODERS = (

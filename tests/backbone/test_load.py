@@ -17,7 +17,7 @@ from transformers import AutoConfig, BertModel, LlamaForCausalLM
 
 from graftlm.backbone import Backbone, BackboneKind, load_backbone
 from graftlm.errors import BackboneError, UnknownFamilyError
-from tiny import FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
+from tiny import ENCODERS, FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder(tiny_backbone: BackboneFolder, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_saved_comes_back(family: str, tiny_backbone: BackboneFolder) -> None:
-    kind = "masked-lm" if family in ("bert", "roberta") else "causal-lm"
+    kind = "masked-lm" if family in ENCODERS else "causal-lm"
     backbone = load_backbone(tiny_backbone(family), kind=kind)
     with torch.no_grad():
         assert torch.equal(backbone.model(tiny_ids()).logits, tiny_model(family)(tiny_ids()).logits)

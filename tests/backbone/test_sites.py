@@ -14,7 +14,7 @@ from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Backbone, Call, Family, Site, Sites, Span, Tap, Wiring, register_family
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from tiny import DECODERS, ENCODERS, FAMILIES, VOCABULARY, tiny_ids, tiny_model
+from tiny import DECODERS, FAMILIES, VOCABULARY, tiny_ids, tiny_model
 
 IDS = tiny_ids(2, 12)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -25,7 +25,9 @@ ATTENTION_OUT = {
     "gpt_neox": "attention.dense",
     "block-state": "mixing.out",
 }
-ATTENTION_OUT |= dict.fromkeys(ENCODERS, "attention.output.dense")
+ATTENTION_OUT |= dict.fromkeys(("bert", "roberta"), "attention.output.dense")
+ATTENTION_OUT |= {"distilbert": "attention.out_lin", "modernbert": "attn.Wo"}
+FUSED = ("modernbert",)  # one Linear for both halves of the gated linear unit
 
 
 @functools.cache
@@ -74,7 +76,7 @@ SITES = [Site("embedding"), Site("layer", 0), Site("attention", 1), Site("ffn", 
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_taps_see_tensors_of_the_right_shape(family: str, site: Site) -> None:
     sites = Sites(model(family))
-    if site.kind == "norm" and family in ENCODERS:
+    if site.kind == "norm" and sites.family.norm is None:
         pytest.skip("encoders normalise inside each layer")
     seen: dict[str, tuple[int, ...]] = {}
 
@@ -98,9 +100,10 @@ def test_linears_of_the_ffn(family: str) -> None:
     assert sites.n_layers == len(sites.layers) >= 2
     for layer in range(sites.n_layers):
         *readers, writer = sites.ffn_linears(layer)
-        assert len(readers) == (2 if row.gated else 1)
+        assert len(readers) == (2 if row.gated and family not in FUSED else 1)
         assert sites.gating_matrix(layer) is readers[0]
-        assert all(_features(reader) == (sites.width, _features(writer)[0]) for reader in readers)
+        inner = _features(writer)[0] * (2 if family in FUSED else 1)
+        assert all(_features(reader) == (sites.width, inner) for reader in readers)
         assert _features(writer)[1] == sites.width
 
 
@@ -237,6 +240,35 @@ def test_a_layers_input_is_the_last_ones_output() -> None:
 
     tapped("bert", *every_layer("bert", "layer", look))
     assert torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if ROWS.get(family)])
+def test_norms_of_a_layer_are_all_that_run_over_its_width(family: str) -> None:
+    sites = Sites(model(family))
+    ran: list[nn.Module] = []
+    for module in sites.layers[1].modules():
+        name = type(module).__name__
+        if name.endswith("Norm"):
+            module.register_forward_hook(lambda module, _inputs, output: ran.append(module))
+    logits(model(family))
+    wide = [module for module in ran if _width(module) in (sites.width, None)]
+    if family == "olmo2":
+        wide = [module for module in wide if module is not sites.layers[1].self_attn.q_norm]
+    assert [sites.module(site)[0] for site in sites.norms(1)] == wide
+    assert wide
+    for module in ran:
+        module._forward_hooks.clear()
+
+
+def _width(norm: nn.Module) -> int | None:
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else weight.shape[0]
+
+
+def test_positions_count_real_tokens() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    assert Sites(model("bert")).positions(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]  # type: ignore[union-attr]
+    assert Sites(model("roberta")).positions(mask) is None, "it counts from its ids"
 
 
 @pytest.mark.parametrize(
