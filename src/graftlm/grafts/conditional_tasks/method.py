@@ -104,7 +104,7 @@ class ConditionalTasks(Graft):
         return call.scratch[key]
 
     def _read_tasks(self, task_B: Tensor | None) -> TaskBatch:
-        zs = list(self.embeddings.values())
+        zs = self._embeddings()
         if task_B is None:
             if len(zs) > 1:
                 raise GraftError(
@@ -117,6 +117,10 @@ class ConditionalTasks(Graft):
             raise GraftError(f"There is no task number {int(found[-1])}: the graft has {len(zs)}, counted from 0.")
         z_UZ = torch.stack([zs[task] for task in found.tolist()])
         return TaskBatch(z_UZ, None if len(found) == 1 else which_B.to(z_UZ.device))
+
+    def _embeddings(self) -> list[Tensor]:
+        """Each task's, in the tasks' order, which a ParameterDict does not keep."""
+        return [self.embeddings[task_key(name)] for name in self.config.tasks]
 
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
         assert self.alignment is not None, "no tap without an alignment"
@@ -169,7 +173,7 @@ class ConditionalTasks(Graft):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`embedding_cosines`: between the tasks' embeddings, in their order."""
-        z = nn.functional.normalize(torch.stack([z.detach().float() for z in self.embeddings.values()]), dim=-1)
+        z = nn.functional.normalize(torch.stack([z.detach().float() for z in self._embeddings()]), dim=-1)
         return {"embedding_cosines": (z @ z.T).tolist()}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
@@ -184,8 +188,8 @@ class ConditionalTasks(Graft):
         Raises:
             GraftError: there is a task of that name, or none called `like`.
         """
-        self.heads.add(name, spec).to(next(iter(self.embeddings.values())).device)
-        mean = torch.stack(list(self.embeddings.values())).mean(0)
+        mean = torch.stack(self._embeddings()).mean(0)
+        self.heads.add(name, spec).to(mean.device)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
         self._fixed = set(self.config.tasks) if self._fixed is None else self._fixed
         self.config = self.config.model_copy(update={"tasks": {**self.config.tasks, name: spec}})

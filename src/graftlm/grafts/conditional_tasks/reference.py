@@ -1,0 +1,157 @@
+"""Conditional tasks as the equations have them: one row, one token, one block at a time. For tests only.
+
+    film(y, z)      = gamma(z) * y + beta(z),   gamma(z) = 1 + G z,   beta(z) = B z              (definition 1)
+    attention       = softmax(M(z) + Q K^T / sqrt(d)) V,   M(z) = A'_1 (+) ... (+) A'_N,   A'_n = film(A_n, z)
+    alignment       : E(x) R^, with film applied to E(x) R, R = I + D                             (equation 3.2)
+    norm            : (a - mean) / deviation * gamma' + beta', then film                          (equation 3.3)
+    bottleneck(x)   = film(U act(film(V x, z)), z)
+    large           : c_j = bottleneck_j(h_j + c_{j-1}), and c_L added to h_L
+
+Equations 3.2 and 3.3 as printed are `literal_alignment` and `literal_norm`.
+
+Shape suffixes: T tokens of one row, without padding; D the backbone's width; Z a task embedding's; W a block's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Film = tuple[Tensor, Tensor]  # G and B, (width, Z) each
+
+
+@dataclass(frozen=True)
+class Neck:
+    """A bottleneck: `down` (F, D), `up` (D, F), and the FiLM of each one's output."""
+
+    down: Tensor
+    up: Tensor
+    inner: Film
+    outer: Film
+
+
+@dataclass(frozen=True)
+class Modules:
+    """All conditional modules, those of layers by the layer's number; absent ones are left out.
+
+    Attributes:
+        alignment: D and its FiLM.
+        biases: A (N, W, W) and its FiLM.
+        norms: a FiLM for each norm of a layer.
+        necks: bottlenecks.
+        large: whether they stand along all layers.
+    """
+
+    alignment: tuple[Tensor, Film] | None = None
+    biases: Mapping[int, tuple[Tensor, Film]] = field(default_factory=dict)
+    norms: Mapping[int, Sequence[Film]] = field(default_factory=dict)
+    necks: Mapping[int, Neck] = field(default_factory=dict)
+    large: bool = False
+
+
+def film(y: Tensor, z: Tensor, weights: Film) -> Tensor:
+    """gamma(z) * y + beta(z), along y's last dimension."""
+    return (1 + weights[0] @ z) * y + weights[1] @ z
+
+
+def direct_sum(one: Tensor, other: Tensor) -> Tensor:
+    """A matrix with two along its diagonal, and zeros."""
+    right, left = one.new_zeros(one.shape[0], other.shape[1]), one.new_zeros(other.shape[0], one.shape[1])
+    return torch.cat([torch.cat([one, right], 1), torch.cat([left, other], 1)])
+
+
+def bias(blocks: Tensor, weights: Film, z: Tensor, length: int) -> Tensor:
+    """M(z), (T, T)."""
+    made = blocks.new_zeros(0, 0)
+    for block_WW in blocks:
+        made = direct_sum(made, film(block_WW.reshape(-1), z, weights).reshape(block_WW.shape))
+    return made[:length, :length]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    """One head, (T, d)."""
+    return torch.softmax(m + q @ k.T / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def align(x_D: Tensor, matrix: Tensor, weights: Film, z: Tensor) -> Tensor:
+    """One token after the alignment, (D,)."""
+    return film(x_D @ (torch.eye(len(x_D), dtype=x_D.dtype) + matrix), z, weights)
+
+
+def literal_alignment(x_D: Tensor, r: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """x (R gamma + beta), with R modulated column by column."""
+    return x_D @ (r * gamma + beta)
+
+
+def normalised(a_D: Tensor, eps: float) -> Tensor:
+    """(a - mean) / deviation."""
+    return (a_D - a_D.mean()) / torch.sqrt((a_D - a_D.mean()).square().mean() + eps)
+
+
+def literal_norm(a_D: Tensor, own: tuple[Tensor, Tensor], gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """n * (gamma' gamma + beta') + beta, with the norm's `own` gamma' and beta'."""
+    return normalised(a_D, eps) * (own[0] * gamma + own[1]) + beta
+
+
+def bottleneck(x_D: Tensor, neck: Neck, z: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """(D,)."""
+    return film(neck.up @ activation(film(neck.down @ x_D, z, neck.inner)), z, neck.outer)
+
+
+def _each(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+    return torch.stack([function(x_D) for x_D in x_TD])
+
+
+def _norm(x_TD: Tensor, layer_norm: Any, z: Tensor, weights: Film | None) -> Tensor:
+    out = _each(lambda x: normalised(x, layer_norm.eps) * layer_norm.weight + layer_norm.bias, x_TD)
+    return out if weights is None else _each(lambda x: film(x, z, weights), out)
+
+
+def _linear(x_TD: Tensor, linear: Any) -> Tensor:
+    """By its weights, since the live module may carry hooks."""
+    return x_TD @ linear.weight.T + linear.bias
+
+
+def _self_attention(x_TD: Tensor, attention: Any, m: Tensor) -> Tensor:
+    heads, size = attention.num_attention_heads, attention.attention_head_size
+    q, k, v = (_linear(x_TD, part) for part in (attention.query, attention.key, attention.value))
+    places = [slice(head * size, (head + 1) * size) for head in range(heads)]
+    return torch.cat([attend(q[:, at], k[:, at], v[:, at], m) for at in places], -1)
+
+
+def encode(
+    x_TD: Tensor, layers: Sequence[Any], modules: Modules, z: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The last hidden states, (T, D), of one row in a BERT encoder.
+
+    Args:
+        x_TD: what the embeddings give.
+        layers: transformers' BERT layers, for their weights.
+        modules: the conditional modules.
+        z: the task's embedding.
+        activation: the FFN's.
+    """
+    h = x_TD
+    if modules.alignment is not None:
+        matrix, weights = modules.alignment
+        h = _each(lambda x: align(x, matrix, weights, z), h)
+    carried = torch.zeros_like(h)
+    for number, layer in enumerate(layers):
+        first, second = modules.norms.get(number, (None, None))
+        a = modules.biases.get(number)
+        m = h.new_zeros(len(h), len(h)) if a is None else bias(a[0], a[1], z, len(h))
+        attended = _linear(_self_attention(h, layer.attention.self, m), layer.attention.output.dense)
+        h = _norm(attended + h, layer.attention.output.LayerNorm, z, first)
+        written = _linear(activation(_linear(h, layer.intermediate.dense)), layer.output.dense)
+        neck = modules.necks.get(number)
+        if neck is not None and not modules.large:
+            written = written + _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)  # type: ignore[misc]
+        h = _norm(written + h, layer.output.LayerNorm, z, second)
+        if neck is not None and modules.large:
+            carried = _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + carried)  # type: ignore[misc]
+    return h + carried

@@ -1,0 +1,162 @@
+"""Law 9: the fast path equals `reference.py`, in predictions, losses and gradients, with every module on and off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, host, random_model, real, targets
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.conditional_tasks import covariance_similarity, reference
+from graftlm.grafts.conditional_tasks.modules import Bottleneck, FiLM
+from graftlm.grafts.heads import task_key
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+CASES: dict[str, dict[str, Any]] = {
+    "nothing": OFF,
+    "attention": OFF | {"attention": "blocks"},
+    "full attention": OFF | {"attention": "full"},
+    "alignment": OFF | {"alignment": True},
+    "norm": OFF | {"norm": True},
+    "bottleneck": OFF | {"bottleneck": "base"},
+    "large bottleneck": OFF | {"bottleneck": "large"},
+    "all": {"modulated": 1.0},
+    "all, large": {"bottleneck": "large", "frozen": 1.0},
+    "all, nothing frozen": {"frozen": 0.0, "pooling": "mean"},
+}
+
+
+def film_of(film: FiLM) -> reference.Film:
+    return film.scale, film.shift
+
+
+def neck_of(neck: Bottleneck) -> reference.Neck:
+    return reference.Neck(neck.down.weight, neck.up.weight, film_of(neck.inner_film), film_of(neck.outer_film))
+
+
+def modules_of(graft: Any) -> reference.Modules:
+    """The same leaves that the graft trains."""
+    alignment = graft.alignment and (graft.alignment.matrix, film_of(graft.alignment.film))
+    return reference.Modules(
+        alignment,
+        {int(layer): (bias.blocks, film_of(bias.film)) for layer, bias in graft.biases.items()},
+        {int(layer): [film_of(film) for film in films] for layer, films in graft.norms.items()},
+        {int(layer): neck_of(neck) for layer, neck in graft.bottlenecks.items()},
+        graft.config.bottleneck == "large",
+    )
+
+
+def slow(model: GraftedModel) -> list[Tensor]:
+    """Each row's prediction, row by row and without padding."""
+    graft: Any = model.grafts["graft"]
+    base: Any = model.model.base_model
+    activation = ACT2FN[model.backbone.sites.activation]
+    ids, _ = batch()
+    found = []
+    for row, size in enumerate(LENGTHS):
+        name = list(TASKS)[TASK[row]]
+        z = graft.embeddings[task_key(name)]
+        x = base.embeddings(ids[row : row + 1, :size])[0]
+        h = reference.encode(x, base.encoder.layer, modules_of(graft), z, activation)
+        head = graft.heads.linear(name)
+        of_row = h.mean(0) if graft.config.pooling == "mean" else h[0]
+        out = (h if TASKS[name].of_tokens else of_row) @ head.weight.T + head.bias
+        found.append(out.squeeze(-1) if TASKS[name].type == "regression" else out)
+    return found
+
+
+def slow_loss(predictions: list[Tensor]) -> Tensor:
+    """By hand, for `TASK` and `targets()`; the mean of rows."""
+    tags, topic, quality, moods, answer, other = predictions
+    wanted = targets()
+    p = torch.sigmoid(moods)
+    rows = [
+        -torch.stack([tags[t].log_softmax(-1)[wanted[0][t]] for t in range(1, 6)]).mean(),
+        -topic.log_softmax(-1)[2],
+        (quality - 0.7) ** 2,
+        -(torch.log(p[0]) + torch.log(1 - p[1])) / 2,
+        -(answer[:, 0].log_softmax(0)[3] + answer[:, 1].log_softmax(0)[6]) / 2,
+        -other.log_softmax(-1)[0],
+    ]
+    return sum(row.float() for row in rows) / len(rows)  # type: ignore[return-value]  # losses are computed in float32
+
+
+def gradients(model: GraftedModel, loss: Tensor) -> dict[str, Tensor]:
+    parameters = model.trainable_parameters()
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predictions_losses_and_gradients_are_those_of_the_reference(case: str) -> None:
+    with random_model(host(double=True), **CASES[case]) as model:
+        ids, mask = batch()
+        said = {"input_ids": ids, "attention_mask": mask, "extras": {"task": TASK}}
+        wanted = slow(model)
+        for one, other in zip(real(model.predict(**said), mask), wanted, strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
+        loss = model(**said, targets=targets()).loss
+        torch.testing.assert_close(loss, slow_loss(wanted), rtol=1e-5, atol=1e-6)
+        found, expected = gradients(model, loss), gradients(model, slow_loss(wanted))
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(
+                found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_every_module_takes_part_and_has_gradients() -> None:
+    with random_model(host(double=True), modulated=1.0) as model:
+        ids, mask = batch()
+        loss = model(ids, mask, extras={"task": TASK}, targets=targets()).loss
+        assert gradients(model, loss).keys() == model.trainable_parameters().keys()
+
+
+def test_an_untrained_modules_film_learns() -> None:
+    """At the start gamma has a gradient, so that all of it can leave its neutral place."""
+    from conditional_tasks.tools import build
+
+    with GraftedModel(host(), {"graft": build(host(), modulated=1.0)}) as model:
+        ids, mask = batch()
+        found = gradients(model, model(ids, mask, extras={"task": TASK}, targets=targets()).loss)
+        for name in ("alignment.matrix", "alignment.film.scale", "norms.1.0.scale", "bottlenecks.1.up.weight"):
+            assert found[f"grafts.graft.{name}"].abs().max() > 0, name
+        assert found["grafts.graft.biases.1.film.shift"].abs().max() > 0
+
+
+def test_the_printed_alignment_differs_by_the_sum_of_the_input() -> None:
+    x, r, gamma, beta = torch.randn(4), torch.randn(4, 4), torch.randn(4), torch.randn(4)
+    printed = reference.literal_alignment(x, r, gamma, beta)
+    torch.testing.assert_close(printed, (x @ r) * gamma + x.sum() * beta)
+
+
+def test_the_printed_norm_is_one_of_ours() -> None:
+    """gamma = gamma_printed + beta' / gamma', and what beta' then adds goes into beta."""
+    a, own, gamma, beta = torch.randn(6), (torch.randn(6) + 3, torch.randn(6)), torch.randn(6), torch.randn(6)
+    printed = reference.literal_norm(a, own, gamma, beta, 1e-5)
+    ours = gamma + own[1] / own[0]
+    norm = reference.normalised(a, 1e-5) * own[0] + own[1]
+    torch.testing.assert_close(norm * ours + beta - own[1] * ours, printed)
+
+
+def test_covariance_similarity_by_hand() -> None:
+    """X^T X has the eigenvalues 9 and 1 along x and y, and 4 and 4 along both; the last third of a percent is cut."""
+    one = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.05]])
+    other = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 2.0]])
+    # F_i = diag(3, 1), F_j = 2 along y and z: F_i^T F_j holds 1 * 2 alone
+    assert covariance_similarity(one, other) == pytest.approx(2 / (10**0.5 * 8**0.5))
+    assert covariance_similarity(one, 7 * one) == pytest.approx((81 + 1) ** 0.5 / 10)
+    assert covariance_similarity(one[:1], 2 * one[:1]) == pytest.approx(1)
+    assert covariance_similarity(one[:1], other) == 0
+
+
+def test_reference_softmax_is_torchs() -> None:
+    q, k, v, m = torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 3), torch.randn(5, 5)
+    torch.testing.assert_close(
+        reference.attend(q, k, v, m), functional.scaled_dot_product_attention(q, k, v, attn_mask=m)
+    )
