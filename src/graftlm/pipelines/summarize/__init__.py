@@ -1,0 +1,39 @@
+"""Summaries of long documents: select what matters, then write, and say where each sentence came from."""
+
+from graftlm.pipelines.summarize.baselines import Lead, Sumy
+from graftlm.pipelines.summarize.document import Document, Section, Sentence
+from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
+from graftlm.pipelines.summarize.readers import read_document, read_text
+from graftlm.pipelines.summarize.select import Budget, Extract, Ranked, Selector, select
+from graftlm.pipelines.summarize.show import lines_of
+from graftlm.pipelines.summarize.summary import Failure, Link, Summary, documents_in, summarize, summarize_many
+from graftlm.pipelines.summarize.write import LanguageModelWriter, Layout, Wording, Writer, load_writer
+
+__all__ = [
+    "Budget",
+    "Document",
+    "Extract",
+    "Failure",
+    "LanguageModelWriter",
+    "Layout",
+    "Lead",
+    "Link",
+    "Ranked",
+    "Section",
+    "Selector",
+    "Sentence",
+    "Summary",
+    "Sumy",
+    "Wording",
+    "Writer",
+    "documents_in",
+    "lines_of",
+    "load_writer",
+    "oracle_extract",
+    "oracle_labels",
+    "read_document",
+    "read_text",
+    "select",
+    "summarize",
+    "summarize_many",
+]

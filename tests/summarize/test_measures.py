@@ -1,0 +1,61 @@
+"""Figures of a summary on texts where they can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlm.pipelines.summarize.measures import bootstrap, copy_shares, faithfulness, mean_shares, names_of, rouge
+
+pytest.importorskip("rouge_score")
+
+
+def test_rouge_by_hand() -> None:
+    found = rouge(["the cat sat", "on the mat"], ["the cat lay on the mat"])
+    assert found["rouge1"] == pytest.approx(100 * 5 / 6)
+    assert found["rouge2"] == pytest.approx(100 * 2 * (3 / 5) * (3 / 5) / (6 / 5))
+    assert found["rougeL"] == pytest.approx(100 * 5 / 6)  # both sentences together
+    assert rouge(["tea"], ["tea"])["rouge3"] == 0
+
+
+def test_bootstrap_holds_the_mean_and_repeats() -> None:
+    values = [1.0, 2.0, 6.0, 3.0]
+    found = bootstrap(values)
+    assert (found.mean, found.low >= 1, found.high <= 6) == (3.0, True, True)
+    assert found == bootstrap(values)
+    assert bootstrap([2.0]).low == 2.0 == bootstrap([2.0]).high
+    wide = bootstrap([0.0, 1.0] * 200)
+    assert (wide.high - wide.low) / 2 == pytest.approx(1.96 * 0.5 / 20, rel=0.1)  # as a mean of 400 throws
+
+
+def test_copies_are_counted_where_they_come_from() -> None:
+    one, two = copy_shares("a b c d e x", "a b c d e", extract="a b", introduction="b c d", longest=2)
+    assert (one.n, one.copied, one.extract, one.introduction, one.rest) == pytest.approx(
+        (1, 5 / 6, 2 / 6, 2 / 6, 1 / 6)
+    )
+    assert (two.copied, two.extract, two.introduction, two.rest) == pytest.approx((4 / 5, 1 / 5, 2 / 5, 1 / 5))
+
+
+@given(*[st.lists(st.sampled_from("abcd"), min_size=1, max_size=12).map(" ".join)] * 3)
+def test_shares_add_up_and_fall(summary: str, document: str, extract: str) -> None:
+    shares = copy_shares(summary, document, extract=extract)
+    assert len(shares) == len(summary.split())
+    for share in shares:
+        assert share.copied == pytest.approx(share.extract + share.introduction + share.rest)
+    whole = copy_shares(summary, summary)
+    assert all(share.copied == 1 for share in whole)
+    assert set(mean_shares([shares, whole])) == {share.n for share in shares}
+
+
+def test_what_the_source_does_not_have_is_named() -> None:
+    source = "In 2019 Ada Lovelace sold 1,250 cups of tea in Paris."
+    found = faithfulness("We learn that Ada sold 1,250 cups in Berlin. In 2020 she left.", source)
+    assert found.missing == ("2020", "Berlin")
+    assert (found.numbers, found.names) == (0.5, 0.5)
+    assert faithfulness("tea", "tea").numbers is None
+    assert faithfulness("", "tea").words is None
+
+
+def test_names_do_not_begin_sentences() -> None:
+    assert names_of('Tea by Ada. "Cards" are in Rome, I say! The NASA') == ["Ada", "Rome", "NASA"]

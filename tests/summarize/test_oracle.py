@@ -1,0 +1,59 @@
+"""Oracle labels are those of the loop over rouge-score, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlm.pipelines.summarize import oracle, oracle_extract, oracle_labels
+from graftlm.pipelines.summarize.words import rouge_words
+
+rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+SCORERS = {stem: rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=stem) for stem in (True, False)}
+WORDS = ["the", "running", "runs", "Tea", "teas", "a", "3.5", "x-ray", "café", "…", "models"]
+SENTENCE = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
+LONG = st.lists(st.sampled_from(WORDS), min_size=65, max_size=130).map(" ".join)
+
+
+def naive(document: list[str], summary: list[str], stem: bool) -> np.ndarray:
+    found = np.zeros((len(document), len(summary)))
+    for column, wanted in enumerate(summary):
+        for row, sentence in enumerate(document):
+            scores = SCORERS[stem].score(wanted, sentence)
+            found[row, column] = sum(scores[kind].fmeasure for kind in ("rouge1", "rouge2", "rougeL")) / 3
+    return found
+
+
+@settings(max_examples=60)
+@given(st.lists(SENTENCE | LONG, max_size=8), st.lists(SENTENCE | LONG, max_size=4), st.booleans())
+def test_scores_are_those_of_rouge_score_to_the_bit(document: list[str], summary: list[str], stem: bool) -> None:
+    found = oracle.rouge_scores(document, summary, stem=stem)
+    assert found.shape == (len(document), len(summary))
+    assert (found == naive(document, summary, stem)).all()
+
+
+@settings(max_examples=30)
+@given(st.lists(SENTENCE, min_size=1, max_size=8), st.lists(SENTENCE, min_size=1, max_size=3), st.integers(1, 3))
+def test_labels_are_those_of_the_naive_loop(document: list[str], summary: list[str], each: int) -> None:
+    scores = naive(document, summary, True)
+    wanted = [
+        sorted(range(len(document)), key=lambda row: (-scores[row, column], row))[:each]
+        for column in range(len(summary))
+    ]
+    assert oracle_labels(document, summary, each) == wanted
+    assert oracle_extract(document, summary, each) == sorted({index for labels in wanted for index in labels})
+
+
+def test_many_sentences_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = np.random.default_rng(0)
+    document = [" ".join(chance.choice(WORDS, size=chance.integers(0, 20))) for _ in range(50)]
+    whole = oracle.rouge_scores(document, document[:5])
+    monkeypatch.setattr(oracle, "_CELLS", 7)
+    assert (oracle.rouge_scores(document, document[:5]) == whole).all()
+
+
+@given(st.text(max_size=60), st.booleans())
+def test_words_are_the_tokens_of_rouge_score(text: str, stem: bool) -> None:
+    assert rouge_words(text, stem) == SCORERS[stem]._tokenizer.tokenize(text)

@@ -1,0 +1,262 @@
+"""What was read: sentences point at their characters in the source, whatever the form of the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlm.errors import DataError, MissingExtraError
+from graftlm.pipelines.summarize import Document, read_document, read_text
+from graftlm.pipelines.summarize import readers as reading
+from graftlm.pipelines.summarize.document import build_document, plain_title
+from graftlm.pipelines.summarize.sentences import split_sentences
+from summarize.tools import TEA, write_pdf
+
+pypdf = pytest.importorskip("pypdf")
+
+# How a word may be written in each form, and what takes the markup away again.
+WRITTEN = {
+    ".txt": ["{}"],
+    ".md": ["{}", "*{}*", "**{}**", "`{}`", "[{}](http://a.b/c.d)", "[{}](x 'a. b')", "<b>{}</b>", "~~{}~~"],
+    ".html": ["{}", "<b>{}</b>", '<a href="a.b">{}</a>', "<!-- A. B. -->{}", "<em\nid=x>{}</em>"],
+    ".tex": ["{}", r"\textbf{{{}}}", r"{{\em {}}}", r"{}\cite{{a.b}}", r"\emph{{{}}}", "% A. B.\n{}"],
+}
+MARKUP = {
+    ".txt": r"(?!)",
+    ".md": r"\]\([^)]*\)|[*`\[~]|</?b>",
+    ".html": r"<!--.*?-->|<[^>]*>",
+    ".tex": r"\\cite\{[^}]*\}|\\(?:textbf|emph|em )|[{}]|% A\. B\.\n",
+}
+WORD = st.text("aeiounrtlmsdéßжд", min_size=4, max_size=9)
+SENTENCE = st.lists(WORD, min_size=2, max_size=6)
+SPACE = st.sampled_from([" ", " ", "  ", "\n", "\r\n"])
+
+
+@st.composite
+def written(draw, suffix: str) -> tuple[str, list[str]]:
+    """A source, and its words."""
+    source, words = "", []
+    for paragraph in draw(st.lists(st.lists(SENTENCE, min_size=1, max_size=3), min_size=1, max_size=3)):
+        source += "<p>" if suffix == ".html" else ""
+        for sentence in paragraph:
+            for place, word in enumerate(sentence):
+                text = word.capitalize() if place == 0 else word + "." * (place == len(sentence) - 1)
+                words.append(text)
+                source += draw(st.sampled_from(WRITTEN[suffix])).format(text) + draw(SPACE)
+        source += "\n\n"
+    return source, words
+
+
+def check_places(document: Document) -> None:
+    """Spans rise, and what they cut out of the source is what the sentence says."""
+    behind = (0, 0)
+    for sentence in document.sentences:
+        page = document.pages[(sentence.page or 1) - 1]
+        assert page[sentence.start : sentence.end] == sentence.source
+        assert behind <= ((sentence.page or 1), sentence.start) < ((sentence.page or 1), sentence.end)
+        behind = (sentence.page or 1), sentence.end
+
+
+@pytest.mark.parametrize("suffix", WRITTEN)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> None:
+    source, words = data.draw(written(suffix))
+    document = read_text(source, suffix)
+    check_places(document)
+    assert " ".join(sentence.text for sentence in document.sentences).split() == words
+    for sentence in document.sentences:
+        bare = re.sub(MARKUP[suffix], "", sentence.source, flags=re.DOTALL)
+        assert " ".join(bare.split()) == sentence.text
+
+
+@settings(max_examples=25)
+@given(st.text(max_size=200))
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
+def test_any_text_is_read_or_refused_in_a_sentence(suffix: str, text: str) -> None:
+    try:
+        check_places(read_text(text, suffix))
+    except DataError as refusal:
+        message = str(refusal)
+        assert "sentence" in message
+
+
+def test_markdown_leaves_out_what_is_no_prose() -> None:
+    source = "---\ntitle: No. Not this.\n---\n\nOne &amp; two\\*.\n\n| a. | b. |\n|---|---|\n| c. | d. |\n\n"
+    source += "```\ncode. x\n```\n\n"
+    source += "> - Three ![alt. x](i.png) `fo\n>   ur` five.\n"
+    found = [(sentence.text, sentence.source) for sentence in read_text(source, ".md").sentences]
+    assert found == [
+        ("One & two*.", "One &amp; two\\*."),
+        ("Three fo ur five.", "Three ![alt. x](i.png) `fo\n>   ur` five."),
+    ]
+
+
+def test_html_leaves_out_what_is_no_prose() -> None:
+    source = "<head><title>No.</title></head><script>x. y</script><h2>Head</h2>"
+    source += "Caf&eacute; is&nbsp;1 &lt 2.<table><td>T.</table><p>B"
+    document = read_text(source, ".html")
+    assert [sentence.text for sentence in document.sentences] == ["Café is 1 < 2.", "B"]
+    assert document.sentences[0].source == "Caf&eacute; is&nbsp;1 &lt 2."
+    assert [section.title for section in document.sections] == ["Head"]
+
+
+def test_latex_reads_what_is_printed() -> None:
+    source = r"""\documentclass{article}\title{No.}\begin{document}\begin{abstract}We do it.\end{abstract}
+\section{On \emph{tea}}\label{s. t} It's caf\'e~$x^2$ --- 5\% more\footnote{A. B.}.
+\begin{equation}a. b\end{equation} \begin{itemize}\item One.\item Two.\end{itemize}\end{document}"""
+    document = read_text(source, ".tex")
+    assert [sentence.text for sentence in document.sentences] == [
+        "We do it.", "It's café $x^2$ — 5% more.", "One.", "Two.",
+    ]  # fmt: skip
+    assert document.sentences[1].source == r"It's caf\'e~$x^2$ --- 5\% more\footnote{A. B.}."
+    assert [section.title for section in document.sections] == ["Abstract", "On tea"]
+    check_places(document)
+
+
+def test_plain_text_has_headings_and_items() -> None:
+    source = "\ufeffTitle\n=====\n\nOne is\nhere.\n- two\n- three\n\n2.1 Methods\n\nFour.\n\nRESULTS\n\nFive."
+    source = source.replace("\n", "\r\n")
+    document = read_text(source, ".txt")
+    check_places(document)
+    assert [sentence.text for sentence in document.sentences] == ["One is here.", "two", "three", "Four.", "Five."]
+    assert [(section.title, section.level) for section in document.sections] == [
+        ("Title", 1), ("2.1 Methods", 2), ("RESULTS", 1),
+    ]  # fmt: skip
+
+
+def test_a_pdf_tells_the_page(tmp_path: Path) -> None:
+    document = read_document(write_pdf(tmp_path / "a.pdf", "1 Introduction\n\nOne is\nhere. Two.", "2 Method\nThree."))
+    check_places(document)
+    assert [(sentence.text, sentence.page) for sentence in document.sentences] == [
+        ("One is here.", 1), ("Two.", 1), ("Three.", 2),
+    ]  # fmt: skip
+    pages = [page.extract_text() for page in pypdf.PdfReader(tmp_path / "a.pdf").pages]
+    third = document.sentences[2]
+    assert pages[1][third.start : third.end] == "Three."
+    assert document.introduction == range(2)
+
+
+def test_introduction_and_what_may_be_selected() -> None:
+    document = read_text(TEA, ".md")
+    assert document.introduction == range(3)
+    assert document.selectable == list(range(9))  # not the reference
+    assert read_text("No heading at all. None.").introduction is None
+    nested = read_text("# Introduction\n\n## Why\n\nOne. Two.\n\n# Method\n\nThree.", ".md")
+    assert nested.introduction == range(2)
+
+
+@pytest.mark.parametrize(
+    ("title", "plain"),
+    [("2.1 Background:", "background"), ("IV. Results", "results"), ("Introduction", "introduction")],
+)
+def test_headings_lose_their_number(title: str, plain: str) -> None:
+    assert plain_title(title) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "count"),
+    [
+        ("你好。我叫李明！你呢？", "zh", 3),
+        ("これはテストです。次の文です。", "ja", 2),
+        ("هذا اختبار. هل هذا صحيح؟ نعم.", "ar", 3),
+        ("שלום לך. מה שלומך? טוב.", "he", 3),
+        ("यह एक वाक्य है। यह दूसरा है।", "hi", 2),
+        ("Это тест. Вот второй.", "ru", 2),
+        ("See e.g. Fig. 2 of the U.S. report. It costs $3.50.", "en", 2),
+    ],
+)
+def test_scripts_are_split_by_their_marks(text: str, language: str, count: int) -> None:
+    document = read_text(text)
+    check_places(document)
+    assert (document.language, len(document.sentences)) == (language, count)
+
+
+def test_a_script_without_marks_is_refused() -> None:
+    with pytest.raises(DataError, match="Thai script, where no mark ends a sentence"):
+        read_text("สวัสดีครับ ผมชื่อสมชาย")
+
+
+def test_a_line_break_is_a_space_to_the_splitter() -> None:
+    assert len(list(split_sentences("It was Dr.\nSmith who came. He left."))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.docx", b"x", "is no document that can be read"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 text"),
+        ("a.txt", b"a\0b", "is a binary file"),
+        ("a.txt", b" \n--- \n", "has no sentence"),
+        ("a.md", b"```\nx\n```", "has no sentence"),
+        ("a.pdf", b"hello", "is not a whole PDF file"),
+        ("a.pdf", b"", "is not a whole PDF file"),
+    ],
+)
+def test_what_can_not_be_read_is_told_in_a_sentence(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_document(tmp_path / name)
+    with pytest.raises(DataError, match="can't be read"):
+        read_document(tmp_path / "none.txt")
+
+
+def test_encrypted_and_scanned_pdfs_are_refused(tmp_path: Path) -> None:
+    whole = write_pdf(tmp_path / "a.pdf", "One. Two.")
+    for name, password in (("locked", "secret"), ("open", "")):
+        writer = pypdf.PdfWriter(clone_from=whole)
+        writer.encrypt(password, owner_password="owner", algorithm="RC4-128")
+        writer.write(tmp_path / f"{name}.pdf")
+    assert len(read_document(tmp_path / "open.pdf").sentences) == 2  # protected against changes alone
+    with pytest.raises(DataError, match="is encrypted and asks for a password"):
+        read_document(tmp_path / "locked.pdf")
+    picture = Path(mpl.get_data_path()) / "images" / "home.pdf"
+    with pytest.raises(DataError, match="no text, as scanned pages have"):
+        read_document(picture)
+    (tmp_path / "half.pdf").write_bytes(whole.read_bytes()[:300])
+    with pytest.raises(DataError, match="is not a whole PDF file"):
+        read_document(tmp_path / "half.pdf")
+
+
+def test_a_file_of_200_mb_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(200_000_000)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("was read"))
+    with pytest.raises(DataError, match=r"has 200,000,000 bytes, and one document may have .*: split it"):
+        read_document(tmp_path / "a.txt")
+
+
+def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_CHARACTERS", 20)
+    with pytest.raises(DataError, match="has 21 characters"):
+        read_text("x" * 21)
+    with pytest.raises(DataError, match="more than 20 characters"):
+        read_document(write_pdf(tmp_path / "a.pdf", "One two three.", "Four five six."))
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "markdown_it", None)
+    with pytest.raises(
+        MissingExtraError, match=r"Reading Markdown needs the package markdown-it-py.*graftlm\[summarize\]"
+    ):
+        build_document("x", ["x"], reading.markdown_blocks("x"))
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("eips", ".md"), ("keps", ".md"), ("peps", ".rst")])
+def test_real_documents_keep_their_places(data_dir: Path, name: str, suffix: str) -> None:
+    with (data_dir / "longdocs" / f"{name}.jsonl").open(encoding="utf-8") as file:
+        rows = [json.loads(next(file)) for _ in range(10)]
+    for row in rows:
+        document = read_text(row["text"], suffix, row["id"])
+        check_places(document)
+        for sentence in document.sentences:
+            if "&" in sentence.source or "\\" in sentence.source:
+                continue
+            rest = iter(sentence.source)
+            assert all(letter in rest for letter in sentence.text if letter != " "), row["id"]

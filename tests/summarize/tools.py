@@ -1,0 +1,38 @@
+"""Documents for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.figure import Figure
+
+TEA = """# A study of tea
+
+## 1. Introduction
+
+Tea is drunk by *many* people. Most of them live in Asia. We ask what tea does to attention, in 3 groups of 40 persons.
+
+## 2. Method
+
+Persons drank tea or water. They then sorted cards for 20 minutes. Nobody knew what was in the cup until the end.
+
+## 3. Results
+
+Those who drank tea sorted 12% more cards. Attention rose in all groups of persons who drank tea. It fell with water.
+
+## References
+
+Persons who drank tea sorted more cards, 1999.
+"""
+
+
+def write_pdf(path: Path, *pages: str) -> Path:
+    """A PDF with a text on each page."""
+    with mpl.rc_context({"pdf.fonttype": 42}), PdfPages(path) as pdf:
+        for page in pages:
+            figure = Figure(figsize=(8, 11))
+            figure.text(0.1, 0.5, page)
+            pdf.savefig(figure)
+    return path
