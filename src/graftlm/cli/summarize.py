@@ -1,0 +1,84 @@
+"""The verb that summarises documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graftlm.cli.common import Device, Quiet, Trust, emit, say_unless, settle
+
+
+def summarize(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE", help="Plain text, Markdown, HTML, LaTeX or PDF; several, and folders, are fine."
+        ),
+    ],
+    budget: Annotated[
+        str,
+        typer.Option(metavar="N[s|c|t]", help="The extract at most: sentences, characters, or the writer's tokens."),
+    ] = "10s",
+    writer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A model's or graft's folder; by default the extract is the summary."),
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that the writer writes, at most.")] = 160,
+    method: Annotated[
+        str, typer.Option(metavar="HOW", help="How it chooses tokens: greedy, beam or sample.")
+    ] = "greedy",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the choices of sample.")] = 0,
+    language: Annotated[
+        str | None,
+        typer.Option(metavar="CODE", help="As de; by default told by the script, Latin counting as English."),
+    ] = None,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="One line of JSON for each document; a bad one is named, and passed over.")
+    ] = False,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with spans, and nothing else.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Summarise documents, and say where each sentence came from."""
+    settle()
+    from graftlm.pipelines import pipeline
+
+    room = pipeline("summarize")
+    wording = room.Wording.parse({"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize")
+    options = {"budget": room.Budget.read(budget), "language": language}
+    if writer is not None:
+        options["writer"] = room.load_writer(writer, wording, device=device, trust_remote_code=trust_remote_code)
+    paths = room.documents_in(files)
+    if batch:
+        return _stream(room.summarize_many(paths, **options), say_unless(quiet))
+    found = [room.summarize(path, **options) for path in paths]
+    emit([summary.to_json() for summary in found], as_json, lambda: _show(found, room, say_unless(quiet)))
+    return None
+
+
+def _stream(found: Any, say: Any) -> None:
+    """Print a line for each document as soon as it is done; exit with 2 when one of them failed."""
+    failed = total = 0
+    for done in found:
+        row = done.to_json()
+        failed, total = failed + ("error" in row), total + 1
+        typer.echo(json.dumps(row))
+    if failed:
+        say(f"error: {failed} of {total} documents have no summary: the key error of their lines says why.")
+        raise typer.Exit(2)
+
+
+def _show(found: list[Any], room: Any, say: Any) -> None:
+    for summary in found:
+        for text in summary.notes:
+            say(f"note: {text}")
+        if len(found) > 1:
+            typer.echo(f"{summary.document.where}\n")
+        for line in room.lines_of(summary):
+            typer.echo(line)
+        if summary is not found[-1]:
+            typer.echo("")
