@@ -16,7 +16,7 @@ from graftlm.grafts.conditional_tasks import covariance_similarity, reference
 from graftlm.grafts.conditional_tasks.modules import Bottleneck, FiLM
 from graftlm.grafts.heads import task_key
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
 CASES: dict[str, dict[str, Any]] = {
     "nothing": OFF,
     "attention": OFF | {"attention": "blocks"},

@@ -47,7 +47,7 @@ class ConditionalTasks(Graft):
         self.to(backbone.device)
         names = trained_names(backbone.model, self.config.frozen)
         parameters = dict(backbone.model.named_parameters())
-        self._expected = {name: torch.empty(parameters[name].shape, device="meta") for name in names}
+        self._originals = {name: parameters[name] for name in names}  # in a dict, which no Module registers
         self._copy: list[PreTrainedModel] = []
         self._pending: dict[str, Tensor] | None = None
         self._fixed: set[str] | None = None  # the old tasks, where only new ones train
@@ -113,9 +113,10 @@ class ConditionalTasks(Graft):
                 )
             return TaskBatch(zs[0][None], None)
         found, which_B = task_B.unique(return_inverse=True)
-        if found[0] < 0 or found[-1] >= len(zs):
-            raise GraftError(f"There is no task number {int(found[-1])}: the graft has {len(zs)}, counted from 0.")
-        z_UZ = torch.stack([zs[task] for task in found.tolist()])
+        numbers = found.tolist()
+        if wrong := [number for number in numbers if not 0 <= number < len(zs)]:
+            raise GraftError(f"There is no task number {wrong[0]}: the graft has {len(zs)}, counted from 0.")
+        z_UZ = torch.stack([zs[number] for number in numbers])
         return TaskBatch(z_UZ, None if len(found) == 1 else which_B.to(z_UZ.device))
 
     def _embeddings(self) -> list[Tensor]:
@@ -242,9 +243,9 @@ class ConditionalTasks(Graft):
         return [copied] if self._fixed is not None else outside(copied, trained_roots(copied, self.config.frozen))
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        if not self._expected:
+        if not self._originals:
             return model
-        self._copy = [sharing_copy(model, list(self._expected))]
+        self._copy = [sharing_copy(model, list(self._originals))]
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load_copied(pending)
@@ -264,17 +265,17 @@ class ConditionalTasks(Graft):
 
     def _copied(self) -> dict[str, Tensor]:
         if not self._copy:
-            return dict(self._pending or {})
+            return self._pending or {name: parameter.detach() for name, parameter in self._originals.items()}
         parameters = dict(self._copy[0].named_parameters())
-        return {name: parameters[name].detach() for name in self._expected}
+        return {name: parameters[name].detach() for name in self._originals}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(self.state_dict())
-        check_tensors(own | {_COPIED + name: tensor for name, tensor in self._expected.items()}, tensors)
+        check_tensors(own | {_COPIED + name: tensor for name, tensor in self._originals.items()}, tensors)
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(tensors[name])
-        self._load_copied({name: tensors[_COPIED + name] for name in self._expected})
+        self._load_copied({name: tensors[_COPIED + name] for name in self._originals})
 
     def _load_copied(self, tensors: Mapping[str, Tensor]) -> None:
         if not self._copy:

@@ -1,0 +1,212 @@
+"""Tasks that a trained graft gets later: the old ones stay as they are to the bit, and the nearest gives the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conditional_tasks.tools import SMALL, TASK, TASKS, batch, build, host, random_model, randomise, targets
+from graftlm.artifact import load_graft, save_graft
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
+from graftlm.grafts.conditional_tasks.adding import left_out_error
+from graftlm.grafts.heads import TaskSpec
+
+TOPICS = TASKS["topics"]
+NEW = {"news": TOPICS}
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return host()
+
+
+@pytest.fixture(scope="module")
+def folder(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained graft's."""
+    with random_model(backbone) as model:
+        path = tmp_path_factory.mktemp("trained") / "graft"
+        return save_graft(model.grafts["graft"], backbone, path)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def extended(backbone: Backbone, folder: Path) -> Iterator[GraftedModel]:
+    with GraftedModel(backbone, {"graft": extend(backbone, folder)}) as model:
+        yield model
+
+
+def extend(backbone: Backbone, folder: Path, tasks: Any = None, **config: Any) -> ConditionalTasks:
+    return ConditionalTasks(ConditionalTasksConfig(tasks=tasks or NEW, extends=str(folder), **config), backbone)
+
+
+@torch.no_grad()
+def old_predictions(model: GraftedModel) -> list[Tensor]:
+    ids, mask = batch()
+    return model.eval().predict(ids, mask, {"task": TASK})
+
+
+def rows(task: int, labels: list[int]) -> dict[str, Any]:
+    """Of a classification task."""
+    ids, mask = batch()
+    extras = {"task": torch.full((len(ids),), task)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "extras": extras,
+        "targets": [torch.tensor(label) for label in labels],
+    }
+
+
+def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
+    backbone: Backbone, folder: Path, extended: GraftedModel, tmp_path: Path
+) -> None:
+    graft: Any = extended.grafts["graft"]
+    assert list(graft.tasks()) == [*TASKS, "news"]
+    with_old = load_graft(folder, backbone)
+    trained = extended.trainable_parameters()
+    own = ("embeddings.task:news", "heads.linears.task:news.weight", "heads.linears.task:news.bias")
+    assert set(trained) == {f"grafts.graft.{name}" for name in own}
+    optimiser = torch.optim.AdamW(trained.values(), lr=0.1, weight_decay=0.1)
+    before, losses = old_predictions(extended), []
+    for _ in range(5):
+        optimiser.zero_grad()
+        loss = extended.train()(**rows(5, [0, 1, 2, 0, 1, 2])).loss
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert all(torch.equal(a, b) for a, b in zip(old_predictions(extended), before, strict=True))
+    save_graft(graft, backbone, tmp_path / "more")
+    extended.detach()
+    manifest = json.loads((tmp_path / "more" / "graft.json").read_text())
+    assert manifest["config"]["extends"] is None
+    assert manifest["config"]["block"] == SMALL["block"], "settings are the old graft's"
+    with GraftedModel(backbone, {"graft": load_graft(tmp_path / "more", backbone)}) as again:
+        assert all(torch.equal(a, b) for a, b in zip(old_predictions(again), before, strict=True))
+    with GraftedModel(backbone, {"graft": with_old}) as alone:
+        assert all(torch.equal(a, b) for a, b in zip(old_predictions(alone), before, strict=True))
+
+
+def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None:
+    with random_model(backbone) as model:
+        graft: Any = model.grafts["graft"]
+        before = old_predictions(model)
+        graft.add_task("news", TOPICS, like="topics")
+        assert len(model.trainable_parameters()) == 3
+        assert all(torch.equal(a, b) for a, b in zip(old_predictions(model), before, strict=True))
+        ids, mask = batch()
+        new = model.predict(ids[1:2], mask[1:2], {"task": torch.tensor([5])})
+        torch.testing.assert_close(new[0], before[1], rtol=1e-5, atol=1e-5)
+        graft.add_task("again", TOPICS)
+        assert len(model.trainable_parameters()) == 6, "both are new"
+
+
+def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: Backbone, tmp_path: Path) -> None:
+    tasks = {"quality": TASKS["quality"], "one": TOPICS, "two": TOPICS}
+    graft = randomise(build(backbone, tasks))
+    save_graft(graft, backbone, tmp_path / "graft")
+    for wanted in ("one", "two"):
+        with GraftedModel(backbone, {"graft": extend(backbone, tmp_path / "graft")}) as model:
+            made: Any = model.grafts["graft"]
+            answered = rows(list(tasks).index(wanted), [0] * 6)
+            answered.pop("targets")
+            said = [int(p.argmax()) for p in model.eval().predict(**answered)]
+            found = made.start_tasks(model.train(), {"news": rows(3, said), "one": rows(1, said)})
+            assert list(found) == ["news"]
+            assert found["news"]["like"] == wanted
+            assert found["news"]["by"] == "zero-shot loss"
+            assert set(found["news"]["scores"]) == {"one", "two"}
+            assert torch.equal(made.embeddings["task:news"], made.embeddings[f"task:{wanted}"])
+            assert torch.equal(made.heads.linear("news").weight, made.heads.linear(wanted).weight)
+            assert model.training
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TaskSpec(type="classification", labels=["a", "b"]),
+        TaskSpec(type="multi-label", labels=["a", "b", "c"]),
+        TaskSpec(type="tagging", labels=["O", "B-x"]),
+    ],
+    ids=lambda spec: spec.type,
+)
+def test_without_a_task_that_says_the_same_features_decide(backbone: Backbone, folder: Path, spec: TaskSpec) -> None:
+    targets = {
+        "classification": [torch.tensor(row % 2) for row in range(6)],
+        "multi-label": [torch.tensor([1.0, row % 2, 0.0]) for row in range(6)],
+        "tagging": [torch.tensor([-100, 0, 1, 0] + [-100] * 9) for _ in range(6)],
+    }[spec.type]
+    with GraftedModel(backbone, {"graft": extend(backbone, folder, {"news": spec})}) as model:
+        found = model.grafts["graft"].start_tasks(model, {"news": rows(5, [0] * 6) | {"targets": targets}})["news"]  # type: ignore[operator]
+        assert found["by"] == "left-out error"
+        assert set(found["scores"]) == set(TASKS)
+        assert found["scores"][found["like"]] == min(found["scores"].values())
+
+
+def test_a_regression_and_a_span_find_one_that_says_the_same(backbone: Backbone, folder: Path) -> None:
+    new = {"marks": TASKS["quality"], "places": TASKS["answers"]}
+    with GraftedModel(backbone, {"graft": extend(backbone, folder, new)}) as model:
+        asked = {
+            "marks": rows(5, [0] * 6) | {"targets": [torch.tensor(0.5)] * 6},
+            "places": rows(6, [0] * 6) | {"targets": [torch.tensor([1, 2])] * 6},
+        }
+        found = model.grafts["graft"].start_tasks(model, asked)  # type: ignore[operator]
+        assert {name: one["like"] for name, one in found.items()} == {"marks": "quality", "places": "answers"}
+
+
+def test_left_out_error_is_that_of_leaving_each_out() -> None:
+    x, y = torch.randn(9, 4).double(), torch.randn(9, 2).double()
+    mean_diagonal = (x - x.mean(0)).square().sum() / 9
+    wanted = []
+    for ridge in (0.01, 0.1, 1.0, 10.0):
+        errors = []
+        for out in range(9):
+            kept = [i for i in range(9) if i != out]
+            a, b = x[kept] - x[kept].mean(0), y[kept] - y[kept].mean(0)
+            w = torch.linalg.solve(a.T @ a + ridge * mean_diagonal * torch.eye(4).double(), a.T @ b)
+            errors.append((y[out] - y[kept].mean(0) - (x[out] - x[kept].mean(0)) @ w).square().sum())
+        wanted.append(sum(errors) / (y - y.mean(0)).square().sum())
+    assert left_out_error(x, y) == pytest.approx(float(min(wanted)), rel=1e-6)
+
+
+def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> None:
+    made = extend(backbone, folder, like="topics")
+    assert torch.equal(made.embeddings["task:news"], made.embeddings["task:topics"])
+    with GraftedModel(backbone, {"graft": made}) as model:
+        assert made.start_tasks(model, {"news": rows(5, [0] * 6)}) == {"news": {"like": "topics", "by": "the config"}}
+    with pytest.raises(GraftError, match="no task topic to start news from: name one of topics, quality,"):
+        extend(backbone, folder, like="topic")
+
+
+def test_a_graft_that_extends_none_has_nothing_to_start(backbone: Backbone) -> None:
+    with random_model(backbone) as model:
+        assert model.grafts["graft"].start_tasks(model, {"topics": rows(0, [0] * 6)}) == {}  # type: ignore[operator]
+
+
+def test_what_can_not_be_extended(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="which is to be extended, is not a whole graft .FileNotFoundError."):
+        extend(backbone, tmp_path)
+    with pytest.raises(RecipeError, match="has a task topics already: name the new one another way"):
+        extend(backbone, folder, {"topics": TOPICS})
+    with pytest.raises(WrongBackboneError, match="was trained on another backbone than distilbert"):
+        extend(host("distilbert"), folder)
+    from graftlm.grafts import build_graft, graft_config
+
+    save_graft(build_graft(graft_config({"kind": "adapter"}), backbone), backbone, tmp_path / "adapter")
+    with pytest.raises(ArtifactError, match="is a graft of the kind adapter: name a conditional-tasks"):
+        extend(backbone, tmp_path / "adapter")
+    with pytest.raises(GraftError, match="The task name 'topics' is there already"):
+        build(backbone).add_task("topics", TOPICS)
+
+
+def test_targets_are_what_the_tools_say() -> None:
+    """Guards the rows that other tests here rely on."""
+    assert [tuple(target.shape) for target in targets()] == [(13,), (), (), (2,), (2,), ()]

@@ -1,0 +1,110 @@
+"""Heads, losses and uncertainty, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from graftlm.errors import GraftError
+from graftlm.grafts.heads import Heads, TaskSpec, pooled, row_losses, uncertainty
+
+TASKS = {
+    "topics": TaskSpec(type="classification", labels=["a", "b", "c"]),
+    "names": TaskSpec(type="tagging", labels=["O", "B"]),
+    "moods": TaskSpec(type="multi-label", labels=["x", "y"]),
+    "marks": TaskSpec(type="regression"),
+    "answers": TaskSpec(type="span"),
+}
+
+
+def test_pooling_reads_the_real_tokens() -> None:
+    hidden = torch.arange(12.0).view(2, 3, 2)
+    mask = torch.tensor([[False, True, True], [True, False, False]])
+    assert pooled(hidden, mask, "first").tolist() == [[2, 3], [6, 7]]
+    assert pooled(hidden, mask, "last").tolist() == [[4, 5], [6, 7]]
+    assert pooled(hidden, mask, "mean").tolist() == [[3, 4], [6, 7]]
+
+
+def test_every_row_goes_to_its_head() -> None:
+    heads = Heads(TASKS, 4).eval()
+    hidden, task = torch.randn(6, 5, 4), torch.tensor([4, 0, 3, 1, 2, 0])
+    found = heads(hidden, None, task)
+    assert [tuple(one.shape) for one in found] == [(5, 2), (3,), (), (5, 2), (2,), (3,)]
+    linear = heads.linear("topics")
+    torch.testing.assert_close(found[5], linear(hidden[5, 0]))
+    torch.testing.assert_close(found[3], heads.linear("names")(hidden[3]))
+    with pytest.raises(GraftError, match="no task number 5"):
+        heads(hidden, None, task + 1)
+
+
+def test_only_heads_of_rows_have_gradients() -> None:
+    heads = Heads(TASKS, 4)
+    heads(torch.randn(2, 5, 4), None, torch.tensor([0, 0]))[0].sum().backward()
+    assert {name for name, p in heads.named_parameters() if p.grad is not None} == {
+        "linears.task:topics.weight",
+        "linears.task:topics.bias",
+    }
+
+
+def test_dropout_is_in_training_alone() -> None:
+    heads = Heads(TASKS, 4, dropout=0.5)
+    hidden, task = torch.randn(1, 5, 4), torch.tensor([0])
+    assert not torch.equal(heads(hidden, None, task)[0], heads(hidden, None, task)[0])
+    heads.eval()
+    assert torch.equal(heads(hidden, None, task)[0], heads(hidden, None, task)[0])
+
+
+def test_losses_by_hand() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+    found = row_losses(TASKS["topics"], logits, torch.tensor([1, 2]))
+    total = math.e + math.e**2 + 1
+    assert found.tolist() == pytest.approx([math.log(total) - 2, math.log(3)])
+    assert row_losses(TASKS["marks"], torch.tensor([1.0]), torch.tensor([3.0])).tolist() == [4.0]
+    moods = row_losses(TASKS["moods"], torch.tensor([[0.0, 2.0]]), torch.tensor([[1, 0]]))
+    assert moods.item() == pytest.approx((math.log(2) + math.log(1 + math.e**2)) / 2)
+    tags = torch.zeros(2, 3, 2)
+    found = row_losses(TASKS["names"], tags, torch.tensor([[-100, 0, 1], [-100, -100, -100]]))
+    assert found.tolist() == pytest.approx([math.log(2), 0]), "a row without labels loses nothing"
+    span = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
+    found = row_losses(TASKS["answers"], span, torch.tensor([[0, 1]]))
+    assert found.item() == pytest.approx((math.log(2) + math.log(math.e + 1)) / 2)
+
+
+def test_losses_keep_the_rows_order() -> None:
+    heads = Heads(TASKS, 4).eval()
+    task = torch.tensor([0, 3, 0, 3])
+    predictions = heads(torch.randn(4, 5, 4), None, task)
+    targets = [torch.tensor(2), torch.tensor(1.0), torch.tensor(0), torch.tensor(-1.0)]
+    found = heads.losses(predictions, targets, task)
+    assert found[2].item() == pytest.approx(functional.cross_entropy(predictions[2], targets[2]).item())
+    assert found[3].item() == pytest.approx(((predictions[3] + 1) ** 2).item())
+
+
+def test_uncertainty_by_hand() -> None:
+    sure, unsure = torch.tensor([50.0, 0.0, 0.0]), torch.zeros(3)
+    half = torch.tensor([0.0, 0.0, -50.0])
+    predictions = [sure, unsure, half, torch.tensor(0.3), torch.zeros(4, 2)]
+    specs = [TASKS[name] for name in ("topics", "topics", "topics", "marks", "answers")]
+    found = uncertainty(predictions, specs)
+    assert found[3] is None
+    assert found[4] is None
+    assert [float(one) for one in found[:3]] == pytest.approx([0, 1, math.log(2) / math.log(3)], abs=1e-6)  # type: ignore[arg-type]
+    moods = uncertainty([torch.tensor([0.0, 50.0])], [TASKS["moods"]])[0]
+    assert float(moods) == pytest.approx(0.5)  # type: ignore[arg-type]
+
+
+def test_uncertainty_of_tags_counts_labelled_tokens() -> None:
+    tags = torch.tensor([[0.0, 0.0], [50.0, 0.0], [0.0, 0.0]])
+    spec = [TASKS["names"]]
+    assert float(uncertainty([tags], spec)[0]) == pytest.approx(2 / 3)  # type: ignore[arg-type]
+    assert float(uncertainty([tags], spec, [torch.tensor([0, 1, -100])])[0]) == pytest.approx(0.5)  # type: ignore[arg-type]
+    assert float(uncertainty([tags], spec, [torch.tensor([-100] * 3)])[0]) == 0  # type: ignore[arg-type]
+
+
+def test_names_of_heads() -> None:
+    for name, why in (("topics", "is there already"), ("a.b", "has a dot in it"), ("", "is empty")):
+        with pytest.raises(GraftError, match=f"The task name '{name}' {why}: name the task another way"):
+            Heads(TASKS, 4).add(name, TASKS["topics"])

@@ -1,0 +1,187 @@
+"""What a row is predicted to be depends on the row and its task alone, on every kind of encoder and on a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, build, host, random_model, real, targets
+from graftlm.errors import GraftError
+from graftlm.grafts import GraftedModel
+from graftlm.grafts.conditional_tasks.modules import ConditionalBias, Places, TaskBatch
+from graftlm.grafts.heads import TaskSpec
+from tiny import ENCODERS, tiny_ids
+
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def alone(model: GraftedModel, pad: int = 0) -> list[Tensor]:
+    """Each row in a batch of its own, without padding."""
+    ids, _ = batch(pad=pad)
+    found = []
+    for row, size in enumerate(LENGTHS):
+        found += model.predict(ids[row : row + 1, :size], extras={"task": TASK[row : row + 1]})
+    return found
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*ENCODERS, "llama"])
+@pytest.mark.parametrize("bottleneck", ["base", "large"])
+def test_a_mixed_batch_equals_the_tasks_one_by_one_whatever_the_padding(family: str, bottleneck: str) -> None:
+    pooling = "last" if family == "llama" else "first"
+    with random_model(host(family, double=True), bottleneck=bottleneck, pooling=pooling) as model:
+        wanted = alone(model)
+        for side, length in (("right", 13), ("left", 13), ("right", 17), ("left", 29)):
+            ids, mask = batch(side, length)
+            same(real(model.predict(ids, mask, {"task": TASK}), mask), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["first", "mean", "last"])
+def test_no_pooling_reads_padding(pooling: str) -> None:
+    with random_model(host(double=True), pooling=pooling) as model:
+        wanted = alone(model)
+        ids, mask = batch("left", 16)
+        ids[mask == 0] = 77
+        same(real(model.predict(ids, mask, {"task": TASK}), mask), wanted)
+
+
+@torch.no_grad()
+def test_a_span_never_lies_in_the_padding() -> None:
+    with random_model(host()) as model:
+        ids, mask = batch("left", 20)
+        start, end = model.predict(ids, mask, {"task": TASK})[4].T
+        assert start.softmax(0)[mask[4] == 0].sum() == end.softmax(0)[mask[4] == 0].sum() == 0
+
+
+def test_losses_of_parts_add_up_to_that_of_the_batch() -> None:
+    with random_model(host(double=True)) as model:
+        ids, mask = batch()
+        whole = model(ids, mask, extras={"task": TASK}, targets=targets()).loss
+        totals = torch.tensor([6.0, 58.0])
+        parts = [
+            model(ids[i : i + 2], mask[i : i + 2], extras={"task": TASK[i : i + 2]}, targets=targets()[i : i + 2],
+                  totals=totals).loss
+            for i in (0, 2, 4)
+        ]  # fmt: skip
+        torch.testing.assert_close(torch.stack(parts).sum(), whole, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*ENCODERS, "llama"])
+def test_untrained_it_is_the_backbone_to_the_bit(family: str) -> None:
+    backbone = host(family)
+    ids, mask = batch()
+    bare = backbone.model.base_model(input_ids=ids, attention_mask=mask)[0]
+    for changes in ({}, {"bottleneck": "large", "frozen": 0.0}, OFF):
+        with GraftedModel(backbone, {"graft": build(backbone, **changes)}).eval() as model:
+            assert torch.equal(model.encode(ids, mask, {"task": TASK})[mask == 1], bare[mask == 1])
+
+
+def test_a_tasks_embedding_tells_on_its_rows_alone() -> None:
+    with random_model(host()) as model:
+        graft: Any = model.grafts["graft"]
+        ids, mask = batch()
+        with torch.no_grad():
+            before = model.predict(ids, mask, {"task": TASK})
+            graft.embeddings["task:topics"].add_(1)
+            after = model.predict(ids, mask, {"task": TASK})
+        for row, task in enumerate(TASK.tolist()):
+            assert torch.allclose(before[row], after[row], atol=1e-6) == (task != 0)
+
+
+def test_one_task_need_not_be_told() -> None:
+    tasks = {"topics": TASKS["topics"]}
+    with random_model(host(), tasks=tasks) as model:
+        ids, mask = batch()
+        told = model.predict(ids, mask, {"task": torch.zeros(len(ids), dtype=torch.long)})
+        assert all(torch.equal(a, b) for a, b in zip(model.predict(ids, mask), told, strict=True))
+
+
+def test_what_a_batch_must_say() -> None:
+    with random_model(host()) as model:
+        ids, mask = batch()
+        with pytest.raises(GraftError, match="has 5 tasks .topics, quality, .* does not say which"):
+            model.predict(ids, mask)
+        for wrong in (7, -1):
+            with pytest.raises(GraftError, match=f"no task number {wrong}: the graft has 5, counted from 0"):
+                model.predict(ids, mask, {"task": TASK.clamp(max=3).index_fill(0, torch.tensor([2]), wrong)})
+        long, ones = tiny_ids(6, 40), torch.ones(6, 40, dtype=torch.long)
+        with pytest.raises(GraftError, match="A row has 40 tokens, and conditional attention was built for 30: cut"):
+            model.predict(long, ones, {"task": TASK})
+        ones[:, 30:] = 0
+        assert len(model.predict(long, ones, {"task": TASK})) == 6, "padding counts for nothing"
+        ones = ones.flip(1)
+        assert len(model.predict(long, ones, {"task": TASK})) == 6
+
+
+def test_a_graft_without_heads_says_so() -> None:
+    from graftlm.grafts import build_graft, graft_config
+
+    backbone = host()
+    ids, mask = batch()
+    with (
+        GraftedModel(backbone, {"plain": build_graft(graft_config({"kind": "adapter"}), backbone)}) as model,
+        pytest.raises(GraftError, match=r"None of the attached grafts \(plain\) has heads"),
+    ):
+        model.predict(ids, mask)
+    both = {"one": build(backbone, **OFF), "two": build(backbone, **OFF)}
+    with (
+        GraftedModel(backbone, both) as model,
+        pytest.raises(GraftError, match=r"2 of the attached grafts \(one, two\) have heads .* one is expected"),
+    ):
+        model.predict(ids, mask, {"task": TASK})
+
+
+class TestBias:
+    """Blocks, windows and places of M(z), by hand."""
+
+    def bias(self) -> ConditionalBias:
+        made = ConditionalBias(10, 4, 2)
+        with torch.no_grad():
+            made.blocks.normal_()
+            for parameter in made.film.parameters():
+                parameter.normal_()
+        return made
+
+    def test_both_ways_give_the_same(self) -> None:
+        made, tasks = self.bias(), TaskBatch(torch.randn(2, 2), torch.tensor([0, 1, 0]))
+        for total, queries in ((10, 10), (7, 7), (9, 2), (10, 1)):
+            for seen in (slice(0, total), slice(2, total), slice(0, total + 3)):
+                straight = made(tasks, Places(total, queries), seen)
+                places = torch.arange(total)[None].expand(3, -1)
+                anywhere = made(tasks, Places(places, queries), seen)
+                assert straight.shape == (3, 1, queries, seen.stop - seen.start)
+                torch.testing.assert_close(straight, anywhere)
+
+    def test_blocks_lie_on_the_diagonal_and_the_last_is_cut(self) -> None:
+        made, tasks = self.bias(), TaskBatch(torch.randn(1, 2), None)
+        m = made(tasks, Places(10, 10), slice(0, 10))[0, 0]
+        block = torch.arange(10) // 4
+        assert (m[block[:, None] != block[None]] == 0).all()
+        assert (m[block[:, None] == block[None]] != 0).all()
+        torch.testing.assert_close(m[8:, 8:], made.matrices(tasks, 3)[0, 2, :2, :2])
+
+    def test_gradients_are_the_same_both_ways(self) -> None:
+        made, tasks, w = self.bias(), TaskBatch(torch.randn(1, 2), None), torch.randn(9, 9)
+        found = []
+        for keys in (9, torch.arange(9)[None]):
+            loss = (made(tasks, Places(keys, 9), slice(0, 9))[0, 0] * w).sum()
+            found.append(torch.autograd.grad(loss, list(made.parameters())))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_task_may_be_called_as_a_modules_own_name() -> None:
+    tasks = {name: TaskSpec(type="regression") for name in ("type", "keys", "train", "z b", "a")}
+    with random_model(host(), tasks=tasks) as model:
+        assert list(model.grafts["graft"].tasks()) == ["type", "keys", "train", "z b", "a"]  # type: ignore[operator]
+        assert len(model.predict(tiny_ids(5, 6), extras={"task": torch.arange(5)})) == 5
