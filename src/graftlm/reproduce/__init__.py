@@ -20,6 +20,7 @@ EXPERIMENTS: dict[str, str] = {
     "token-routing": "graftlm.reproduce.token_routing",
     "long-memory": "graftlm.reproduce.long_memory",
     "block-state": "graftlm.reproduce.block_state",
+    "ambiguity-checkers": "graftlm.reproduce.ambiguity_checkers",
 }
 
 
