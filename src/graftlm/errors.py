@@ -12,6 +12,7 @@
     ├── EvaluationError           a measurement, or a file of measurements, can't be used
     ├── TrainingError             a run can't go on
     │   └── ForgettingBudgetError the run forgot more than the recipe allows
+    ├── EndpointError             a server that models are asked through can't be used
     └── MissingExtraError         an optional package is not installed
 
 The command line prints the message alone and exits with 2; anything else is our own mistake and keeps its traceback.
@@ -69,6 +70,10 @@ class TrainingError(GraftError):
 
 class ForgettingBudgetError(TrainingError):
     """The run forgot more than the recipe allows."""
+
+
+class EndpointError(GraftError):
+    """A server that models are asked through can't be used."""
 
 
 class MissingExtraError(GraftError):

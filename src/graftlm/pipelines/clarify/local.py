@@ -1,0 +1,80 @@
+"""A model on this machine, with or without a graft, in the place of an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.data.packing import leading_bos
+from graftlm.evaluation.examples import Example, score_answers
+from graftlm.generation import Decoding, generate_text
+from graftlm.pipelines.clarify.conversation import Cost
+from graftlm.pipelines.clarify.prompts import Prompt
+from graftlm.pipelines.clarify.roles import Reply
+
+
+class Local:
+    """A transformers model or a `GraftedModel`.
+
+    Where the tokenizer has a chat template, prompts are chats; otherwise one text that the model goes on with.
+
+    Args:
+        max_new_tokens: of a reply.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str = "local", max_new_tokens: int = 128
+    ) -> None:
+        self._model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
+        self.name = name
+
+    def write(
+        self,
+        prompt: Prompt,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Reply to a prompt.
+
+        Raises:
+            DataError: the prompt does not fit the model.
+        """
+        text = self.prompt_text(prompt)
+        drawn = {"sample": True, "temperature": temperature, "seed": seed} if temperature > 0 else {}
+        found = generate_text(
+            self._model, self._tokenizer, text, Decoding(max_new_tokens=self._max_new_tokens, **drawn)
+        )
+        reply = found.text.partition(prompt.end)[0]
+        if on_text is not None:
+            on_text(reply)
+        given = len(self._tokenizer(text, verbose=False)["input_ids"])
+        cut = reply == found.text and found.tokens >= self._max_new_tokens
+        return Reply(reply, Cost(calls=1, prompt_tokens=given, new_tokens=found.tokens), cut)
+
+    def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:
+        """log p(output | prompt) of each output, in nats."""
+        text = self.prompt_text(prompt)
+        blank = "" if self._is_chat else " "  # behind the label of a reply
+        examples = [Example(text, blank + output) for output in outputs]
+        scores = score_answers(self._model, self._tokenizer, examples)
+        return [-float(nats) for nats in scores.nats]
+
+    def prompt_text(self, prompt: Prompt) -> str:
+        """What the model reads."""
+        if not self._is_chat:
+            return prompt.text()
+        chat = self._tokenizer.apply_chat_template(prompt.messages(), tokenize=False, add_generation_prompt=True)
+        # Many templates begin with the BOS that the tokenizer puts before every text.
+        return str(chat).removeprefix(str(self._tokenizer.bos_token) if self._adds_bos else "")
+
+    @property
+    def _adds_bos(self) -> bool:
+        return leading_bos(self._tokenizer) is not None
+
+    @property
+    def _is_chat(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))

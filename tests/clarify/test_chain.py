@@ -1,0 +1,320 @@
+"""The chain: its turns, its file, what ends it, and what every conversation keeps to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clarify.server import FRENCH, PLAIN, QUESTION, Scripted, by_chat
+from graftlm.errors import DataError, GraftError, RecipeError
+from graftlm.pipelines.clarify import (
+    Answered,
+    Asked,
+    Chain,
+    Conversation,
+    Cost,
+    Gain,
+    Meter,
+    Person,
+    Question,
+    Recorded,
+    Refused,
+    Simulated,
+    Skipped,
+    Written,
+    baseline,
+)
+
+GOLDEN = Path(__file__).with_name("golden_conversation.json")
+FRIEND, POLITE = FRENCH
+TEXT = "Are you sure?"
+
+
+def start(text: str = TEXT, **more: Any) -> Conversation:
+    return Conversation.start(text, "translate", "fr", **more)
+
+
+def kinds(conversation: Conversation) -> list[str]:
+    return [turn.kind for turn in conversation.turns]
+
+
+@pytest.mark.parametrize("answer", FRENCH)
+def test_an_answer_decides_what_is_written(answer: str) -> None:
+    writer = Scripted(by_chat)
+    found = Chain(writer, Recorded([answer])).run(start())
+    assert kinds(found) == ["asked", "answered", "written"]
+    assert found.written is not None
+    assert (found.written.output, found.written.how) == (FRENCH[answer], "informed")
+    assert found.cost == Cost(calls=2, prompt_tokens=20, new_tokens=4)
+    assert found.summary()["answered"] == 1
+
+
+@pytest.mark.parametrize("answer", [None, "", "  \n"])
+def test_a_refusal_is_followed_by_plain_generation(answer: str | None) -> None:
+    writer = Scripted(by_chat)
+    found = Chain(writer, Person(lambda question, answers: answer)).run(start())
+    assert kinds(found) == ["asked", "refused", "written"]
+    assert found.written is not None
+    assert (found.written.output, found.written.how) == (PLAIN, "plain")
+    assert writer.prompts[-1].instructions.startswith("Put the text into French. ")
+
+
+def test_nothing_ambiguous_is_written_at_once() -> None:
+    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start("The sun shines."))
+    assert kinds(found) == ["skipped", "written"]
+    assert found.turns[0] == Skipped(reason="nothing", said="None.", cost=Cost(calls=1, prompt_tokens=10, new_tokens=2))
+
+
+def test_no_budget_is_plain_generation() -> None:
+    writer = Scripted(by_chat)
+    found = Chain(writer, Recorded([POLITE])).run(start(budget=0))
+    assert kinds(found) == ["written"]
+    assert len(writer.prompts) == 1
+    assert found.written == baseline(Scripted(by_chat), TEXT, "translate", "fr")
+
+
+def test_a_detector_that_finds_nothing_saves_the_call() -> None:
+    writer, asked = Scripted(by_chat), []
+    found = Chain(writer, Recorded([POLITE]), detector=lambda text, language: asked.append((text, language)) or []).run(
+        start()
+    )
+    assert kinds(found) == ["skipped", "written"]
+    assert asked == [(TEXT, "fr")]
+    assert len(writer.prompts) == 1
+    assert (
+        kinds(Chain(writer, Recorded([POLITE]), detector=lambda text, language: ["formality"]).run(start()))[0]
+        == "asked"
+    )
+
+
+def test_a_model_that_never_asks_and_one_that_always_asks() -> None:
+    never = Chain(Scripted(lambda prompt: "Il fait beau."), Recorded([POLITE])).run(start(budget=3))
+    assert kinds(never) == ["skipped", "written"]
+    assert never.turns[0].reason == "no-question"  # type: ignore[union-attr]
+    count = iter(range(100))
+    always = Chain(Scripted(lambda prompt: f"Is it {next(count)}?"), Recorded(["yes"] * 9)).run(start(budget=3))
+    assert kinds(always) == ["asked", "answered"] * 3 + ["written"]
+    again = Chain(Scripted(lambda prompt: "Is it?"), Recorded(["yes"] * 9)).run(start(budget=3))
+    assert kinds(again) == ["asked", "answered", "skipped", "written"]
+    assert again.turns[2].reason == "repeated"  # type: ignore[union-attr]
+    assert again.written is not None
+    assert again.written.how == "informed"
+
+
+def test_every_answer_of_several_is_in_the_last_prompt() -> None:
+    count = iter(range(100))
+    writer = Scripted(lambda prompt: f"Is it {next(count)}?" if "write None" in prompt.instructions else "Oui.")
+    found = Chain(writer, Recorded(["one", "two"])).run(start(budget=2))
+    assert found.told == [("Is it 0?", "one"), ("Is it 1?", "two")]
+    assert [part for part in writer.prompts[-1].parts if part[0] == "answer"] == [("answer", "one"), ("answer", "two")]
+    assert ("answer", "one") in writer.prompts[1].parts, "the second question is asked knowing the first answer"
+
+
+@pytest.mark.parametrize(("context", "how"), [(f"It is {FRIEND}.", "informed"), ("It rains.", "plain")])
+def test_a_simulated_user_answers_from_the_context_or_does_not_know(context: str, how: str) -> None:
+    writer = Scripted(by_chat)
+    found = Chain(writer, Simulated(writer, context)).run(start())
+    assert kinds(found) == ["asked", "answered" if how == "informed" else "refused", "written"]
+    assert found.written is not None
+    assert found.written.how == how
+    assert not any(tag == "context" for prompt in (writer.prompts[0], writer.prompts[-1]) for tag, _ in prompt.parts)
+
+
+def test_baselines_see_the_context_or_nothing() -> None:
+    writer = Scripted(by_chat)
+    baseline(writer, TEXT, "translate", "fr", context="My grandmother asks.")
+    baseline(writer, TEXT, "translate", "fr")
+    with_context, plain = writer.prompts
+    assert with_context.parts == (("text", TEXT), ("context", "My grandmother asks."))
+    assert plain.parts == (("text", TEXT),)
+    assert [shot.reply for shot in with_context.shots] == [shot.reply for shot in plain.shots]
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    def run(path: Path, survive: int) -> Conversation:
+        calls = iter(range(survive))
+
+        def dying(prompt: Any) -> str:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return by_chat(prompt)
+
+        conversation = Conversation.load(path) if path.exists() else start(budget=2, threshold=0.1)
+        return Chain(Scripted(dying), Recorded([POLITE])).run(conversation, keep=path)
+
+    whole = run(tmp_path / "whole.json", 99)
+    for survive in range(whole.cost.calls):
+        path = tmp_path / f"{survive}.json"
+        with pytest.raises(KeyboardInterrupt):
+            run(path, survive)
+        assert run(path, 99) == whole
+        assert Conversation.load(path) == whole
+        assert sorted(tmp_path.glob(".*")) == [], "no unfinished file is left"
+
+
+def test_without_a_user_it_waits_for_an_answer_from_elsewhere() -> None:
+    chain = Chain(Scripted(by_chat))
+    waiting = chain.run(start())
+    assert waiting.step == "answer"
+    assert waiting.open_question == Question(text='Who is "you"?', answers=(FRIEND, POLITE))
+    with pytest.raises(GraftError, match="The conversation is answer: there is no turn to add"):
+        chain.advance(waiting)
+    assert chain.run(waiting.reply(POLITE)).written == chain.run(waiting.reply(f" {POLITE} ")).written
+
+
+TURNS = {
+    "asked": Asked(question=Question(text="Who?")),
+    "not-needed": Skipped(
+        reason="not-needed",
+        question=Question(text="Who?", answers=("a", "b")),
+        gain=Gain(bits=0, prior=(0.5, 0.5), outputs=(("x",), ("x",)), by_answer=(0, 0), likeliest="x"),
+    ),
+    "nothing": Skipped(reason="nothing"),
+    "answered": Answered(answer="me", by="person"),
+    "refused": Refused(by="person"),
+    "written": Written(output="x", how="plain", by="model"),
+}
+AFTER = {"propose": {"asked", "not-needed", "nothing"}, "answer": {"answered", "refused"}, "write": {"written"}}
+
+
+@given(st.integers(0, 3), st.lists(st.sampled_from(list(TURNS)), max_size=9))
+def test_no_order_of_turns_but_the_right_one(budget: int, names: list[str]) -> None:
+    conversation = start(budget=budget)
+    for name in names:
+        fits = name in AFTER.get(conversation.step, set())
+        if not fits:
+            with pytest.raises(RecipeError, match=r"turn \d+ is \w+, but .* due there"):
+                conversation.after(TURNS[name])
+            continue
+        conversation = conversation.after(TURNS[name])
+        assert Conversation.parse(json.loads(conversation.model_dump_json())) == conversation
+    asked = [turn for turn in conversation.turns if turn.kind in {"asked", "skipped"}]
+    assert len(asked) <= budget
+    assert kinds(conversation).count("written") == (conversation.step == "done")
+
+
+def test_the_file_is_as_it_always_was(tmp_path: Path) -> None:
+    """Of format 1: a change of it needs a new format, and old files are read on."""
+    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=0.1)).save(tmp_path / "c.json")
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    values = json.loads(found.read_text(encoding="utf-8"))
+    golden["template_sha256"] = values["template_sha256"]  # of the templates, which may become better
+    assert values == golden
+
+
+def test_files_that_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    path = start().save(tmp_path / "c.json")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for change, kind, message in [
+        (
+            {"format": 2},
+            DataError,
+            "is a conversation of format 2, but 1 is read here: go on with the version of graftlm",
+        ),
+        ({"turns": [{"kind": "said"}]}, DataError, "this is no conversation that graft clarify wrote"),
+        (
+            {"turns": [{"kind": "answered", "answer": "x", "by": "y"}]},
+            DataError,
+            "turn 1 is answered, but asked or skipped",
+        ),
+        ({"mood": "good"}, DataError, "mood"),
+        ({"template_sha256": "0"}, RecipeError, "The template translate was changed since .* was begun"),
+        ({"template": "translat"}, RecipeError, r"There is no template 'translat' \(did you mean translate\?\)"),
+    ]:
+        path.write_text(json.dumps(values | change))
+        with pytest.raises(kind, match=message):
+            Conversation.load(path)
+    for content, message in [("{", "is not valid JSON"), ("[]", "holds no conversation"), ("\udcff", "not valid JSON")]:
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(DataError, match=message):
+            Conversation.load(path)
+    with pytest.raises(DataError, match="There is no conversation"):
+        Conversation.load(tmp_path / "none.json")
+    with pytest.raises(DataError, match="can't be read"):
+        Conversation.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "error", "message"),
+    [
+        (" \n", "fr", DataError, "The text is empty: give at least one word."),
+        ("Je ne sais pas où vous êtes.", "fr", DataError, "as if it were French, but English is expected"),
+        ("Ich weiß nicht, wo du bist.", "fr", DataError, "as if it were German, but English is expected"),
+        ("お元気ですか。", "fr", DataError, "as if it were in other letters, but English is expected"),
+        (TEXT, "xx", RecipeError, r"The template translate does not write 'xx' \(known: de, es, fr, ja\): name one"),
+        (TEXT, None, RecipeError, "The template translate writes es, fr, de, ja: name one"),
+    ],
+)
+def test_what_cannot_be_begun(text: str, target: str | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Conversation.start(text, "translate", target)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["bark", "die", "Café Müller", "C'est la vie, he said to me.", "42", "The war in the Pas de Calais", "no", "!?"],
+)
+def test_english_passes_whatever_it_quotes(text: str) -> None:
+    assert start(text).text == text
+
+
+def test_other_tasks_have_one_language_of_their_own() -> None:
+    assert Conversation.start("Need it asap.", "rewrite").target == "en"
+    assert Conversation.start("What is the capital?", "answer").target == "en"
+
+
+def test_a_question_that_changes_nothing_is_not_asked() -> None:
+    writer = Scripted(lambda prompt: QUESTION if "write None" in prompt.instructions else "Voilà.")
+    found = Chain(writer, Recorded([POLITE])).run(start(threshold=0.0))
+    assert kinds(found) == ["skipped", "written"]
+    assert found.written is not None
+    assert (found.written.output, found.written.how) == ("Voilà.", "settled")
+    assert found.summary()["saved"] == 1
+    assert found.summary()["expected_bits"] == [0.0]
+    assert found.cost.calls == 3, "the question and an output under each answer; the last of them is not written again"
+
+
+def test_a_question_that_decides_is_asked_and_told_what_it_brought() -> None:
+    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=0.1))
+    assert kinds(found) == ["asked", "answered", "written"]
+    summary = found.summary()
+    assert summary["expected_bits"] == summary["gained_bits"] == [1.0]
+    assert found.cost.calls == 3, "what was written under the answer is not written again"
+    assert found.written is not None
+    assert found.written.output == FRENCH[POLITE]
+    own_words = Chain(Scripted(by_chat), Recorded(["my aunt"])).run(start(threshold=0.1))
+    assert own_words.gained() == [None]
+    assert own_words.cost.calls == 4
+
+
+def test_the_threshold_is_a_bound_that_must_be_passed() -> None:
+    for threshold, first in ((0.99, "asked"), (1.0, "skipped")):
+        assert kinds(Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=threshold)))[0] == first
+
+
+def test_without_candidate_answers_it_asks_unmeasured() -> None:
+    writer = Scripted(lambda prompt: "Who is it?" if "write None" in prompt.instructions else "Oui.")
+    found = Chain(writer, Recorded(["me"])).run(start(threshold=0.5))
+    assert isinstance(found.turns[0], Asked)
+    assert found.turns[0].gain is None
+
+
+def test_draws_at_random_are_corrected_for_chance() -> None:
+    class Drawn(Scripted):
+        def write(self, prompt: Any, *, temperature: float = 0.0, seed: int | None = None, **more: Any) -> Any:
+            if "write None" in prompt.instructions:
+                return super().write(prompt)
+            self._replies = lambda prompt: f"Oui {seed % 3}" if temperature else "Oui"  # type: ignore[operator]
+            return super().write(prompt)
+
+    writer = Drawn(lambda prompt: QUESTION)
+    found = Chain(writer, Recorded([POLITE]), meter=Meter(writer, draws=6)).run(start(threshold=0.05))
+    assert kinds(found)[0] == "skipped", "the same choices of words under each answer"
+    gain = found.turns[0].gain  # type: ignore[union-attr]
+    assert gain is not None
+    assert len(gain.outputs[0]) == 6
