@@ -1,0 +1,193 @@
+"""`graft clarify`: whole conversations in the terminal, with interruption and resume, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clarify.server import FRENCH, PLAIN, Bad, translator
+from clarify.test_chain_templates import own_template
+from cli.tools import Outcome, invoke
+from graftlm.pipelines.clarify import Conversation
+from graftlm.reproduce.clarify.server import Server, serving
+from tiny import BackboneFolder
+
+FRIEND, POLITE = FRENCH
+TEXT = "Are you sure?"
+PUT = f'Who is "you"?\n  1. {FRIEND}\n  2. {POLITE}\nA number, your own words, or nothing: '
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(translator, Bad) as running:
+        yield running
+
+
+def clarify(server: Server, *arguments: str, model: str = "fails:0", typed: str | None = None) -> Outcome:
+    server.requests.clear()
+    given = ("--endpoint", server.url, "--model", model, "--retries", "0")
+    return invoke("clarify", *arguments, *given, stdin=None if typed is None else typed.encode())
+
+
+@pytest.mark.parametrize(
+    ("typed", "output"),
+    [
+        ("2\n", FRENCH[POLITE]),
+        ("1\n", FRENCH[FRIEND]),
+        (f"{POLITE}\n", FRENCH[POLITE]),
+        ("\n", PLAIN),
+        ("", PLAIN),
+        ("9\n", PLAIN),
+    ],
+)
+def test_a_whole_conversation(server: Server, typed: str, output: str) -> None:
+    found = clarify(server, TEXT, "--to", "fr", typed=typed)
+    assert (found.code, found.out) == (0, f"{output}\n")
+    assert found.err.startswith(PUT)
+    answered = int(bool(typed.strip()))
+    assert f"1 asked, {answered} answered, 0 saved; 2 calls, " in found.err
+
+
+def test_only_what_matters_is_asked(server: Server) -> None:
+    found = clarify(server, TEXT, "--to", "fr", "--ask-above", "0.1", "--answer", POLITE)
+    assert found.out == f"{FRENCH[POLITE]}\n"
+    assert "1 asked, 1 answered, 0 saved, 1.00 bits gained; 3 calls" in found.err
+    with serving(lambda body: "Oui." if "None" not in body["messages"][0]["content"] else translator(body)) as other:
+        found = clarify(other, TEXT, "--to", "fr", "--ask-above", "0.1")
+    assert (found.code, found.out) == (0, "Oui.\n")
+    assert 'not asked, as it would bring 0.00 bits: Who is "you"?' in found.err
+
+
+def test_rules_save_the_question(server: Server) -> None:
+    found = clarify(server, "It is raining.", "--to", "fr", "--rules", "--quiet")
+    assert (found.code, found.out, found.err) == (0, f"{PLAIN}\n", "")
+    assert len(server.requests) == 1
+    assert clarify(server, TEXT, "--to", "fr", "--rules", "--answer", POLITE).out == f"{FRENCH[POLITE]}\n"
+
+
+def test_a_model_that_knows_the_context_answers(server: Server) -> None:
+    assert clarify(server, TEXT, "--to", "fr", "--context", f"It is {FRIEND}.").out == f"{FRENCH[FRIEND]}\n"
+    assert clarify(server, TEXT, "--to", "fr", "--context", "It rains.").out == f"{PLAIN}\n"
+
+
+def test_machines_leave_the_question_open_and_answer_later(server: Server, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.json")
+    waiting = json.loads(clarify(server, TEXT, "--to", "fr", "--json", "--resume", path).out)
+    assert waiting["step"] == "answer"
+    assert waiting["question"] == {"text": 'Who is "you"?', "answers": [FRIEND, POLITE]}
+    done = clarify(server, "--json", "--resume", path, "--answer", POLITE)
+    assert done.err == ""
+    values = json.loads(done.out)
+    assert (values["step"], values["summary"]["output"]) == ("done", FRENCH[POLITE])
+    assert Conversation.parse(values["conversation"]) == Conversation.load(path)
+    again = clarify(server, "--resume", path)
+    assert again.out == f"{FRENCH[POLITE]}\n"
+    assert server.requests == [], "what is done is not done again"
+
+
+def test_a_failure_on_the_way_is_gone_on_from(server: Server, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.json")
+    failed = clarify(server, TEXT, "--to", "fr", "--resume", path, "--answer", POLITE, model="fails_from:1")
+    assert failed.code == 2
+    assert failed.err.startswith(f"error: The server {server.url} failed, at the first try (500, out of memory).")
+    done = clarify(server, TEXT, "--resume", path, "--answer", POLITE)
+    assert done.out == f"{FRENCH[POLITE]}\n"
+    assert len(server.requests) == 1
+
+
+def test_interrupted_at_the_keyboard_it_goes_on(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    command = [sys.executable, "-m", "graftlm", "clarify", TEXT, "--to", "fr", "--resume", str(path)]
+    command += ["--endpoint", server.url, "--model", "fails:0"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        assert process.stderr is not None
+        assert process.stderr.read(len(PUT)).decode() == PUT
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert b"interrupted" in err
+    assert Conversation.load(path).step == "answer"
+    found = clarify(server, TEXT, "--resume", str(path), typed="2\n")
+    assert (found.out, found.err.startswith(PUT)) == (f"{FRENCH[POLITE]}\n", True)
+    assert len(server.requests) == 1, "the question was kept"
+
+
+def test_a_backbone_on_this_machine(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
+    name = own_template(tmp_path)
+    given = ("--backbone", str(tiny_backbone("llama")), "--template", name, "--max-new-tokens", "4", "--json")
+    one, two = (json.loads(invoke("clarify", TEXT, *given, "--answer", "a").out) for _ in range(2))
+    assert one["step"] == "done"
+    assert one == two
+    assert one["conversation"]["turns"][-1]["by"] == str(tiny_backbone("llama"))
+
+
+def test_a_prompt_that_does_not_fit_the_model(tiny_backbone: BackboneFolder) -> None:
+    found = invoke("clarify", TEXT, "--to", "fr", "--backbone", str(tiny_backbone("llama")))
+    assert found.code == 2
+    assert "but the model has 512 positions" in found.err
+
+
+def test_other_tasks(server: Server) -> None:
+    assert clarify(server, TEXT, "--template", "rewrite", "--answer", POLITE).out == f"{FRENCH[POLITE]}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", "--to", "fr"), "The text is empty: give at least one word."),
+        (("Où êtes-vous, et avec qui ?", "--to", "fr"), "The text looks as if it were French, but English is expected"),
+        ((TEXT, "--to", "xx"), "does not write 'xx' (known: de, es, fr, ja): name one it has (--to)."),
+        ((TEXT,), "The template translate writes es, fr, de, ja: name one (--to)."),
+        ((), "There is no text to begin with: give one, or the file of a conversation (--resume)."),
+        ((TEXT, "--to", "fr", "--template", "none.yaml"), "There is no file none.yaml"),
+        ((TEXT, "--to", "fr", "--backbone", "x"), "Both of --endpoint and --backbone was given"),
+        ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), "Both --answer and --context were given"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(server: Server, arguments: tuple[str, ...], message: str) -> None:
+    found = clarify(server, *arguments)
+    assert found.code == 2
+    assert found.err.startswith("error: ")
+    assert message in found.err
+    assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("Is it you?",), "holds a conversation whose text is 'Are you sure?', not 'Is it you?': leave that out"),
+        ((TEXT, "--to", "de"), "holds a conversation whose target is 'fr', not 'de'"),
+        ((TEXT, "--budget", "3"), "holds a conversation whose budget is 1, not 3"),
+    ],
+)
+def test_a_file_with_another_conversation(
+    server: Server, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    path = Conversation.start(TEXT, "translate", "fr").save(tmp_path / "c.json")
+    found = clarify(server, *arguments, "--resume", str(path))
+    assert found.code == 2
+    assert message in found.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "Neither of --endpoint and --backbone was given"),
+        (("--endpoint", "http://localhost:1/v1"), "The server may have several models: name one (--model)."),
+        (("--endpoint", "localhost", "--model", "m"), "should begin with http:// or https://, but found 'localhost'"),
+        (("--backbone", "nowhere"), "nowhere"),
+    ],
+)
+def test_models_that_are_none(options: tuple[str, ...], message: str) -> None:
+    found = invoke("clarify", TEXT, "--to", "fr", *options)
+    assert found.code == 2
+    assert message in found.err
