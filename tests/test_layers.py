@@ -43,6 +43,7 @@ SHARED = (
     "backbone",
     "grafts/base.py",
     "grafts/heads.py",
+    "grafts/model.py",
     "artifact",
     "data",
     "evaluation",

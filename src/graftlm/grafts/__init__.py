@@ -7,7 +7,8 @@ from typing import Any
 
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError, did_you_mean
-from graftlm.grafts.base import Graft, GraftConfig, GraftedModel, GraftedOutput, grafted
+from graftlm.grafts.base import Graft, GraftConfig
+from graftlm.grafts.model import GraftedModel, GraftedOutput, grafted
 
 REGISTRY: dict[str, str] = {
     "composition": "graftlm.grafts.composition:Composition",

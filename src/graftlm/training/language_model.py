@@ -19,7 +19,7 @@ from graftlm.artifact import put_in_place, sync
 from graftlm.data.batch import check_apart
 from graftlm.data.packing import Boundaries, leading_bos
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
-from graftlm.grafts.base import GraftedOutput, language_modelling_loss
+from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
 

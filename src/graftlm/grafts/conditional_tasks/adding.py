@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
-from graftlm.grafts.base import GraftedModel
 from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
 from graftlm.grafts.heads import IGNORED, Pooling, TaskSpec, pooled
+from graftlm.grafts.model import GraftedModel
 
 MOST_VECTORS = 512
 _RIDGES = (0.01, 0.1, 1.0, 10.0)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import GraftError, RecipeError
-from graftlm.grafts.base import Graft, GraftConfig, GraftedModel, check_tensors, working_dtype
+from graftlm.grafts.base import Graft, GraftConfig, check_tensors, working_dtype
 from graftlm.grafts.conditional_tasks.adding import choose, read_trained
 from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
 from graftlm.grafts.conditional_tasks.copying import outside, share, sharing_copy, trained_names, trained_roots
@@ -224,7 +224,7 @@ class ConditionalTasks(Graft):
         for model in self._copy:
             model.requires_grad_(False)
 
-    def start_tasks(self, model: GraftedModel, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Choose the old task that each added one starts from, see `adding.choose`."""
         added = [name for name in rows if self._fixed is not None and name not in self._fixed]
         if self._told is not None:

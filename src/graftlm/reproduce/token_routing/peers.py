@@ -10,7 +10,7 @@ from accelerate.utils import set_seed
 from peft import ArrowConfig, XLoraConfig, create_arrow_model, get_peft_model
 from torch import Tensor, nn
 
-from graftlm.grafts.base import GraftedOutput, language_modelling_loss
+from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.reproduce.token_routing.lessons import Lesson
 from graftlm.training import train
 
