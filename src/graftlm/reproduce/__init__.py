@@ -20,7 +20,9 @@ EXPERIMENTS: dict[str, str] = {
     "token-routing": "graftlm.reproduce.token_routing",
     "long-memory": "graftlm.reproduce.long_memory",
     "block-state": "graftlm.reproduce.block_state",
+    "clarify": "graftlm.reproduce.clarify",
     "ambiguity-checkers": "graftlm.reproduce.ambiguity_checkers",
+    "conditional-tasks": "graftlm.reproduce.conditional_tasks",
 }
 
 
@@ -36,6 +38,8 @@ class Options(Config):
         jobs: processes at a time, one core each.
         device: where models run; None takes the fastest there is.
         backbone: another backbone than the experiment's own.
+        endpoint: the server of an experiment that asks models over the network.
+        models: of that server.
     """
 
     data: Path
@@ -46,6 +50,8 @@ class Options(Config):
     jobs: int = Field(2, ge=1)
     device: str | None = None
     backbone: str | None = None
+    endpoint: str | None = None
+    models: tuple[str, ...] = ()
 
     def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
         """The asked tables; without any the default ones, or all that are known.

@@ -1,0 +1,147 @@
+"""Which cells there are: rows, learning rates, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from graftlm.data.labelled import LabelledConfig
+from graftlm.data.samplers import SamplerConfig
+from graftlm.reproduce import Options
+from graftlm.reproduce.conditional_tasks.cell import Cell, measure, weights_of
+from graftlm.reproduce.conditional_tasks.peer import python_with_adapters, width_of
+from graftlm.reproduce.conditional_tasks.setting import FULL, MODULES, OFF, QUICK, Setting, encoder
+from graftlm.reproduce.conditional_tasks.texts import TASKS, Sizes, rows_of, write_texts
+from graftlm.reproduce.jobs import run_jobs
+from graftlm.training import TrainingConfig
+
+# A row that is another's run.
+SAME = {"ca_mtl_uniform": "+alignment_cln"}
+PEERS = ("adapters", "adapters_half")
+ROWS = ("single_task", "multi_task", *PEERS, "+attention", "+bottleneck", "+alignment_cln", "ca_mtl_uniform", "ca_mtl")
+UNCERTAINTY = SamplerConfig(policy="uncertainty")
+
+Measured = dict[str, dict[str, Any]]
+Choices = dict[str, float]
+
+
+class Plan:
+    """The encoder, the files, and what stands on them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.setting: Setting = QUICK if options.quick else FULL
+        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        self.encoder = encoder(options)
+        self.peer = python_with_adapters()
+        self.rows = [row for row in ROWS if self.peer or row not in PEERS]
+
+    def files(self, task: str, seed: int, train: int | None = None, folder: str = "") -> LabelledConfig:
+        """A task as a recipe has it; its files are written if they are not there."""
+        s, source = self.setting, TASKS[task]
+        sizes = Sizes(s.train if train is None else train, s.validation, s.test)
+        place = self.options.out / "texts" / (folder or f"s{seed}")
+        paths = {part: str(path) for part, path in write_texts(self.options.data, place, task, sizes, seed).items()}
+        return LabelledConfig.parse({"type": source.type, "metric": source.metric, **paths, **source.columns})
+
+    def pool(self, share: str, seed: int) -> LabelledConfig:
+        """The held-out task with a share such as 1% of all its rows, each part of the next larger."""
+        s = self.setting
+        whole = s.pool or rows_of(self.options.data, s.held_out, Sizes(None, s.validation, s.test))
+        count = round(whole * float(share.rstrip("%")) / 100)
+        return self.files(s.held_out, seed, count, f"few_{share}_s{seed}")
+
+    def training(self, rate: float, seed: int, steps: int) -> TrainingConfig:
+        """The numbers of one run."""
+        s = self.setting
+        return TrainingConfig.parse(
+            {
+                "steps": steps,
+                "batch_size": s.batch_size,
+                "micro_batch_size": s.micro_batch_size,
+                "learning_rate": rate,
+                "schedule": "linear",
+                "warmup_steps": max(1, steps // 10),
+                "precision": s.precision,
+                "seed": seed,
+                "checkpoint_every": steps,
+                "keep_checkpoints": 1,
+            }
+        )
+
+    def cell(
+        self, name: str, names: Sequence[str], graft: Mapping[str, Any], rate: float, seed: int, **more: Any
+    ) -> Cell:
+        """One run of the tasks of these names, of `steps`, or of their share of a `budget` of all tasks."""
+        share = max(1, more.pop("budget", self.setting.steps) * len(names) // len(TASKS))
+        steps = more.pop("steps", share)
+        said: dict[str, Any] = {
+            "encoder": self.encoder,
+            "device": self.options.device,
+            "graft": {"kind": "conditional-tasks", **self.setting.graft, **graft},
+            "training": self.training(rate, seed, steps),
+            "length": self.setting.length,
+        }
+        if "tasks" not in more:
+            said["tasks"] = {task: self.files(task, seed) for task in names}
+        return Cell(id=f"{name}_lr{rate:g}_s{seed}", **said | more)
+
+    def row(self, row: str, rate: float, seed: int, tasks: Sequence[str] = tuple(TASKS), **more: Any) -> list[Cell]:
+        """The cells of a row: one, or one for each task; `prefix` begins their names."""
+        row = SAME.get(row, row)
+        prefix = more.pop("prefix", "")
+        if row == "single_task":
+            alone = OFF | {"frozen": 0}
+            return [self.cell(f"{prefix}single_{task}", [task], alone, rate, seed, **more) for task in tasks]
+        name = prefix + row.replace("+", "plus_")
+        graft = MODULES["+alignment_cln"] if row == "ca_mtl" else MODULES.get(row, OFF)
+        if row in PEERS:
+            more["peer"] = self._peer(tasks, half=row == "adapters_half")
+        if row == "ca_mtl":
+            more["sampler"] = UNCERTAINTY
+        return [self.cell(name, tasks, graft, rate, seed, **more)]
+
+    def _peer(self, tasks: Sequence[str], half: bool) -> dict[str, Any]:
+        """Adapters with as many weights as the modules of all that is ours, without heads."""
+        graft = {"kind": "conditional-tasks", **self.setting.graft, **MODULES["+alignment_cln"]}
+        added, layers, width = weights_of(self.encoder, graft, len(tasks))
+        frozen = round(layers * self.setting.graft.get("frozen", 0.5)) if half else layers
+        return {
+            "python": str(self.peer),
+            "frozen_layers": frozen,
+            "bottleneck": width_of(added, len(tasks), layers, width),
+        }
+
+    def run(self, cells: Sequence[Cell], title: str) -> Measured:
+        """What was measured, by cell id; each cell is run once."""
+        once = list({cell.id: cell for cell in cells}.values())
+        return run_jobs(once, measure, self.out, processes=self.options.jobs, title=title)
+
+    @property
+    def out(self) -> Path:
+        """Where cells are kept."""
+        return self.options.out / "cells"
+
+    def tries(self, row: str) -> dict[float, list[Cell]]:
+        """The cells of a row with the first seed, by learning rate."""
+        return {rate: self.row(row, rate, self.seeds[0]) for rate in self.setting.rates}
+
+    def choose(self, rows: Sequence[str]) -> tuple[Measured, Choices]:
+        """Each row's learning rate: the one with the best mean over the tasks' validation rows."""
+        tried = {row: self.tries(row) for row in rows}
+        found = self.run([cell for of in tried.values() for cells in of.values() for cell in cells], "learning rates")
+        return found, {
+            row: max(of, key=lambda rate, of=of: average(found, of[rate], "validation")) for row, of in tried.items()
+        }
+
+
+def scores(found: Measured, cells: Sequence[Cell], part: str) -> dict[str, float]:
+    """The scores of a row's tasks."""
+    return {task: score for cell in cells for task, score in found[cell.id][part].items()}
+
+
+def average(found: Measured, cells: Sequence[Cell], part: str) -> float:
+    """Their mean."""
+    return mean(scores(found, cells, part).values())
