@@ -22,6 +22,9 @@ def summarize(
         str,
         typer.Option(metavar="N[s|c|t]", help="The extract at most: sentences, characters, or the writer's tokens."),
     ] = "10s",
+    selector: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A trained selector's folder; by default LexRank chooses.")
+    ] = None,
     writer: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="A model's or graft's folder; by default the extract is the summary."),
@@ -49,7 +52,9 @@ def summarize(
 
     room = pipeline("summarize")
     wording = room.Wording.parse({"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize")
-    options = {"budget": room.Budget.read(budget), "language": language}
+    options: dict[str, Any] = {"budget": room.Budget.read(budget), "language": language}
+    if selector is not None:
+        options["selector"] = room.load_selector(selector, device=device)
     if writer is not None:
         options["writer"] = room.load_writer(writer, wording, device=device, trust_remote_code=trust_remote_code)
     paths = room.documents_in(files)

