@@ -121,6 +121,8 @@ def _it(reading: _Reading) -> Iterator[Ambiguity]:
 def _expletive_by_words(rest: str) -> bool:
     """Whether what follows from "it" on is a frequent phrase where it stands for nothing."""
     listed = {name: "|".join(map(re.escape, sorted(word_list(name), key=len, reverse=True))) for name in _LISTS}
+    asked = rf"it{_ADVERB} (?:{listed['extraposed_adjectives']}) (?:to|that|for|if|when|how|what|why|who)\b"
+    known = r"it (?:may|might|will|shall|can|could|should|must) be (?:more |less )?(?:known|said|told|\w+able)\b"
     weather = rf"it{_BE}{_ADVERB} (?:a |the |my |your |about |nearly |\d+ ?)?(?:{listed['weather_and_time']})\b"
     extraposed = (
         rf"it{_BE}{_ADVERB} (?:a |an |the )?(?:{listed['extraposed_adjectives']})(?: idea| thing)?"
@@ -131,7 +133,9 @@ def _expletive_by_words(rest: str) -> bool:
     )
     cleft = rf"it{_BE} (?:\w+ ){{1,3}}(?:who|that)\b"
     weather_verb = rf"it(?:['’]s)? (?:\w+ )?(?:{listed['weather_verbs']})(?:s|ed|ing)?\b"
-    return any(re.match(one, rest, re.IGNORECASE) for one in (weather, extraposed, raising, cleft, weather_verb))
+    return any(
+        re.match(one, rest, re.IGNORECASE) for one in (asked, known, weather, extraposed, raising, cleft, weather_verb)
+    )
 
 
 _LISTS = ("weather_and_time", "extraposed_adjectives", "raising_verbs", "weather_verbs")
@@ -223,8 +227,20 @@ def _name(reading: _Reading) -> Iterator[Ambiguity]:
         named = token.text[:1].isupper() and token.text.lower() in word_list("names")
         if not named or _TITLE.search(reading.text[: token.start]):
             continue
-        if not reading.parsed or (token.pos == "PROPN" and token.dep != "compound"):
+        if _is_first_name(reading, token):
             yield Ambiguity("name", token.text, token.start, "women and men bear this name, and no pronoun tells which")
+
+
+def _is_first_name(reading: _Reading, token: Token) -> bool:
+    """Whether it is no surname (another name or a hyphen stands before it) and no part of a place's name."""
+    before, after = reading.text[: token.start], reading.text[token.start + len(token.text) :]
+    if re.search(
+        r"(?:[\w.]-|(?<!^)(?<![.!?:\"“] )\b[A-Z][\w.]*,? |\b(?:in|at|to the|from the|the|near|of the) )$", before
+    ):
+        return False
+    if re.match(r"-|['’]?s? (?:River|Street|Road|County|University|Park|Hotel|Building|Island|School)\b", after):
+        return False
+    return not reading.parsed or token.pos == "PROPN"
 
 
 def _profession(reading: _Reading) -> Iterator[Ambiguity]:
@@ -232,7 +248,7 @@ def _profession(reading: _Reading) -> Iterator[Ambiguity]:
         return
     verbs_too = word_list("occupations_and_verbs")
     for token in reading.tokens:
-        if token.lemma not in word_list("occupations") | verbs_too:
+        if token.text.lower() not in word_list("occupations") | verbs_too:  # of several persons no one is asked
             continue
         if reading.parsed:
             counts = token.pos == "NOUN" and token.dep != "compound"
@@ -247,12 +263,18 @@ def _polysemy(reading: _Reading) -> Iterator[Ambiguity]:
     near = {token.lemma for token in reading.tokens} | {word.lower() for word in _WORD.findall(reading.context)}
     for token in reading.tokens:
         senses = polysemous_words().get(token.text.lower()) or polysemous_words().get(token.lemma)
-        if not senses or (reading.language and not _differ(senses, reading.language)):
+        if not senses or (reading.language and not _differ(senses, reading.language)) or _is_proper(reading, token):
             continue
         cued = [sense for sense in senses if any(_near(cue, near) for cue in sense.cues)]
         if len(cued) != 1:
             reason = "it has several meanings, and no word near it tells which"
             yield Ambiguity("polysemy", token.text, token.start, reason, tuple(cued or senses))
+
+
+def _is_proper(reading: _Reading, token: Token) -> bool:
+    """Whether a capital inside a sentence says that the word is a name."""
+    inside = re.search(r"[\w,;]['’\"”]? $", reading.text[: token.start]) is not None
+    return token.text[:1].isupper() and (inside or token.pos == "PROPN")
 
 
 def _differ(senses: Sequence[Sense], language: str) -> bool:

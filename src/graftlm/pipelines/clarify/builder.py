@@ -4,11 +4,11 @@
 |---|---|---|---|
 | formality | "you", fewer than 20 words | the formality checker | the sentences before |
 | it | one "it" that stands for something | the gender of its pronouns | the sentences before |
-| name | a name of women and men; pronouns become [pr] | English pronouns, else the checker | the sentences after |
+| name | a name of women and men; pronouns become [pr] | English pronouns, here or after | the sentences after |
 | profession | an occupation; pronouns become [pr] | English pronouns, else the checker | the sentences before |
 | polysemy | a word of several meanings; it alone is the query | a translation of one meaning and of no other | itself |
 
-A sentence is kept where the translation bears markers of one label alone.
+A sentence is kept where what decides says one label alone.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def _make(kind: AmbiguityKind, found: Ambiguity, document: Document, place: int,
     context = _context(document, place, after=kind == "name")
     if len(context) < _FEWEST:
         return "too little context"
-    label = _label(kind, pair, language)
+    label = _label(kind, pair, context, language)
     if label is None:
-        return "no marker, or markers of both"
+        return "nothing decides, or both labels"
     masked = kind in ("name", "profession")
     return Example(
         id=f"{pair.id}:{kind}",
@@ -141,17 +141,24 @@ def _unfit(kind: AmbiguityKind, source: str) -> str | None:
         return "20 words or more"
     if kind == "it" and len(re.findall(r"\bit\b", source, re.IGNORECASE)) > 1:
         return "it more than once"
+    if kind == "it" and _PRONOUN.search(source):
+        return "pronouns of persons, which its own can't be told from"
     if kind in ("name", "profession") and _PRONOUN.search(source) and english_gender(source) is None:
         return "persons of both genders"
     return None
 
 
-def _label(kind: AmbiguityKind, pair: Pair, language: str) -> str | None:
-    """What the translation says, where all its markers say the same; of persons first what English pronouns say."""
-    told = english_gender(pair.source) if kind in ("name", "profession") else None
-    verdict = checker(_CHECKERS[kind], language).check(pair.target, pair.source)
-    if told is not None:
+def _label(kind: AmbiguityKind, pair: Pair, context: tuple[str, ...], language: str) -> str | None:
+    """What decides: of persons first the English pronouns beside them, else the translation's markers, if all agree.
+
+    A name's own gender shows in few translations, and other words of the sentence have theirs: for names, the sentences
+    after it decide rather than the translation.
+    """
+    if kind in ("name", "profession") and (told := english_gender(pair.source)):
         return told
+    if kind == "name":
+        return english_gender(" ".join(context))
+    verdict = checker(_CHECKERS[kind], language).check(pair.target, pair.source)
     return None if verdict.mixed else verdict.label
 
 
@@ -189,10 +196,11 @@ def _polysemous(found: Ambiguity, pair: Pair, language: str) -> Example | str:
 
 def _said(translations: frozenset[str], target: str) -> str | None:
     """The translation that stands in the target; endings of up to two letters are another form of it."""
-    for word in sorted(translations):
-        borders = (r"(?<!\w)", r"\w{0,2}(?!\w)") if word.isascii() or word[0] < "\u3000" else ("", "")
-        if re.search(borders[0] + re.escape(word) + borders[1], target, re.IGNORECASE):
-            return word
+    for ending in ("", r"\w{1,2}"):
+        for word in sorted(translations, key=len, reverse=True):
+            borders = (r"(?<!\w)", rf"{ending}(?!\w)") if word[0] < "\u3000" else ("", "")
+            if re.search(borders[0] + re.escape(word) + borders[1], target, re.IGNORECASE):
+                return word
     return None
 
 
