@@ -91,6 +91,7 @@ _EXPERTS = {
 _ROUTING = {"own keys": "its centroids are computed, and not trained"}
 
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
+_SERVED = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
 _UPPER = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 128}
 
 
@@ -137,6 +138,13 @@ EXAMPLES: dict[str, list[Example]] = {
                 "int8": "packed weights can't be trained, so a BackboneError says so",
                 "block-state": "its attention takes no numbers in its mask, so a TapError says so",
             },
+        ),
+        Example(
+            "conditional-tasks",
+            {**_TOPICS, "frozen": 1.0, "attention": "none", "norm": False, "bottleneck": "large"},
+            name="all-frozen",
+            spread=0.1,
+            exceptions=dict.fromkeys(_SERVED, "the first example is held against the law there"),
         ),
     ],
     "token-routing": [
