@@ -26,6 +26,12 @@ def reproduce(
     backbone: Annotated[
         str | None, typer.Option(metavar="NAME", help="Another backbone than the experiment's own.")
     ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="The server of an experiment that asks models over the network.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A model of that server. Several are fine.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a published comparison again, beside the paper's results."""
@@ -34,8 +40,11 @@ def reproduce(
     from graftlm.reproduce import reproduce as run
 
     folder = out or Path("runs") / f"reproduce-{name}"
+    served = {"endpoint": endpoint, "models": model or []}
     given = {"data": data, "out": folder, "seeds": seeds.split(","), "tables": table or [], "quick": quick}
-    options = Options.parse(given | {"jobs": jobs, "device": device, "backbone": backbone}, where="graft reproduce")
+    options = Options.parse(
+        given | {"jobs": jobs, "device": device, "backbone": backbone} | served, where="graft reproduce"
+    )
     report(run(name, options), folder, as_json)
 
 

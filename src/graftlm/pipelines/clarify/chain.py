@@ -190,7 +190,13 @@ def _without_label(reply: Reply, prompt: prompts.Prompt) -> str:
 
 
 def baseline(
-    translator: Writer, text: str, template: str, target: str | None = None, *, context: str | None = None
+    translator: Writer,
+    text: str,
+    template: str,
+    target: str | None = None,
+    *,
+    context: str | None = None,
+    any_language: bool = False,
 ) -> Written:
     """The text written without a conversation: with its context (LLMwCXT), or with nothing more (LLMnoExtra).
 
@@ -199,7 +205,7 @@ def baseline(
         RecipeError: the template does not write that language.
     """
     found = load_template(template)
-    conversation = Conversation.start(text, template, target, budget=0)
+    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
     if context is None:
         prompt = prompts.plain(found, conversation.target, text)
     else:

@@ -170,13 +170,21 @@ class Conversation(Config):
 
     @classmethod
     def start(
-        cls, text: str, template: str, target: str | None = None, *, budget: int = 1, threshold: float | None = None
+        cls,
+        text: str,
+        template: str,
+        target: str | None = None,
+        *,
+        budget: int = 1,
+        threshold: float | None = None,
+        any_language: bool = False,
     ) -> Self:
         """A conversation before its first turn.
 
         Args:
             template: a template's name, or its YAML file.
             target: code of the language to write in; not needed where the template has one alone.
+            any_language: let a text pass that looks as if it were in another language than the template begins from.
 
         Raises:
             DataError: the text is empty, or clearly in another language than the template begins from.
@@ -185,7 +193,8 @@ class Conversation(Config):
         found = load_template(template)
         if not text.strip():
             raise DataError("The text is empty: give at least one word.")
-        check_language(text, found.source)
+        if not any_language:
+            check_language(text, found.source)
         return cls(
             template=template,
             template_sha256=found.sha256,

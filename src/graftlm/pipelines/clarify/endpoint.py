@@ -147,8 +147,6 @@ class Endpoint:
 
     def _reply(self, text: str, usage: Any, finish: str | None) -> Reply:
         text = _THOUGHT.sub("", text)
-        if not text.strip():
-            raise self._garbage("an empty reply")
         prompt, new = (getattr(usage, key, None) or 0 for key in ("prompt_tokens", "completion_tokens"))
         return Reply(text, Cost(calls=1, prompt_tokens=prompt, new_tokens=new), finish == "length")
 

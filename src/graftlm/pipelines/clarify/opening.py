@@ -168,6 +168,8 @@ def tale(conversation: Conversation) -> list[str]:
             lines.append(f"not asked, as it would bring {turn.gain.bits:.2f} bits: {visible(turn.question.text)}")
         elif isinstance(turn, Skipped) and turn.reason != "nothing":
             lines.append(f"asked nothing: {_UNASKED[turn.reason]}")
+        elif isinstance(turn, Written) and not turn.output:
+            lines.append("the model wrote nothing")
         elif isinstance(turn, Written) and turn.cut:
             lines.append("the output stops at the limit of tokens (--max-new-tokens)")
     cost, gained = conversation.cost, [bits for bits in known["gained_bits"] if bits is not None]
