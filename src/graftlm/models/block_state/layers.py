@@ -9,8 +9,6 @@ Shape suffixes: B rows, T columns of a pass, G slots of its grid, E channels, d 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -80,21 +78,6 @@ class BlockStateLayer(GradientCheckpointingLayer):
         return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
 
 
-class Lift(nn.Linear):
-    """A projection, without bias, of outputs of states to embeddings; a fresh one makes them about as large as those.
-
-    With the deviation of all other weights they would be larger by the root of the state space's width, and hide them.
-    """
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__(channels, width, bias=False)
-
-    @torch.no_grad()
-    def reset(self, std: float) -> None:
-        """Draw fresh weights, for embeddings with a deviation of `std`."""
-        self.weight.normal_(std=std / math.sqrt(self.in_features))
-
-
 class Positions(nn.Module):
     """A state space behind the embeddings: x + lift(SSM(down(norm(x)))), which tells where a token stands."""
 
@@ -103,7 +86,7 @@ class Positions(nn.Module):
         self.norm = Norm(config.hidden_size, config)
         self.down = nn.Linear(config.hidden_size, config.state_width, bias=False)
         self.ssm = token_outputs(config, 1, "positions")
-        self.lift = Lift(config.state_width, config.hidden_size)
+        self.lift = nn.Linear(config.state_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, T, d)."""
