@@ -29,12 +29,16 @@ ROWS = {
         "experts_128",
     ],
     "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
+    "conditional_tasks": ["train_step", "selection", "serve_20_tasks"],
+    "summarize": ["selector", "oracle_labels"],
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
     "composition": ["ratio"] * 2,
     "token_routing": [*["ratio"] * 5, "ratio_top2"],
     "block_state": [*["ratio"] * 3, "value", "value"],
+    "conditional_tasks": ["ratio"] * 2,
+    "summarize": ["ratio"],
 }
 
 
