@@ -28,6 +28,7 @@ ORDER = (
     "generation",
     "traces",
     "inspection",
+    "prediction",
     "display",
     "pipelines",
     "reproduce",
@@ -51,6 +52,7 @@ SHARED = (
     "generation",
     "traces",
     "inspection",
+    "prediction",
     "display",
     "cli",
 )

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 from torch import Tensor
 
-from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest, read_tensors
+from graftlm.artifact import Manifest, backbone_of, is_model, load_graft, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
@@ -230,6 +230,11 @@ def evaluate_graft(
             "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
             "or a task (--tasks NAME)."
         )
+    if not is_model(folder) and read_manifest(folder).graft_config().needs_tasks:
+        raise DataError(
+            f"The graft {folder} answers by heads of its own, and texts and examples need a language model: measure it "
+            "on rows of its tasks (--rows NAME=FILE)."
+        )
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     graft = load_graft(folder, live, changes)
     bench = Bench(live, texts or {}, evaluation, LENGTH)
@@ -257,7 +262,7 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
     """
     return {
         name: build_documents([SourceConfig(path=path, text_column=text_column)])
-        for name, path in _by_name(named, "texts", "--text").items()
+        for name, path in files_by_name(named, "texts", "--text").items()
     }
 
 
@@ -278,12 +283,16 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
             "Examples and their metric go together, and one of them is missing: "
             "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity."
         )
-    files = _by_name(named, "files of examples", "--examples")
+    files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(given | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
 
 
-def _by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
-    """Paths by name, from `name=path` or a path alone."""
+def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
+    """Paths by name, from `name=path`, or from a path alone, which is then called by its stem.
+
+    Raises:
+        DataError: a name appears twice.
+    """
     paths: dict[str, str] = {}
     for one in named:
         name, equals, path = one.partition("=")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, experiments, grafts, summarize, training
+from graftlm.cli import about, clarify, experiments, grafts, summarize, tasks, training
 from graftlm.cli.common import note
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -72,6 +72,7 @@ app.command()(training.train)
 app.command()(training.compare)
 app.command(name="eval")(grafts.evaluate)
 app.command()(grafts.generate)
+app.command()(tasks.predict)
 app.command()(grafts.inspect)
 app.command()(summarize.summarize)
 app.command()(clarify.clarify)

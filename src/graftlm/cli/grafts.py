@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from graftlm.cli.common import (
     settle,
     stdout,
 )
+from graftlm.cli.tasks import evaluate_on_rows
 
 if TYPE_CHECKING:
     from graftlm.generation import Generation
@@ -39,6 +40,12 @@ def evaluate(
     examples: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=FILE", help="A JSON, parquet or CSV file of prompts and answers. Several are fine."),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE", help="Labelled rows of a task that the graft has a head for. Several are fine."
+        ),
     ] = None,
     metric: Annotated[
         str | None,
@@ -82,28 +89,33 @@ def evaluate(
 ) -> None:
     """Measure a graft beside its backbone, on texts, examples or tasks."""
     settle()
+    from graftlm.errors import DataError
     from graftlm.evaluation import write_report
-    from graftlm.inspection import evaluate_graft, read_tasks, read_texts
+    from graftlm.inspection import evaluate_graft, files_by_name, read_tasks, read_texts
     from graftlm.training.recipe import EvaluationConfig
 
+    where: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
+    where |= {"trust_remote_code": trust_remote_code}
+    if rows:
+        if text or examples or tasks:
+            raise DataError("--rows stands alone: measure texts, examples and academic tasks apart from it.")
+        files = files_by_name(rows, "files of rows", "--rows")
+        return evaluate_on_rows(graft, files, where, batch_size=batch_size, out=out, as_json=as_json)
     columns = {"prompt_column": prompt_column, "answer_column": answer_column, "tests_column": tests_column}
     decoding = {"max_new_tokens": max_new_tokens, "stop": stop or None, "shots": shots}
     own = read_tasks(examples or (), metric=metric, limit=limit if examples else None, **columns, **decoding)
     settings = {"length": length, "batch_size": batch_size, "limit_tokens": limit_tokens, "decode_prompts": 0}
     results = evaluate_graft(
         graft,
-        backbone=backbone,
-        changes=changes or (),
         texts=read_texts(text or (), text_column=text_column),
         tasks=[task for task in tasks.split(",") if task],
         limit=limit,
         evaluation=EvaluationConfig.parse(settings | {"tasks": own}, where="graft eval"),
-        device=device,
-        trust_remote_code=trust_remote_code,
+        **where,
     )
     if out is not None:
         write_report(results, out)
-    emit(results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout()))
+    return emit(results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout()))
 
 
 def generate(

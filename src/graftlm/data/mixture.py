@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,26 @@ from graftlm.errors import DataError
 OLD, NEW = 0, 1
 DOMAIN_NAMES = {OLD: "old", NEW: "new"}
 Blocks = TokenBlocks | StreamingBlocks
+
+
+class Batches(Protocol):
+    """What training draws its batches from, step by step."""
+
+    batch_size: int
+
+    def batch(self, step: int) -> Any:
+        """The rows of one optimiser step, counted from 0."""
+
+    def fingerprint(self) -> str:
+        """A hash of all that sets the batches apart."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
 
 
 class Mixture:

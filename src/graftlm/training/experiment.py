@@ -16,14 +16,14 @@ from graftlm.evaluation.results import write_atomically
 from graftlm.training.bench import Bench, Measurement, count_weights, graft_label
 from graftlm.training.language_recipe import LanguageModelRecipe
 from graftlm.training.language_run import train_language_model
-from graftlm.training.recipe import EvaluationConfig, Recipe
+from graftlm.training.recipe import AnyRecipe, EvaluationConfig, Recipe
+from graftlm.training.task_recipe import TaskRecipe
+from graftlm.training.task_run import train_tasks
 
 Say = Callable[[str], None]
 
 
-def run_recipe(
-    recipe: Recipe | LanguageModelRecipe, out: str | Path | None = None, *, progress: bool = True, say: Say = print
-) -> Results:
+def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, say: Say = print) -> Results:
     """Train the recipe's graft and report; the graft is in `out/graft`, a language model in `out/model`.
 
     Raises:
@@ -31,6 +31,8 @@ def run_recipe(
     """
     if isinstance(recipe, LanguageModelRecipe):
         return train_language_model(recipe, Path(out or recipe.out), progress=progress, say=say)
+    if isinstance(recipe, TaskRecipe):
+        return train_tasks(recipe, Path(out or recipe.out), progress=progress, say=say)
     if recipe.graft is None:
         raise RecipeError(
             "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
@@ -50,7 +52,7 @@ def run_recipe(
 
 
 def compare_recipe(
-    recipe: Recipe | LanguageModelRecipe,
+    recipe: AnyRecipe,
     out: str | Path | None = None,
     *,
     progress: bool = True,
@@ -59,11 +61,16 @@ def compare_recipe(
     """Train every method of the recipe on the same data, report them side by side; grafts go to `out/<row>/graft`.
 
     Raises:
-        RecipeError: the recipe is one of a language model.
+        RecipeError: the recipe is one of a language model, or of tasks.
     """
     if isinstance(recipe, LanguageModelRecipe):
         raise RecipeError(
             "The recipe is of one language model, and there is nothing to compare it with: run graft train."
+        )
+    if isinstance(recipe, TaskRecipe):
+        raise RecipeError(
+            "The recipe has tasks, and graft compare trains on text: run graft train once for each method, with an "
+            "--out of its own."
         )
     folder = Path(out or recipe.out)
     recipe = recipe.comparison()

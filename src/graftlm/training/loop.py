@@ -20,7 +20,8 @@ from accelerate.utils import set_seed
 from numpy.random import SeedSequence
 from torch import Tensor, nn
 
-from graftlm.data import Batch, Mixture
+from graftlm.data import Batch
+from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.training.config import TrainingConfig
 from graftlm.training.history import History
@@ -46,7 +47,7 @@ class TrainingSummary:
 
 def train(
     model: nn.Module,
-    mixture: Mixture,
+    mixture: Batches,
     config: TrainingConfig,
     out: str | Path,
     *,

@@ -5,33 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
-from accelerate import PartialState
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
-from graftlm.backbone import Backbone, load_backbone
 from graftlm.config import Config, apply_override, read_yaml
 from graftlm.data import DataConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import TaskConfig
-from graftlm.grafts import GraftConfig, default_config, graft_class, graft_config, kinds
+from graftlm.grafts import GraftConfig, default_config, graft_class, kinds
 from graftlm.training.config import TrainingConfig
 from graftlm.training.language_recipe import KIND, LanguageModelRecipe
+from graftlm.training.sections import AnyGraft, BackboneConfig
+from graftlm.training.task_recipe import KEY, TaskRecipe
 
-
-class BackboneConfig(Config):
-    """Which frozen model to teach."""
-
-    name: str = Field(min_length=1, description="A name on the Hugging Face hub, or a folder.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
-    trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
-
-    def load(self) -> Backbone:
-        """The backbone."""
-        device = self.device or PartialState().device
-        return load_backbone(self.name, dtype=self.dtype, device=device, trust_remote_code=self.trust_remote_code)
+AnyRecipe: TypeAlias = "Recipe | LanguageModelRecipe | TaskRecipe"
 
 
 class EvaluationConfig(Config):
@@ -47,13 +35,6 @@ class EvaluationConfig(Config):
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
-
-
-def _as_graft(value: Any) -> GraftConfig:
-    return value if isinstance(value, GraftConfig) else graft_config(value)
-
-
-AnyGraft = Annotated[SerializeAsAny[GraftConfig], BeforeValidator(_as_graft)]
 
 
 class MethodConfig(Config):
@@ -77,6 +58,11 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.graft is not None and self.graft.needs_tasks:
+            raise ValueError(
+                f"a graft of the kind {self.graft.kind} learns tasks, and the recipe has none: name some under tasks, "
+                "in the place of data"
+            )
         if self.graft is None and not self.methods:
             raise ValueError("a recipe has a graft section, or methods to compare; both are missing")
         if "backbone" in self.methods:
@@ -113,8 +99,8 @@ def method_training(base: TrainingConfig, changes: dict[str, Any], where: str) -
     return TrainingConfig.parse(base.model_dump() | changes, where=where)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | LanguageModelRecipe:
-    """Read a recipe: of a graft, or of a language model where its `kind` says so.
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read a recipe: of a graft on text or, where it has tasks, on those; of a language model where its `kind` says so.
 
     Args:
         path: of a YAML file; local paths in it are relative to the working folder.
@@ -127,6 +113,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | Lan
     for override in overrides:
         apply_override(values, override)
     kind = values.get("kind")
+    if kind is None and KEY in values:
+        return TaskRecipe.parse(values, where=str(path))
     if kind is None:
         return Recipe.parse(values, where=str(path))
     if kind != KIND:
@@ -138,8 +126,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe | Lan
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of recipes, for editors: every kind of graft with its own keys, and language models."""
-    of_grafts, of_models = Recipe.model_json_schema(), LanguageModelRecipe.model_json_schema()
-    definitions = of_grafts.pop("$defs") | of_models.pop("$defs")
+    of_grafts, of_models, of_tasks = (one.model_json_schema() for one in (Recipe, LanguageModelRecipe, TaskRecipe))
+    definitions = of_grafts.pop("$defs") | of_models.pop("$defs") | of_tasks.pop("$defs")
     of_models["required"] = sorted({*of_models["required"], "kind"})
     variants = []
     for kind in kinds():
@@ -148,4 +136,4 @@ def recipe_schema() -> dict[str, Any]:
         variant["required"] = sorted({*variant.get("required", []), "kind"})
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
-    return {"title": "Recipe", "oneOf": [of_grafts, of_models], "$defs": definitions}
+    return {"title": "Recipe", "oneOf": [of_grafts, of_models, of_tasks], "$defs": definitions}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from graftlm.data import Mixture
+from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.training.checkpoint import (
     CARRIED,
@@ -57,7 +57,7 @@ class Run:
     """A model in training and what its checkpoints hold."""
 
     place: Place
-    mixture: Mixture
+    mixture: Batches
     config: TrainingConfig
     out: Path
     identity: Mapping[str, Any]
