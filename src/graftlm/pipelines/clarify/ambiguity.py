@@ -240,7 +240,10 @@ def _is_first_name(reading: _Reading, token: Token) -> bool:
         return False
     if re.match(r"-|['’]?s? (?:River|Street|Road|County|University|Park|Hotel|Building|Island|School)\b", after):
         return False
-    return not reading.parsed or token.pos == "PROPN"
+    if not reading.parsed:
+        return True
+    previous = [one for one in reading.tokens if one.start < token.start][-1:]
+    return token.pos == "PROPN" and not any(one.pos == "PROPN" for one in previous)
 
 
 def _profession(reading: _Reading) -> Iterator[Ambiguity]:

@@ -1,0 +1,204 @@
+"""Checkers: a table's rules, sentences of every language, and the published figures on sets of real translations."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftlm.errors import DataError, MissingExtraError, RecipeError
+from graftlm.pipelines.clarify.checkers import KINDS, Checker, checker, languages
+from graftlm.pipelines.clarify.checkers import checker as module_checker
+from graftlm.pipelines.clarify.checkers.table import Table
+
+FORMALITY = [
+    ("de", "Können Sie mir helfen?", None, "formal"),
+    ("de", "Kannst du mir helfen?", None, "informal"),
+    ("de", "Geh nach Hause!", None, "informal"),
+    ("de", "Habt ihr das gesehen?", None, "informal"),
+    ("de", "Sie wissen, was ich meine.", "You know what I mean.", "formal"),
+    ("de", "Sie wissen, was ich meine.", "They know what I mean.", None),
+    ("de", "Sie ist müde.", "She is tired, you know.", None),
+    ("de", "Du meine Güte!", None, None),
+    ("de", "Ihr Hund bellt.", "Your dog barks.", "formal"),
+    ("de", "Ihr Hund bellt.", "Her dog barks.", None),
+    ("fr", "Tu viens ?", None, "informal"),
+    ("fr", "Je t’aime.", None, "informal"),
+    ("fr", "Où va-t-il ?", None, None),
+    ("fr", "Venez ici.", None, "formal"),
+    ("fr", "Il a un rendez-vous chez elle.", None, None),
+    ("es", "¿Cómo estás?", None, "informal"),
+    ("es", "¿Está usted bien?", None, "formal"),
+    ("es", "Las casas son grandes.", None, None),
+    ("es", "¿Su perro ladra?", "Does your dog bark?", "formal"),
+    ("es", "Su perro ladra.", "His dog barks.", None),
+    ("it", "Come ti chiami?", None, "informal"),
+    ("it", "Guardi molto la TV?", "Do you watch much TV?", "informal"),
+    ("it", "Guarda molto la TV?", "Do you watch much TV?", "formal"),
+    ("it", "Lei ha ragione.", "You are right.", "formal"),
+    ("it", "I libri sono grandi.", None, None),
+    ("pt", "Como te chamas?", None, "informal"),
+    ("pt", "O senhor tem razão.", None, "formal"),
+    ("ja", "行きましたか？", None, "formal"),
+    ("ja", "来てください。", None, "formal"),
+    ("ja", "どこに行くの？", None, "informal"),
+    ("ja", "ますます寒くなる", None, "informal"),
+]
+GENDER = [
+    ("de", "Sie war Lehrerin.", "feminine"),
+    ("de", "Er war Lehrer.", "masculine"),
+    ("de", "Gómez war Juniorprofessor in Berlin.", "masculine"),
+    ("de", "Der Computer steht im Termin.", None),
+    ("de", "Sie sind müde.", None),
+    ("fr", "Elle est née à Lyon.", "feminine"),
+    ("fr", "Nattier fut rédacteur.", "masculine"),
+    ("fr", "Denz est rédactrice.", "feminine"),
+    ("fr", "C’est une journaliste.", "feminine"),
+    ("fr", "Il y a du pain.", None),
+    ("es", "La directora murió.", "feminine"),
+    ("es", "Él es médico.", "masculine"),
+]
+IT = [
+    ("fr", "Tu peux la prendre ?", "Can you grab it?", "feminine"),
+    ("fr", "Mets-le ici.", "Put it here.", "masculine"),
+    ("fr", "Faites tout à la gloire de Dieu.", "Do it all to the glory of God.", None),
+    ("es", "Puedo verla.", "I can see it.", "feminine"),
+    ("es", "Hágalo.", "Do it.", "masculine"),
+    ("de", "Er ist neu.", "It is new.", "masculine"),
+    ("de", "Er ist neu.", "He is new, isn't it?", None),
+    ("de", "Es gibt Brot.", "There is bread.", None),
+]
+
+
+@pytest.mark.parametrize(("language", "text", "source", "label"), FORMALITY)
+def test_formality(language: str, text: str, source: str | None, label: str | None) -> None:
+    assert checker("formality", language).check(text, source).label == label
+
+
+@pytest.mark.parametrize(("language", "text", "label"), GENDER)
+def test_gender_of_persons(language: str, text: str, label: str | None) -> None:
+    assert checker("gender", language).check(text).label == label
+
+
+@pytest.mark.parametrize(("language", "text", "source", "label"), IT)
+def test_gender_of_a_thing(language: str, text: str, source: str, label: str | None) -> None:
+    assert checker("it", language).check(text, source).label == label
+
+
+def test_a_verdict_shows_its_markers_in_the_order_of_the_text() -> None:
+    verdict = checker("formality", "fr").check("Vous et tes amis, venez !")
+    assert [marker.text for marker in verdict.markers] == ["Vous", "tes", "venez"]
+    assert verdict.scores == {"formal": 3, "informal": 2}
+    assert verdict.label == "formal"
+    assert verdict.mixed
+    assert all(verdict.markers[n].why for n in range(3))
+
+
+def test_unicode_forms_make_no_difference() -> None:
+    german = checker("formality", "de")
+    assert german.check("Weißt du, wa\u0308rst").scores == german.check("Weißt du, wärst").scores
+
+
+def _table(**changes) -> Table:
+    rule = {"label": "a", "words": ["one"], "why": "a word"}
+    values = {"kind": "k", "language": "en", "labels": ["a", "b"], "method": "m", "rules": [rule]}
+    return Table.parse(values | changes)
+
+
+def _check(text: str, *rules: dict, lists: dict | None = None, source: str | None = None):
+    made = [{"label": "a", "why": "w"} | rule for rule in rules]
+    return Checker(_table(rules=made, lists=lists or {})).check(text, source)
+
+
+def test_words_have_borders_in_every_script() -> None:
+    assert [m.text for m in _check("été été2 l’été étés", {"words": ["été"]}).markers] == ["été", "été"]
+
+
+def test_a_star_takes_any_ending_and_lists_are_filled_in() -> None:
+    found = _check("deine dein sein", {"pattern": "{own}"}, lists={"own": "dein*"})
+    assert [m.text for m in found.markers] == ["deine", "dein"]
+
+
+def test_phrases_of_a_list_are_set_apart_by_commas() -> None:
+    assert _table(lists={"p": "good day, sir"}).words_of("p") == ["good day", "sir"]
+
+
+@pytest.mark.parametrize(("place", "expected"), [("anywhere", [0, 9, 13]), ("start", [0, 9]), ("inside", [13])])
+def test_place_in_the_sentence(place: str, expected: list[int]) -> None:
+    found = _check("One is. “One one”", {"words": ["one"], "place": place})
+    assert [marker.start for marker in found.markers] == expected
+
+
+def test_one_place_votes_once_for_a_label() -> None:
+    found = _check("one two", {"words": ["one two"], "weight": 3}, {"words": ["two"]}, {"words": ["one"], "label": "b"})
+    assert found.scores == {"a": 3, "b": 1}
+
+
+def test_as_many_votes_for_both_is_no_label() -> None:
+    found = _check("one two", {"words": ["one"]}, {"words": ["two"], "label": "b"})
+    assert found.label is None
+    assert found.mixed
+
+
+def test_source_after_and_unless() -> None:
+    rule = {"words": ["one"], "source": "you", "not_source": "she"}
+    assert [_check("one", rule, source=s).label for s in (None, "you", "he", "you she")] == [None, "a", None, None]
+    assert _check("one", {"words": ["one"], "not_source": "she"}).label == "a"
+    assert [_check(t, {"words": ["one"], "after": "the "}).label for t in ("the one", "one", "bathe one")] == [
+        "a",
+        None,
+        None,
+    ]
+    assert _check("One", {"words": ["one"], "unless": ["{no}"]}, lists={"no": "one"}).label is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"label": "c", "words": ["x"], "why": "w"}], "votes for 'c', which is no label"),
+        ([{"label": "a", "pattern": "{none}", "why": "w"}], "names the list 'none', which the table lacks"),
+        ([{"label": "a", "why": "w"}], "needs either words or a pattern"),
+    ],
+)
+def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        _table(rules=rules)
+
+
+def test_unknown_kinds_and_languages_are_named() -> None:
+    with pytest.raises(DataError, match=r"no checker of 'formalty' \(did you mean formality\?\)"):
+        checker("formalty", "de")
+    with pytest.raises(DataError, match="no gender checker for the language 'ja': choose one of de, es, fr"):
+        checker("gender", "ja")
+
+
+def test_without_the_dictionary_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[module_checker.__module__]
+    monkeypatch.setitem(sys.modules, "simplemma", None)
+    module._lemma.cache_clear()
+    module._simplemma.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"simplemma.*graftlm\[clarify\]"):
+        checker("formality", "es").check("¿Cantabas?")
+    module._simplemma.cache_clear()
+
+
+ALL = [(kind, language) for kind in KINDS for language in languages(kind)]
+
+
+@pytest.mark.parametrize(("kind", "language"), ALL)
+def test_tables_compile_and_say_their_method(kind: str, language: str) -> None:
+    table = checker(kind, language).table
+    assert (table.kind, table.language) == (kind, language)
+    assert len(table.method) > 80
+    assert all(table.words_of(name) for name in table.lists)
+
+
+@given(text=st.text(alphabet="aeilrsßéñ SIEdutoyMとます。?!.,'’-“\u2028"), source=st.none() | st.text(max_size=8))
+def test_any_text_has_a_verdict(text: str, source: str | None) -> None:
+    for kind, language in ALL:
+        verdict = checker(kind, language).check(text, source)
+        assert set(verdict.scores) == set(checker(kind, language).table.labels)
+        assert verdict.label is None or verdict.scores[verdict.label] == max(verdict.scores.values()) > 0
