@@ -57,7 +57,7 @@ def test_an_answer_decides_what_is_written(answer: str) -> None:
 @pytest.mark.parametrize("answer", [None, "", "  \n"])
 def test_a_refusal_is_followed_by_plain_generation(answer: str | None) -> None:
     writer = Scripted(by_chat)
-    found = Chain(writer, Person(lambda question, answers: answer)).run(start())
+    found = Chain(writer, Person(lambda question, answers: answer)).run(start(budget=2))
     assert kinds(found) == ["asked", "refused", "written"]
     assert found.written is not None
     assert (found.written.output, found.written.how) == (PLAIN, "plain")
