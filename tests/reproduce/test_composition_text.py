@@ -24,7 +24,7 @@ from graftlm.reproduce.pretrain import DONE, Pretraining, pretrain
 code = import_module("graftlm.reproduce.composition_code.run")
 language = import_module("graftlm.reproduce.composition_language.run")
 
-TRAINED_LONG = ("composition_long_lr0.01_s0", "lora_long_lr0.003_s0", "lora_long_lr0.01_s0")
+TRAINED_LONG = ("composition_long_lr0.01_s0", "lora_long_lr0.01_s0")
 
 WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
 MOTS = ["le", "une", "maison", "qui", "marchait", "sous", "vieux", "dit", "son", "jardin", "lettre", "avec", "depuis"]
@@ -88,7 +88,7 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     steps = {name: len((out / "cells" / name / "history.jsonl").read_text().splitlines()) for name in TRAINED_LONG}
     assert set(steps.values()) == {9}, "three times the steps of the other rows"
     chosen = json.loads((out / "results.json").read_text())["details"]["rates"]
-    assert chosen["lora_long"] in language.LONG_RATES["lora_long"]
+    assert chosen.keys() >= set(language.LONG_RATES)
 
     kept = [*(out / "cells").glob("*/measurement.json"), *(out / "cells").glob("*/task-*.json")]
     before = {path: path.stat().st_mtime_ns for path in kept}

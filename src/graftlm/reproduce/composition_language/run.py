@@ -49,7 +49,7 @@ TABLES = {
 BY_DEFAULT = tuple(table for table in TABLES if table != "variants")
 LONG = 3  # times the steps of the other rows
 # Learning rates to try at that length.
-LONG_RATES: dict[str, tuple[float, ...]] = {"composition_long": (1e-2,), "lora_long": (3e-3, 1e-2)}
+LONG_RATES: dict[str, tuple[float, ...]] = {"composition_long": (1e-2,), "lora_long": (1e-2,)}
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "French specialist m_A",
