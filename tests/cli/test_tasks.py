@@ -53,7 +53,7 @@ def test_rows_are_measured(graft: Graft, served: Path) -> None:
 def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, keys: set[str]) -> None:
     outcome = graft("predict", str(served / "run/graft"), "--task", task, stdin=f"{line}\n\n{line}\n".encode())
     assert outcome.code == 0, outcome.err
-    first, second = map(json.loads, outcome.out.splitlines())
+    first, second = (json.loads(text, parse_float=lambda x: round(float(x), 4)) for text in outcome.out.splitlines())
     assert first.keys() == keys
     assert first == second
 

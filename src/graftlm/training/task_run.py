@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
 
-from graftlm.artifact import save_graft
+from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone
 from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
@@ -254,16 +254,23 @@ def _write(
 ) -> None:
     """The sampler's report, and the graft with all that using it needs to know."""
     write_atomically(out / SAMPLER, json.dumps(mixture.report()).encode())
-    tasks = {name: task.model_dump(mode="json", include=set(_REMEMBERED)) for name, task in recipe.tasks.items()}
+    own = {name: task.model_dump(mode="json", include=set(_REMEMBERED)) for name, task in recipe.tasks.items()}
     training = {
         "steps": summary.steps if summary else 0,
         "tokens": summary.tokens if summary else 0,
         "length": recipe.length,
         "training": recipe.training.model_dump(mode="json"),
         "measured": measured.row.model_dump(mode="json")["metrics"],
-        "tasks": tasks,
+        "tasks": _of_extended(recipe.graft) | own,
     }
     save_graft(graft, backbone, out / "graft", training=training)
+
+
+def _of_extended(config: GraftConfig) -> dict[str, Any]:
+    """What the graft that is extended remembers of its tasks' rows."""
+    folder = getattr(config, "extends", None)
+    found = read_manifest(folder).training.get("tasks") if folder else None
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def _key(recipe: TaskRecipe, identity: Mapping[str, Any], tests: Mapping[str, Mapping[str, TaskRows]]) -> str:
