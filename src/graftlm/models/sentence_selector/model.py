@@ -88,8 +88,8 @@ class SentenceSelector(PreTrainedModel):
         if isinstance(self.head, Classifier):
             return _sorted(self.head(d_BNw, mask_BN)[0])
         pointer = cast("Pointer", self.head)
-        steps = steps or self.config.extract_size
-        first, gains, after_N = pointer.search(s_BNs[0], d_BNw[0], steps, self.config.beams)
+        length = int(steps or self.config.extract_size)
+        first, gains, after_N = pointer.search(s_BNs[0], d_BNw[0], length, self.config.beams)
         rest = _sorted(after_N)
         others = [(index, score) for index, score in zip(rest.indices, rest.scores, strict=True) if index not in first]
         return Choice([*first, *(index for index, _ in others)], [*gains, *(score for _, score in others)])

@@ -112,7 +112,8 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
         config = SentenceSelectorConfig.from_pretrained(folder)
-        model, found = SentenceSelector.from_pretrained(
+        loading: Any = SentenceSelector.from_pretrained  # a pair, with output_loading_info
+        model, found = loading(
             folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
         if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
@@ -129,7 +130,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
         raise ArtifactError(
             f"{folder} is no whole selector ({cause}): name a folder that train_selector wrote."
         ) from None
-    model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")  # type: ignore[arg-type]  # hidden by a wrapper
+    model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     return TrainedSelector(model.eval(), tokenizer, str(folder), record)
 
 
