@@ -84,10 +84,18 @@ def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
         assert all(value_of(metric) > 0 for metric in row.metrics.values())
 
 
-def test_an_ablation_alone(data: Path, tmp_path: Path) -> None:
-    results = reproduce("block-state", options(data, tmp_path / "out", tables=("placement",)))
-    assert [row.id for row in results.rows] == ["placement-0", "placement-1"]
+def test_what_tables_share_is_measured_once(data: Path, tmp_path: Path) -> None:
+    asked = options(data, tmp_path / "out", tables=("placement", "number"))
+    results = reproduce("block-state", asked)
+    assert [row.id for row in results.rows] == ["placement-0", "placement-1", "number-1", "number-2"]
     assert results.aims == []
+    of = {row.id: row.metrics for row in results.rows}
+    assert of["number-1"] == of["placement-1"] != of["number-2"]
+    assert {path.name for path in (tmp_path / "out" / "cells").iterdir()} == {
+        "placement-0_s0",
+        "placement-1_s0",
+        "number-2_s0",
+    }
 
 
 def test_mistakes(data: Path, tmp_path: Path) -> None:

@@ -132,19 +132,30 @@ def run(options: Options) -> Results:
     plan = Plan(options)
     lines = [line for table in options.tables or BY_DEFAULT for line in TABLES[table](plan)]
     started = time.perf_counter()
-    cells = [cell for line in lines for cell in line.cells]
-    measured = run_jobs(cells, measure, options.out / "cells", processes=options.jobs, title=NAME)
+    measured = _measured([cell for line in lines for cell in line.cells], options)
     rows = [_row(line, measured) for line in lines]
+    ids = {line.id for line in lines}
+    drawn = ids & LABELS.keys() or ids  # ablations stand in the report; the figures are of the main table where it is
     details = {
         "wall_s": round(time.perf_counter() - started, 1),
         "setting": plan.setting.model_dump(mode="json"),
         "tokens": {line.id: line.cells[0].tokens for line in lines},
-        "losses": {line.id: measured[line.cells[0].id]["losses"] for line in lines},
+        "losses": {line.id: measured[line.cells[0].id]["losses"] for line in lines if line.id in drawn},
     }
     published = paper.rows({row.id for row in rows})
     results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=published, details=details)
-    write_report(results, options.out, plots=_plots(plan, rows))
+    write_report(
+        results, options.out, plots=_plots(plan, [row for row in rows if row.id in {line.id for line in shown}])
+    )
     return results
+
+
+def _measured(cells: Sequence[Cell], options: Options) -> dict[str, dict[str, Any]]:
+    """What cells measured, by id; of several with the same settings, as tables share some, the first alone is run."""
+    first: dict[str, Cell] = {}
+    same = {cell.id: first.setdefault(cell.key(), cell).id for cell in cells}
+    found = run_jobs(list(first.values()), measure, options.out / "cells", processes=options.jobs, title=NAME)
+    return {cell: found[own] for cell, own in same.items()}
 
 
 def main_table(plan: Plan) -> list[Line]:
