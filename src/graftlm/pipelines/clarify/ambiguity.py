@@ -299,7 +299,7 @@ def _covered(token: Token, spans: Sequence[tuple[int, int]]) -> bool:
     return any(start <= token.start < end for start, end in spans)
 
 
-_RULES: dict[AmbiguityKind, Callable[[_Reading], Iterator[Ambiguity]]] = {
+_RULES: dict[str, Callable[[_Reading], Iterator[Ambiguity]]] = {
     "it": _it,
     "polysemy": _polysemy,
     "formality": _formality,

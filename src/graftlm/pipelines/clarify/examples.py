@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from graftlm.errors import DataError
 
 AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
-KINDS: tuple[str, ...] = get_args(AmbiguityKind)
+KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
 _WOMAN = re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE)
 _MAN = re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE)
 

@@ -92,8 +92,7 @@ def _verses(path: Path) -> dict[tuple[str, str], str]:
 def _documents(name: str, rows: Sequence[tuple[str, ...]]) -> list[Document]:
     """Consecutive rows of one document together; pairs are numbered from 1 over the whole corpus."""
     documents: list[Document] = []
-    numbered = ((number, *row) for number, row in enumerate(rows, start=1))
-    for document, group in groupby(numbered, key=lambda row: row[1]):
-        pairs = tuple(Pair(f"{name}:{number}", source, target) for number, _, source, target in group)
+    for document, group in groupby(enumerate(rows, start=1), key=lambda numbered: numbered[1][0]):
+        pairs = tuple(Pair(f"{name}:{number}", row[1], row[2]) for number, row in group)
         documents.append(Document(document, pairs))
     return documents

@@ -67,7 +67,7 @@ def from_spacy(document: Any) -> list[Token]:
             token.lemma_.lower() or token.lower_,
             token.pos_,
             token.tag_,
-            _UNIVERSAL.get(token.dep_, token.dep_),
+            str(_UNIVERSAL.get(token.dep_, token.dep_)),
             places.get(token.head.i, place),
             token.idx,
         )

@@ -1,6 +1,6 @@
 """Which form a text takes: formal or informal, feminine or masculine; by tables of rules, one for each language."""
 
-from graftlm.pipelines.clarify.checkers.checker import (
+from graftlm.pipelines.clarify.checkers.matcher import (
     KINDS,
     Checker,
     CheckerKind,
