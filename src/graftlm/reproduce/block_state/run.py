@@ -144,9 +144,7 @@ def run(options: Options) -> Results:
     }
     published = paper.rows({row.id for row in rows})
     results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=published, details=details)
-    write_report(
-        results, options.out, plots=_plots(plan, [row for row in rows if row.id in {line.id for line in shown}])
-    )
+    write_report(results, options.out, plots=_plots(plan, [row for row in rows if row.id in drawn]))
     return results
 
 
