@@ -123,7 +123,7 @@ def _lines(
 ) -> list[Line]:
     """All rows; a set that the data does not have is left out."""
     shas = {key: fingerprint(examples) for key, examples in sets.items()}
-    known = {"url": url, "data": str(options.data.resolve()), "limit": limit}
+    known: dict[str, Any] = {"url": url, "data": str(options.data.resolve()), "limit": limit, "method": "intercpt"}
 
     def cells(name: str, kinds: Sequence[str], model: str, template: str = "translate", **more: Any) -> list[Cell]:
         return [
@@ -135,8 +135,7 @@ def _lines(
                 kind=kind,
                 language=language,
                 examples_sha256=shas[kind, language],
-                **known,
-                **({"method": "intercpt"} | more),
+                **(known | more),
             )
             for kind, language in sets
             if kind in kinds
