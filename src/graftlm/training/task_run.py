@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
+from torch import Tensor
 
 from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone
@@ -116,7 +117,7 @@ def scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Sc
             nothing = torch.zeros((), device=predictions[0].device)
             values = torch.stack([nothing if one is None else one.to(nothing.device) for one in found])
         if PartialState().num_processes > 1:
-            values = broadcast(values.to(PartialState().device))
+            values = cast("Tensor", broadcast(values.to(PartialState().device)))
         return [None if one is None else value for one, value in zip(found, values.tolist(), strict=True)]
 
     return score
