@@ -14,6 +14,7 @@ from graftlm.evaluation.tables import format_metric
 from graftlm.inspection import Inspection, Method, TensorGroup
 
 _ABSENT = "–"
+_LISTED = 6  # of a list that are shown
 
 
 def print_side_by_side(results: Results, console: Console | None = None) -> None:
@@ -103,8 +104,14 @@ def _pairs(values: dict[str, Any], *, unset: bool = False) -> str:
 
 
 def _plain(value: Any) -> str:
+    """A value in words; of a long list its beginning and its length."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        return f"{{{_pairs(value)}}}"
+    if isinstance(value, list):
+        first = ", ".join(_plain(one) for one in value[:_LISTED])
+        return f"[{first}, … {len(value)} in all]" if len(value) > _LISTED else f"[{first}]"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
