@@ -68,7 +68,7 @@ FULL = Setting(
     lessons={
         "recall": Lesson(task=Task(name="recall"), steps=350, batch_size=32),
         "copy": Lesson(task=Task(name="copy"), steps=150, batch_size=32),
-        "listops": Lesson(task=Task(name="listops", length=2000, window=64), steps=40, batch_size=4),
+        "listops": Lesson(task=Task(name="listops", length=2000, window=64), steps=60, batch_size=4),
     },
     shape=_SHAPE,
     parameters=130_000,
