@@ -39,12 +39,16 @@ ROWS = {  # row id -> label, aim of its ratio
     "selection": ("choosing a batch by uncertainty, over training on it", (AT_MOST, 0.35)),
     "serve_20_tasks": ("rows per second of 20 tasks in a batch, over PEFT's mixed batches of LoRA", None),
 }
+# Passes through all layers that a step takes at least: forward; backward to activations and to weights of the upper
+# half; and, where a module stands before the first layer, backward to activations of the lower half.
+NONE, ALL = 1 + 2 / 2, 1 + 2 / 2 + 1 / 2
 HOW = {
     "train_step": "forward, loss, backward and AdamW of eight tasks' rows; on both sides the upper half of the layers "
-    "and the heads train. ratio_half_precision: with bfloat16 autocast. parameters: those trained",
+    "and the heads train. ratio_half_precision: with bfloat16 autocast. bound: by the layers that both compute, as the "
+    "alignment stands before the first one. parameters: those trained",
     "selection": "the pass over b rows of each of eight tasks, without gradients, in batches of b, and their "
-    "uncertainties, over the step that trains on b. ratio_one_task: over b rows alone. bound: both passes by the "
-    "layers that they compute, a backward pass counted as two",
+    "uncertainties, over the step that trains on b. ratio_one_task: over b rows alone. bound: by the layers "
+    "that both compute, backward passes to weights and to activations counted as one each",
     "serve_20_tasks": "the peer: one LoRA of rank 8 on query and value for each task, chosen row by row by "
     "adapter_names, and the same heads. ratio_one_task: a batch of one task on both sides. memory_ratio: bytes of "
     "weights of the encoder with one graft, over those of 20 fine-tuned encoders. load_ratio: seconds of loading "
@@ -160,6 +164,7 @@ def measure_training(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
     return {"seconds": taken, "parameters": parameters}, {
         "ratio": ratios(taken["all"], taken["none"]),
         "ratio_half_precision": ratios(taken["all_half_precision"], taken["none_half_precision"]),
+        "bound": ALL / NONE,
     }
 
 
@@ -180,7 +185,7 @@ def measure_selection(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
     return {"seconds": taken}, {
         "ratio": ratios(taken["selection"], taken["step"]),
         "ratio_one_task": ratios(taken["one_task"], taken["step"]),
-        "bound": s.tasks / (1 + 2 * 0.5),
+        "bound": s.tasks / ALL,
     }
 
 
@@ -232,7 +237,7 @@ def measure_loading(bench: Bench, model: GraftedModel) -> Turns:
     with TemporaryDirectory() as folder:
         place = Path(folder)
         bench.encoder().save_pretrained(place / "encoder")
-        (graft,) = model.grafts.values()
+        graft: Any = model.grafts["graft"]
         save_graft(graft, model.backbone, place / "graft")
 
         def ours() -> None:

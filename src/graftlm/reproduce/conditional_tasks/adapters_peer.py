@@ -29,7 +29,7 @@ class Peer(nn.Module):
 
     def __init__(self, exercise: dict[str, Any]) -> None:
         super().__init__()
-        import adapters
+        import adapters  # type: ignore[import-not-found]  # of the other environment
         from transformers import AutoModel
 
         self.tasks: list[dict[str, Any]] = exercise["tasks"]
@@ -44,6 +44,7 @@ class Peer(nn.Module):
         self.encoder.train_adapter(adapters.composition.Parallel(*names))
         self.heads = nn.ModuleList(nn.Linear(width, task["outputs"]) for task in self.tasks)
         for head in self.heads:
+            assert isinstance(head, nn.Linear), "a ModuleList does not tell what it holds"
             nn.init.normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
         self.dropout = nn.Dropout(exercise["dropout"])
@@ -60,7 +61,7 @@ class Peer(nn.Module):
 
     def forward(self, rows: Sequence[Row]) -> list[Tensor]:
         """Each row's prediction; rows of one task must stand together."""
-        from adapters.composition import BatchSplit
+        from adapters.composition import BatchSplit  # type: ignore[import-not-found]  # of the other environment
 
         counts: dict[int, int] = {}
         for row in rows:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def by_graft(cell: Cell, rows: Mapping[str, TaskRows], folder: Path) -> dict[str
         mixture = _mixture(cell, rows, backbone, graft, score_of(model, cell.training.precision))
         began = graft.start_tasks(model, {name: mixture.sample(name, COMPARED).inputs() for name in rows})
         started = time.process_time()
-        done = train(model, mixture, cell.training, folder, identity={"cell": cell.key()}, progress=False)  # type: ignore[arg-type]  # what the loop needs of a mixture
+        done = train(model, mixture, cell.training, folder, identity={"cell": cell.key()}, progress=False)
         found: dict[str, Any] = {"seconds": time.process_time() - started, "began": began}
         numbers = {name: number for number, name in enumerate(graft.tasks())}
         predict, encoder = predictor(model, cell.training.precision), _row_encoder(cell, backbone)
@@ -134,10 +134,10 @@ def held_out(cell: Cell, rows: Mapping[str, TaskRows], name: str, part: str, num
     return TaskTest(number, kept, score_metric(config, spec))
 
 
-def score_of(model: GraftedModel, precision: str) -> Score:
+def score_of(model: GraftedModel, precision: Literal["fp32", "bf16"]) -> Score:
     """How unsure the model is of rows, without dropout."""
-    (graft,) = model.grafts.values()
-    predict, specs = predictor(model, precision), list(graft.tasks().values())  # type: ignore[arg-type]  # a literal
+    graft: Any = model.grafts[GRAFT]
+    predict, specs = predictor(model, precision), list(graft.tasks().values())
 
     def score(batch: TaskBatch) -> list[float | None]:
         found = uncertainty(predict(batch), [specs[task] for task in batch.task.tolist()], batch.targets)
@@ -178,7 +178,7 @@ def old_predictions(cell: Cell, backbone: Backbone) -> dict[str, list[Tensor]]:
 
 def predictions(cell: Cell, model: GraftedModel) -> dict[str, list[Tensor]]:
     """The same of any graft with these tasks."""
-    (graft,) = model.grafts.values()
+    graft: Any = model.grafts[GRAFT]
     predict, encoder = predictor(model), _row_encoder(cell, model.backbone)
     found: dict[str, list[Tensor]] = {}
     for number, (name, spec) in enumerate(graft.tasks().items()):
@@ -199,7 +199,7 @@ def changed(before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Sequence
 def parameters_of(model: GraftedModel, backbone: Backbone) -> dict[str, int]:
     """The backbone's weights, those that train, and all of the model with which tasks are served."""
     whole = count_weights(backbone.model.parameters())
-    (graft,) = model.grafts.values()
+    graft: Any = model.grafts[GRAFT]
     trained = count_weights(model.trainable_parameters().values())
     return {"backbone": whole, "trained": trained, "total": whole + count_weights(graft.parameters())}
 

@@ -151,10 +151,11 @@ def draw_similarity(rows: Sequence[Row]) -> Figure:
     figure, axes = _figure("covariance similarity to the other tasks", "score over single-task fine-tuning's")
     axes.axhline(0, color="#8A8A8A", linewidth=0.9)
     for number, row in enumerate(rows):
-        points = [tuple(value_of(row.metrics[f"{what}_{task}"]) for what in ("similarity", "gain")) for task in TASKS]
-        axes.plot(*zip(*points, strict=True), MARKERS[number], color=PALETTE[number], label=row.label)
-        for task, point in zip(TASKS, points, strict=True):
-            axes.annotate(task, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
+        alike = [value_of(row.metrics[f"similarity_{task}"]) for task in TASKS]
+        gains = [value_of(row.metrics[f"gain_{task}"]) for task in TASKS]
+        axes.plot(alike, gains, MARKERS[number], color=PALETTE[number], label=row.label)
+        for task, x, y in zip(TASKS, alike, gains, strict=True):
+            axes.annotate(task, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
     axes.legend(frameon=False)
     return figure
 

@@ -19,6 +19,8 @@ from graftlm.training import TrainingConfig
 
 # A row that is another's run.
 SAME = {"ca_mtl_uniform": "+alignment_cln"}
+# Whose learning rate a row takes: conditional tasks have one, chosen with all modules and uniform sampling.
+RATE_OF = SAME | {"+attention": "+alignment_cln", "+bottleneck": "+alignment_cln", "ca_mtl": "+alignment_cln"}
 PEERS = ("adapters", "adapters_half")
 ROWS = ("single_task", "multi_task", *PEERS, "+attention", "+bottleneck", "+alignment_cln", "ca_mtl_uniform", "ca_mtl")
 UNCERTAINTY = SamplerConfig(policy="uncertainty")
@@ -128,13 +130,14 @@ class Plan:
         """The cells of a row with the first seed, by learning rate."""
         return {rate: self.row(row, rate, self.seeds[0]) for rate in self.setting.rates}
 
-    def choose(self, rows: Sequence[str]) -> tuple[Measured, Choices]:
+    def choose(self) -> tuple[Measured, Choices]:
         """Each row's learning rate: the one with the best mean over the tasks' validation rows."""
-        tried = {row: self.tries(row) for row in rows}
+        tried = {row: self.tries(row) for row in self.rows if row not in RATE_OF}
         found = self.run([cell for of in tried.values() for cells in of.values() for cell in cells], "learning rates")
-        return found, {
+        best = {
             row: max(of, key=lambda rate, of=of: average(found, of[rate], "validation")) for row, of in tried.items()
         }
+        return found, {row: best[RATE_OF.get(row, row)] for row in self.rows}
 
 
 def scores(found: Measured, cells: Sequence[Cell], part: str) -> dict[str, float]:

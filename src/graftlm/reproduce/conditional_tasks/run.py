@@ -1,7 +1,8 @@
 """Eight tasks on the real MiniLM: fine-tuning of one task and of all, adapters, and conditional tasks module by module.
 
-Every row trains for the same steps on as many rows, and has the learning rate that is best on validation rows among
-the same values. The further tables add a task to a trained graft, and train on 2, 4 and 8 tasks.
+Every row trains for the same steps on as many rows. Each has the learning rate that is best on validation rows among
+the same values; all rows of conditional tasks have one. The further tables add a task to a trained graft, and train on
+2, 4 and 8 tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from graftlm.reproduce.composed import bars
 from graftlm.reproduce.conditional_tasks import further, paper
 from graftlm.reproduce.conditional_tasks.cell import Cell
 from graftlm.reproduce.conditional_tasks.peer import WITHOUT
-from graftlm.reproduce.conditional_tasks.plan import PEERS, Choices, Measured, Plan, average, scores
+from graftlm.reproduce.conditional_tasks.plan import PEERS, RATE_OF, Choices, Measured, Plan, average, scores
 from graftlm.reproduce.conditional_tasks.setting import LABELS
 from graftlm.reproduce.conditional_tasks.texts import TASKS
 
@@ -37,7 +38,7 @@ def run(options: Options) -> Results:
     """
     tables = options.chosen(TABLES)
     plan = Plan(options)
-    tried, choices = plan.choose(plan.rows)
+    tried, choices = plan.choose()
     rows: list[Row] = []
     plots: dict[str, Figure] = {}
     main = plan.run(main_cells(plan, choices), "rows") if {"1", "count"} & set(tables) else {}
@@ -121,7 +122,7 @@ def _aim(text: str, metric: str, aim: float, measured: float, met: bool) -> Aim:
 
 def _details(plan: Plan, tried: Measured, choices: Choices, main: Measured) -> dict[str, Any]:
     seed = plan.seeds[0]
-    tries = {row: plan.tries(row) for row in plan.rows}
+    tries = {row: plan.tries(row) for row in plan.rows if row not in RATE_OF}
     chosen = {row: plan.row(row, choices[row], seed) for row in plan.rows} if main else {}
     return {
         "setting": plan.setting.model_dump(mode="json"),

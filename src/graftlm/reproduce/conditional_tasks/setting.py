@@ -65,7 +65,7 @@ class Setting(Config):
     graft: dict[str, Any] = {"frozen": 0.5, "modulated": 0.5, "pooling": "mean", "bottleneck_width": 64}
     held_out: str = "snips"
     pool: int | None = None
-    shares: dict[str, int] = {"0.1%": 20, "1%": 40, "10%": 80, "100%": 120}
+    shares: dict[str, int] = {"0.1%": 16, "1%": 24, "10%": 40, "100%": 64}
     added_rates: tuple[float, ...] = (3e-3, 3e-2)
     counts: tuple[int, ...] = (2, 4, 8)
 
