@@ -21,7 +21,7 @@ from graftlm.evaluation.labelled import TaskTest
 from graftlm.reproduce import Options, conditional_tasks, reproduce
 from graftlm.reproduce.conditional_tasks import adapters_peer, peer
 from graftlm.reproduce.conditional_tasks.cell import changed, weights_of
-from graftlm.reproduce.conditional_tasks.plan import PEERS, ROWS, Plan
+from graftlm.reproduce.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan
 from graftlm.reproduce.conditional_tasks.setting import LABELS, MODULES, OFF
 from graftlm.reproduce.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
 from tiny import tiny_tokenizer
@@ -134,7 +134,7 @@ def test_rows_differ_in_nothing_but_their_difference(
     assert all(before < after for before, after in pairwise(ladder))
     assert cells["ca_mtl"][0].graft == cells["ca_mtl_uniform"][0].graft == cells["+alignment_cln"][0].graft
     assert {row: of[0].sampler.policy for row, of in cells.items()} == {
-        row: "uncertainty" if row == "ca_mtl" else "uniform" for row in cells
+        row: "uncertainty" if row in BY_UNCERTAINTY else "uniform" for row in cells
     }
 
 

@@ -24,24 +24,23 @@ COUNT_LABELS = {"multi_task": "multi-task fine-tuning", "ca_mtl": "all modules, 
 
 
 def few(plan: Plan, choices: Choices) -> list[Row]:
-    """A held-out task from more and more of its rows: added to a graft of all others, and fine-tuned alone.
+    """A held-out task from more and more of its rows, with the first seed: added to a graft of all others, or alone.
 
-    Both take as many steps; the rate of an addition is one of three, by validation rows at the largest share.
+    Both take as many steps; the learning rate of an addition is chosen by validation rows at the largest share.
     """
-    found: dict[str, list[dict[str, Metric]]] = {name: [] for name in FEW}
-    for seed in plan.seeds:
-        base = few_base(plan, choices, seed)
-        plan.run([base], "the graft to add to")
-        rate = added_rate(plan, base, seed)
-        cells = {name: few_cells(plan, base, name, rate, choices["single_task"], seed) for name in FEW}
-        measured = plan.run([cell for of in cells.values() for cell in of.values()], "few rows")
-        for name, of in cells.items():
-            metrics: dict[str, Metric] = {f"score_{share}": average(measured, [c], "test") for share, c in of.items()}
-            if name == "few_added":
-                metrics["old_changed"] = sum(measured[cell.id]["old_changed"] for cell in of.values())
-                metrics["rate"] = rate
-            found[name].append(metrics)
-    return [Row(id=name, label=FEW[name], metrics=_combined(of)) for name, of in found.items()]
+    seed = plan.seeds[0]
+    base = few_base(plan, choices, seed)
+    plan.run([base], "the graft to add to")
+    rate = added_rate(plan, base, seed)
+    cells = {name: few_cells(plan, base, name, rate, choices["single_task"], seed) for name in FEW}
+    found = plan.run([cell for of in cells.values() for cell in of.values()], "few rows")
+    metrics: dict[str, dict[str, Metric]] = {
+        name: {f"score_{share}": average(found, [cell], "test") for share, cell in of.items()}
+        for name, of in cells.items()
+    }
+    unlike = sum(found[cell.id]["old_changed"] for cell in cells["few_added"].values())
+    metrics["few_added"] |= {"old_changed": unlike, "learning_rate": rate}
+    return [Row(id=name, label=label, metrics=metrics[name]) for name, label in FEW.items()]
 
 
 def few_base(plan: Plan, choices: Choices, seed: int) -> Cell:
@@ -83,22 +82,19 @@ def few_cell(plan: Plan, base: Cell, name: str, share: str, rate: float, seed: i
 
 
 def count(plan: Plan, choices: Choices, main: Measured) -> list[Row]:
-    """The first tasks alone, more and more of them: the average over all, and over those that are always there."""
-    rows = []
+    """The first tasks alone, more and more, with the first seed: the average over all, and over those always there."""
+    rows, always = [], list(TASKS)[: plan.setting.counts[0]]
     for row in COUNTED:
         for tasks in plan.setting.counts:
-            names = list(TASKS)[:tasks]
-            of_seeds = []
-            for seed in plan.seeds:
-                prefix = "" if tasks == len(TASKS) else f"count{tasks}_"
-                cells = plan.row(row, choices[row], seed, names, prefix=prefix)
-                found = main if tasks == len(TASKS) else plan.run(cells, f"{tasks} tasks")
-                said = scores(found, cells, "test")
-                first = mean(said[task] for task in names[: plan.setting.counts[0]])
-                of_seeds.append({"average": mean(said.values()), "average_first": first})
-            rows.append(
-                Row(id=f"{row}_{tasks}", label=f"{COUNT_LABELS[row]}, {tasks} tasks", metrics=_combined(of_seeds))
-            )
+            whole = tasks == len(TASKS)
+            names, prefix = list(TASKS)[:tasks], "" if whole else f"count{tasks}_"
+            cells = plan.row(row, choices[row], plan.seeds[0], names, prefix=prefix)
+            said = scores(main if whole else plan.run(cells, f"{tasks} tasks"), cells, "test")
+            metrics: dict[str, Metric] = {
+                "average": mean(said.values()),
+                "average_first": mean(said[task] for task in always),
+            }
+            rows.append(Row(id=f"{row}_{tasks}", label=f"{COUNT_LABELS[row]}, {tasks} tasks", metrics=metrics))
     return rows
 
 

@@ -21,8 +21,20 @@ from graftlm.training import TrainingConfig
 SAME = {"ca_mtl_uniform": "+alignment_cln"}
 # Whose learning rate a row takes: conditional tasks have one, chosen with all modules and uniform sampling.
 RATE_OF = SAME | {"+attention": "+alignment_cln", "+bottleneck": "+alignment_cln", "ca_mtl": "+alignment_cln"}
+RATE_OF |= {"multi_task_uncertainty": "multi_task"}
 PEERS = ("adapters", "adapters_half")
-ROWS = ("single_task", "multi_task", *PEERS, "+attention", "+bottleneck", "+alignment_cln", "ca_mtl_uniform", "ca_mtl")
+BY_UNCERTAINTY = ("multi_task_uncertainty", "ca_mtl")
+ROWS = (
+    "single_task",
+    "multi_task",
+    "multi_task_uncertainty",
+    *PEERS,
+    "+attention",
+    "+bottleneck",
+    "+alignment_cln",
+    "ca_mtl_uniform",
+    "ca_mtl",
+)
 UNCERTAINTY = SamplerConfig(policy="uncertainty")
 
 Measured = dict[str, dict[str, Any]]
@@ -101,7 +113,7 @@ class Plan:
         graft = MODULES["+alignment_cln"] if row == "ca_mtl" else MODULES.get(row, OFF)
         if row in PEERS:
             more["peer"] = self._peer(tasks, half=row == "adapters_half")
-        if row == "ca_mtl":
+        if row in BY_UNCERTAINTY:
             more["sampler"] = UNCERTAINTY
         return [self.cell(name, tasks, graft, rate, seed, **more)]
 

@@ -20,7 +20,16 @@ from graftlm.reproduce.composed import bars
 from graftlm.reproduce.conditional_tasks import further, paper
 from graftlm.reproduce.conditional_tasks.cell import Cell
 from graftlm.reproduce.conditional_tasks.peer import WITHOUT
-from graftlm.reproduce.conditional_tasks.plan import PEERS, RATE_OF, Choices, Measured, Plan, average, scores
+from graftlm.reproduce.conditional_tasks.plan import (
+    BY_UNCERTAINTY,
+    PEERS,
+    RATE_OF,
+    Choices,
+    Measured,
+    Plan,
+    average,
+    scores,
+)
 from graftlm.reproduce.conditional_tasks.setting import LABELS
 from graftlm.reproduce.conditional_tasks.texts import TASKS
 
@@ -135,7 +144,7 @@ def _details(plan: Plan, tried: Measured, choices: Choices, main: Measured) -> d
         "measured_by": {task: source.metric for task, source in TASKS.items()},
         "losses": {row: main[cells[0].id]["losses"] for row, cells in chosen.items() if len(cells) == 1},
         "data_share_by_task": {row: _shares(main, cells) for row, cells in chosen.items()},
-        "chosen": {row: _counted(main[cells[0].id]) for row, cells in chosen.items() if row == "ca_mtl"},
+        "chosen": {row: _counted(main[cells[0].id]) for row, cells in chosen.items() if row in BY_UNCERTAINTY},
         "left_out": [] if plan.peer else [WITHOUT],
     }
 

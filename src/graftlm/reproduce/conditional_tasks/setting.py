@@ -25,6 +25,7 @@ MODULES: dict[str, dict[str, Any]] = {
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
     "multi_task": "multi-task fine-tuning, half the layers frozen",
+    "multi_task_uncertainty": "the same, MT-Uncertainty",
     "adapters": "adapters, parallel bottleneck, frozen encoder",
     "adapters_half": "the same adapters, upper half trained as well",
     "+attention": "multi-task + conditional attention",
