@@ -171,7 +171,7 @@ def number(plan: Plan) -> list[Line]:
     middle = len(_layers(plan)) // 2
     order = sorted(_layers(plan), key=lambda i: (abs(i - middle), i))
     return [
-        _ablation(plan, f"number-{n}", f"{n} BST layers", mixer_layers=sorted(order[:n]))
+        _ablation(plan, f"number-{n}", f"BST layers: {n}", mixer_layers=sorted(order[:n]))
         for n in range(1, len(order) + 1)
     ]
 
