@@ -150,8 +150,8 @@ def encode(
         written = _linear(activation(_linear(h, layer.intermediate.dense)), layer.output.dense)
         neck = modules.necks.get(number)
         if neck is not None and not modules.large:
-            written = written + _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)  # type: ignore[misc]
+            written = written + _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)
         h = _norm(written + h, layer.output.LayerNorm, z, second)
         if neck is not None and modules.large:
-            carried = _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + carried)  # type: ignore[misc]
+            carried = _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + carried)
     return h + carried

@@ -91,7 +91,7 @@ def begin(
     if keep is None or not keep.exists():
         if text is None:
             raise DataError("There is no text to begin with: give one, or the file of a conversation (--resume).")
-        more = {} if budget is None else {"budget": budget}
+        more: dict[str, Any] = {} if budget is None else {"budget": budget}
         return Conversation.start(text, template or "translate", target, threshold=threshold, **more)
     found = Conversation.load(keep)
     asked = {"text": text, "template": template, "target": target, "budget": budget, "threshold": threshold}

@@ -56,13 +56,14 @@ def significance(
     """
     (first, best), *others = systems.items()
     same = {name: {"BLEU": 1.0, "chrF": 1.0} for name, outputs in others if list(outputs) == list(best)}
-    named = [(first, list(best)), *((name, list(outputs)) for name, outputs in others if name not in same)]
+    named: list[tuple[str, Sequence[str]]] = [(first, list(best))]
+    named += [(name, list(outputs)) for name, outputs in others if name not in same]
     if len(named) < 2 or len(examples) < 2:
         return same
     metrics = {"BLEU": bleu(language), "chrF": CHRF()}
     references = [[one.reference for one in examples]]
     _, found = PairedTest(named, metrics, references, test_type="bs", n_samples=RESAMPLES)()
-    values = {metric: next(found[key] for key in found if key.startswith(metric)) for metric in metrics}
+    values: dict[str, Any] = {metric: next(found[key] for key in found if key.startswith(metric)) for metric in metrics}
     tested = {
         name: {metric: float(values[metric][place].p_value) for metric in metrics}
         for place, (name, _) in enumerate(named)
