@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.pipelines.clarify.roles import Reply
+from graftlm.pipelines.clarify.turns import Cost
 from graftlm.reproduce.clarify.server import Handler, choice
 
 FRENCH = {

@@ -10,20 +10,10 @@ import numpy as np
 
 from graftlm.errors import GraftError
 from graftlm.pipelines.clarify import needed, prompts
-from graftlm.pipelines.clarify.conversation import (
-    Answered,
-    Asked,
-    Conversation,
-    Cost,
-    Gain,
-    How,
-    Question,
-    Skipped,
-    Turn,
-    Written,
-)
+from graftlm.pipelines.clarify.conversation import Conversation
 from graftlm.pipelines.clarify.roles import Reply, User, Writer
 from graftlm.pipelines.clarify.templates import Template, load_template
+from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, How, Question, Skipped, Turn, Written
 
 
 class Meter:

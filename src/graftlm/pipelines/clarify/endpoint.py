@@ -12,9 +12,9 @@ from pydantic import Field, field_validator
 
 from graftlm.config import Config
 from graftlm.errors import EndpointError, MissingExtraError
-from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt, visible
 from graftlm.pipelines.clarify.roles import Reply
+from graftlm.pipelines.clarify.turns import Cost
 
 if TYPE_CHECKING:
     import openai

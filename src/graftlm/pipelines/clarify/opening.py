@@ -14,11 +14,12 @@ from graftlm.backbone import load_backbone
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts import GraftedModel
-from graftlm.pipelines.clarify.conversation import Conversation, Skipped, Written
+from graftlm.pipelines.clarify.conversation import Conversation
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.local import Local
 from graftlm.pipelines.clarify.prompts import visible
 from graftlm.pipelines.clarify.roles import Person, Recorded, Simulated, User, Writer
+from graftlm.pipelines.clarify.turns import Skipped, Written
 
 
 class ModelChoice(Config):

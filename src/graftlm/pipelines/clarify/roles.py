@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from graftlm.pipelines.clarify import prompts
-from graftlm.pipelines.clarify.conversation import Conversation, Cost
+from graftlm.pipelines.clarify.conversation import Conversation
 from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.pipelines.clarify.templates import load_template
+from graftlm.pipelines.clarify.turns import Cost
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 from graftlm.evaluation import Row
 from graftlm.pipelines.clarify import Chain, Conversation, Reply
 from graftlm.pipelines.clarify.ambiguity_sets import mt_geneval_contexts
-from graftlm.pipelines.clarify.conversation import Asked, Cost
 from graftlm.pipelines.clarify.examples import Example, english_gender
 from graftlm.pipelines.clarify.needed import same_form
 from graftlm.pipelines.clarify.prompts import Prompt, question_line
+from graftlm.pipelines.clarify.turns import Asked, Cost
 from graftlm.reproduce.clarify.metrics import share
 
 LANGUAGES = ("de", "fr")
