@@ -21,7 +21,7 @@ from graftlm.evaluation.labelled import TaskTest
 from graftlm.reproduce import Options, conditional_tasks, reproduce
 from graftlm.reproduce.conditional_tasks import adapters_peer, peer
 from graftlm.reproduce.conditional_tasks.cell import changed, weights_of
-from graftlm.reproduce.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan
+from graftlm.reproduce.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan, next_rates
 from graftlm.reproduce.conditional_tasks.setting import FULL, LABELS, MODULES, OFF
 from graftlm.reproduce.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
 from tiny import tiny_tokenizer
@@ -252,3 +252,18 @@ def test_the_committed_results_are_of_this_form() -> None:
     check_form(results, list(ROWS), FULL.counts)
     assert all(aim.met is not None for aim in results.aims)
     assert results.row("few_added").metrics["old_changed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tried", "wanted"),
+    [
+        ({}, [2.0, 3.0]),
+        ({2.0: 0.1, 3.0: 0.5}, [4.0]),
+        ({2.0: 0.5, 3.0: 0.1}, [1.0]),
+        ({2.0: 0.5, 3.0: 0.1, 1.0: 0.2}, []),
+        ({2.0: 0.1, 3.0: 0.5, 4.0: 0.6}, []),
+    ],
+)
+def test_the_search_goes_on_beyond_the_better_rate(tried: dict[float, float], wanted: list[float]) -> None:
+    assert next_rates([1.0, 2.0, 3.0, 4.0], tried) == wanted
+    assert next_rates([1.0], {}) == [1.0]

@@ -39,6 +39,8 @@ UNCERTAINTY = SamplerConfig(policy="uncertainty")
 
 Measured = dict[str, dict[str, Any]]
 Choices = dict[str, float]
+# Validation average by row and learning rate.
+Tried = dict[str, dict[float, float]]
 
 
 class Plan:
@@ -138,18 +140,41 @@ class Plan:
         """Where cells are kept."""
         return self.options.out / "cells"
 
-    def tries(self, row: str) -> dict[float, list[Cell]]:
+    def tries(self, row: str, rates: Sequence[float]) -> dict[float, list[Cell]]:
         """The cells of a row with the first seed, by learning rate."""
-        return {rate: self.row(row, rate, self.seeds[0]) for rate in self.setting.rates}
+        return {rate: self.row(row, rate, self.seeds[0]) for rate in rates}
 
-    def choose(self) -> tuple[Measured, Choices]:
-        """Each row's learning rate: the one with the best mean over the tasks' validation rows."""
-        tried = {row: self.tries(row) for row in self.rows if row not in RATE_OF}
-        found = self.run([cell for of in tried.values() for cells in of.values() for cell in cells], "learning rates")
-        best = {
-            row: max(of, key=lambda rate, of=of: average(found, of[rate], "validation")) for row, of in tried.items()
-        }
-        return found, {row: best[RATE_OF.get(row, row)] for row in self.rows}
+    def choose(self) -> tuple[Tried, Choices]:
+        """Each row's learning rate: the one with the best mean over the tasks' validation rows.
+
+        The two in the middle of the setting's are tried first, then further ones beyond the better, while they better.
+        """
+        searched = [row for row in self.rows if row not in RATE_OF]
+        tried: Tried = {row: {} for row in searched}
+        while wanted := {row: rates for row in searched if (rates := next_rates(self.setting.rates, tried[row]))}:
+            cells = {row: self.tries(row, rates) for row, rates in wanted.items()}
+            found = self.run([one for of in cells.values() for each in of.values() for one in each], "learning rates")
+            for row, of in cells.items():
+                tried[row] |= {rate: average(found, each, "validation") for rate, each in of.items()}
+        best = {row: max(of, key=lambda rate, of=of: of[rate]) for row, of in tried.items()}
+        return tried, {row: best[RATE_OF.get(row, row)] for row in self.rows}
+
+
+def next_rates(rates: Sequence[float], tried: Mapping[float, float]) -> list[float]:
+    """The rates to try next: the middle two, then neighbours of the best one; none when it has no untried neighbour.
+
+    >>> next_rates([1, 2, 3, 4], {})
+    [2, 3]
+    >>> next_rates([1, 2, 3, 4], {2: 0.1, 3: 0.5})
+    [4]
+    >>> next_rates([1, 2, 3, 4], {1: 0, 2: 5, 3: 4})
+    []
+    """
+    if not tried:
+        middle = len(rates) // 2
+        return list(rates[max(0, middle - 1) : middle + 1])
+    best = rates.index(max(tried, key=lambda rate: tried[rate]))
+    return [rate for rate in rates[max(0, best - 1) : best + 2] if rate not in tried]
 
 
 def scores(found: Measured, cells: Sequence[Cell], part: str) -> dict[str, float]:

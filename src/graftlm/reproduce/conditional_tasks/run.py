@@ -23,11 +23,10 @@ from graftlm.reproduce.conditional_tasks.peer import WITHOUT
 from graftlm.reproduce.conditional_tasks.plan import (
     BY_UNCERTAINTY,
     PEERS,
-    RATE_OF,
     Choices,
     Measured,
     Plan,
-    average,
+    Tried,
     scores,
 )
 from graftlm.reproduce.conditional_tasks.setting import LABELS
@@ -129,17 +128,13 @@ def _aim(text: str, metric: str, aim: float, measured: float, met: bool) -> Aim:
     return Aim(text=text, metric=metric, aim=aim, measured=measured, met=met)
 
 
-def _details(plan: Plan, tried: Measured, choices: Choices, main: Measured) -> dict[str, Any]:
+def _details(plan: Plan, tried: Tried, choices: Choices, main: Measured) -> dict[str, Any]:
     seed = plan.seeds[0]
-    tries = {row: plan.tries(row) for row in plan.rows if row not in RATE_OF}
     chosen = {row: plan.row(row, choices[row], seed) for row in plan.rows} if main else {}
     return {
         "setting": plan.setting.model_dump(mode="json"),
         "learning_rates": choices,
-        "tried": {
-            row: {f"{rate:g}": average(tried, cells, "validation") for rate, cells in of.items()}
-            for row, of in tries.items()
-        },
+        "tried": {row: {f"{rate:g}": value for rate, value in sorted(of.items())} for row, of in tried.items()},
         "labels": {task: source.label for task, source in TASKS.items()},
         "measured_by": {task: source.metric for task, source in TASKS.items()},
         "losses": {row: main[cells[0].id]["losses"] for row, cells in chosen.items() if len(cells) == 1},

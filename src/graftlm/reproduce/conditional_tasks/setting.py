@@ -45,7 +45,7 @@ class Setting(Config):
         steps: of training on all tasks together, and of all single tasks' training added up.
         batch_size: rows of a step.
         micro_batch_size: rows of a pass, which are of like length.
-        rates: learning rates that every row chooses from.
+        rates: learning rates that every row chooses from, ascending; the middle ones are tried first.
         precision: of training.
         graft: what the configs of all rows share.
         held_out: the task that is added later, `pool` rows of which are all there are.
@@ -58,10 +58,10 @@ class Setting(Config):
     validation: int = 100
     test: int = 200
     length: int = 64
-    steps: int = Field(128, ge=1)
+    steps: int = Field(512, ge=1)
     batch_size: int = Field(16, ge=1)
     micro_batch_size: int | None = 8
-    rates: tuple[float, ...] = (3e-4, 1e-3)
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     precision: str = "bf16"
     graft: dict[str, Any] = {"frozen": 0.5, "modulated": 0.5, "pooling": "mean", "bottleneck_width": 64}
     held_out: str = "snips"
