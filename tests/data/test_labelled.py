@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,10 +22,8 @@ from graftlm.data.labelled import (
     read_training_rows,
     score_metric,
 )
-from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by_length, largest_entropy
-from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import DataError, RecipeError
-from graftlm.grafts.heads import IGNORED, TaskSpec
+from graftlm.grafts.heads import TaskSpec
 from tiny import tiny_tokenizer
 from training.tasks import tasks_of, write_rows
 
@@ -261,140 +258,6 @@ def test_an_answer_s_tokens_cover_it(context: str, start: int, size: int) -> Non
     first, last = found.target.tolist()
     assert found.places[first, 0] <= start < found.places[first, 1]
     assert found.places[last, 0] < start + len(answer) <= found.places[last, 1]
-
-
-def rows_of(spec: TaskSpec, *rows: tuple[Any, Any]) -> TaskRows:
-    texts = [((text,) if isinstance(text, str) else tuple(text), target) for text, target in rows]
-    made = [LabelledRow(text, target, f"row {number}") for number, (text, target) in enumerate(texts, 1)]
-    return TaskRows(spec, made)
-
-
-TOPIC = TaskSpec(type="classification", labels=["x", "y"])
-SPAN = TaskSpec(type="span")
-
-
-def test_long_rows_are_cut_and_counted_or_refused() -> None:
-    long = "brown fox " * 20
-    task = rows_of(TOPIC, ("short", "x"), (long, "y"))
-    found = RowEncoder(TOKENIZER, 12).encode(task)
-    assert ([len(row) <= 12 for row in found.rows], found.cut) == ([True, True], 1)
-    with pytest.raises(DataError, match=r"row 2 has \d+ tokens, but 12 are read: raise the length"):
-        RowEncoder(TOKENIZER, 12, too_long="refuse").encode(task)
-    mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 2, length=12)
-    assert mixture.notes == ["Of the 2 rows of the task t 1 are longer than 12 tokens and were cut at their end."]
-
-
-def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
-    context = "brown fox " * 20 + "moon"
-    late = Span(context.index("moon"), len(context), ("moon",))
-    task = rows_of(SPAN, (("which", "dog moon"), Span(4, 8, ("moon",))), (("which", context), late))
-    encoder = RowEncoder(TOKENIZER, 20)
-    assert encoder.encode(task, training=True).kept == [0]
-    found = encoder.encode(task)
-    assert found.kept == [0, 1]
-    assert found.rows[1].target is not None
-    assert found.rows[1].target.tolist() == [IGNORED, IGNORED]
-    mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 1, length=20)
-    assert "and 1 left out, as their answer lies behind the cut" in mixture.notes[0]
-    question = rows_of(SPAN, (("which " * 30, "dog"), Span(0, 3, ("dog",))))
-    with pytest.raises(DataError, match=r"row 1 has a question of \d+ tokens, which leaves nothing"):
-        encoder.encode(question)
-
-
-def test_a_row_without_tokens_is_named() -> None:
-    with pytest.raises(DataError, match="row 1 has no tokens"):
-        RowEncoder(TOKENIZER, 20).encode(rows_of(TOPIC, ("", "x")))
-
-
-def mixture(folder: Path, policy: str = "uniform", score: Any = None, **more: Any) -> LabelledMixture:
-    write_rows(folder)
-    tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(folder).items()}
-    rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
-    return LabelledMixture(rows, TOKENIZER, SamplerConfig.parse({"policy": policy}), 12, 0, 40, score, **more)
-
-
-def by_length(batch: TaskBatch) -> list[float]:
-    """Stands for a model: which rows it is unsure of."""
-    return [1 / (1 + int(mask.sum()) % 7) for mask in batch.attention_mask]
-
-
-def test_a_batch_mixes_tasks_and_trims_its_parts(tmp_path: Path) -> None:
-    batch = mixture(tmp_path).batch(0)
-    lengths = batch.attention_mask.sum(1)
-    assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
-    assert len(set(batch.task.tolist())) > 2
-    assert batch.totals().tolist() == [12, int(lengths.sum())]
-    part = batch.rows(slice(6, 12))
-    assert part.input_ids.shape == (6, int(lengths[6]))
-    assert torch.equal(part.input_ids, batch.input_ids[6:, : int(lengths[6])])
-    targets = part.inputs()["targets"]
-    for target, tagged, whole in zip(targets, part.tagged, batch.inputs()["targets"][6:], strict=True):
-        assert not tagged or len(target) == part.input_ids.shape[1]
-        assert torch.equal(target, whole[: len(target)] if tagged else whole)
-
-
-def test_batches_by_length_give_every_row_once(tmp_path: Path) -> None:
-    task = mixture(tmp_path).tasks["topic"]
-    rows = [(row, task.spec, 0) for row in task.rows]
-    places = []
-    for chosen, batch in batches_by_length(rows, 5, 0):
-        places += chosen
-        for place, ids, mask in zip(chosen, batch.input_ids, batch.attention_mask, strict=True):
-            assert ids[mask.bool()].tolist() == task.rows[place].ids.tolist()
-    assert sorted(places) == list(range(len(rows)))
-
-
-@pytest.mark.parametrize("policy", ["uniform", "size", "entropy", "uncertainty"])
-def test_a_mixture_goes_on_where_it_stopped(tmp_path: Path, policy: str) -> None:
-    without = ("length", "where") if policy == "entropy" else ()
-    write_rows(tmp_path)
-    tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items() if name not in without}
-    rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
-
-    def made() -> LabelledMixture:
-        return LabelledMixture(rows, TOKENIZER, SamplerConfig.parse({"policy": policy}), 8, 0, 40, by_length)
-
-    whole, first, second = made(), made(), made()
-    wanted = [whole.batch(step).input_ids for step in range(5)]
-    for step in range(2):
-        first.batch(step)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert all(torch.equal(second.batch(step).input_ids, wanted[step]) for step in range(2, 5))
-    assert second.report() == whole.report()
-    assert second.fingerprint() == whole.fingerprint()
-    with pytest.raises(DataError, match="Step 9 was asked for, but the sampler is at 5"):
-        second.batch(9)
-
-
-def test_tasks_without_entropy_have_their_uniform_share(tmp_path: Path) -> None:
-    found = mixture(tmp_path, "uncertainty", by_length)
-    assert found.sampler.config.fixed == pytest.approx({"length": 1 / 6, "where": 1 / 6})
-    counts = [found.batch(step).task.tolist() for step in range(3)]
-    assert [sum(batch.count(number) for batch in counts) for number in (2, 4)] == [6, 6]
-
-
-def test_the_uncertain_rows_are_chosen(tmp_path: Path) -> None:
-    found = mixture(tmp_path, "uncertainty", by_length)
-    asked = found.sampler.candidates()
-    measured = {pick: 1 / (1 + len(found.tasks[pick.task].rows[pick.row]) % 7) for pick in asked}
-    best = sorted(asked, key=lambda pick: -measured[pick])[:8]
-    batch = found.batch(0)
-    wanted = sorted(found.tasks[pick.task].rows[pick.row].ids.tolist() for pick in best)
-    rows = zip(batch.input_ids, batch.attention_mask, batch.task.tolist(), strict=True)
-    chosen = sorted(ids[mask.bool()].tolist() for ids, mask, task in rows if task not in (2, 4))
-    assert chosen == wanted
-
-
-def test_policies_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="policy uncertainty goes by what a model predicts, and there is no score"):
-        mixture(tmp_path, "uncertainty")
-    with pytest.raises(DataError, match="The task length is of the type regression, whose predictions have no entropy"):
-        mixture(tmp_path, "entropy", by_length)
-
-
-def test_the_largest_entropy() -> None:
-    assert largest_entropy(TOPIC) == pytest.approx(0.6931, abs=1e-4)
-    assert largest_entropy(TaskSpec(type="multi-label", labels=["a", "b", "c"])) == pytest.approx(3 * 0.6931, abs=1e-3)
 
 
 def test_labels_of_a_row() -> None:
