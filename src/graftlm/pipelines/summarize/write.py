@@ -134,7 +134,6 @@ class LanguageModelWriter:
         """How many tokens a text has, without those that the tokenizer adds."""
         return len(self._ids(text))
 
-    @torch.inference_mode()
     def write(self, extract: Extract) -> Written:
         """Write a summary of at most `wording.max_new_tokens`; it ends with a whole sentence where it has one.
 
@@ -142,6 +141,19 @@ class LanguageModelWriter:
             RecipeError: the window has no room for a summary and one extracted sentence.
         """
         prompt, notes = self.prompt(extract)
+        text, cut = self.continuation(prompt)
+        text = text.strip()
+        if cut:
+            text = whole_sentences(text, extract.document.language)
+        if not self._trained:
+            notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
+        if not text:
+            notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
+        return Written(text or extract.text, tuple(notes))
+
+    @torch.inference_mode()
+    def continuation(self, prompt: list[int]) -> tuple[str, bool]:
+        """What the model writes after the ids of a prompt, and whether it stopped at its limit of tokens."""
         if self.wording.method == "sample":
             torch.manual_seed(self.wording.seed)
         ids = torch.tensor([prompt], device=self.model.device)
@@ -151,14 +163,8 @@ class LanguageModelWriter:
             input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=padding, **self.wording.arguments()
         )
         new = output[0, len(prompt) :]
-        text = str(self.tokenizer.decode(new, skip_special_tokens=True)).strip()
-        if len(new) == self.wording.max_new_tokens:
-            text = whole_sentences(text, extract.document.language)
-        if not self._trained:
-            notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
-        if not text:
-            notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
-        return Written(text or extract.text, tuple(notes))
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
+        return text, len(new) == self.wording.max_new_tokens
 
     def prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
         """Token ids of introduction, extract and summary mark, and notes on what had to be left out.
