@@ -244,6 +244,13 @@ def test_a_word_is_tagged_at_its_first_token(words: list[str]) -> None:
         start += len(word) + 1
 
 
+def test_a_word_whose_tokens_are_cut_has_no_place() -> None:
+    assert word_places(["a", "b"], [(0, 1), (1, 3)]).tolist() == [0, 1]
+    assert word_places(["a", "b"], [(0, 1)]).tolist() == [0, -1]
+    assert word_places(["a", "b"], [(1, 3)]).tolist() == [-1, 0]  # begins behind the first word, with the blank
+    assert word_places(["a", "b"], [(0, 3)]).tolist() == [0, -1]  # stands for the first of two
+
+
 @given(context=st.text("abc d.é", min_size=1, max_size=40), start=st.integers(0, 39), size=st.integers(1, 9))
 def test_an_answer_s_tokens_cover_it(context: str, start: int, size: int) -> None:
     answer = context[start : start + size]

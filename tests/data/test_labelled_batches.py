@@ -59,16 +59,32 @@ def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
         encoder.encode(question)
 
 
+def test_an_answer_that_reaches_over_the_cut_is_not_learned() -> None:
+    context = "brown fox " * 20
+    whole = RowEncoder(TOKENIZER, 200).encode(rows_of(SPAN, (("which", context), Span(0, 5, ("brown",))))).rows[0]
+    assert whole.places is not None
+    end = int(whole.places[:10, 1].max())  # of ten tokens the last character
+    for last, learned in ((end, [0]), (end + 1, [])):
+        task = rows_of(
+            SPAN, (("which", context), Span(0, last, (context[:last],))), (("which", "x"), Span(0, 1, ("x",)))
+        )
+        assert RowEncoder(TOKENIZER, 10).encode(task, training=True).kept == [*learned, 1]
+
+
 def test_a_row_without_tokens_is_named() -> None:
     with pytest.raises(DataError, match="row 1 has no tokens"):
         RowEncoder(TOKENIZER, 20).encode(rows_of(TOPIC, ("", "x")))
 
 
-def mixture(folder: Path, policy: str = "uniform", score: Any = None, **more: Any) -> LabelledMixture:
+def mixture(
+    folder: Path, policy: str = "uniform", score: Any = None, sampler: dict[str, Any] | None = None, **more: Any
+) -> LabelledMixture:
     write_rows(folder)
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(folder).items()}
     rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
-    return LabelledMixture(rows, TOKENIZER, SamplerConfig.parse({"policy": policy}), 12, 0, 40, score, **more)
+    return LabelledMixture(
+        rows, TOKENIZER, SamplerConfig.parse({"policy": policy} | (sampler or {})), 12, 0, 40, score, **more
+    )
 
 
 def by_length(batch: TaskBatch) -> list[float]:
@@ -129,6 +145,26 @@ def test_tasks_without_entropy_have_their_uniform_share(tmp_path: Path) -> None:
     assert found.sampler.config.fixed == pytest.approx({"length": 1 / 6, "where": 1 / 6})
     counts = [found.batch(step).task.tolist() for step in range(3)]
     assert [sum(batch.count(number) for batch in counts) for number in (2, 4)] == [6, 6]
+
+
+def test_a_share_that_is_said_counts(tmp_path: Path) -> None:
+    found = mixture(tmp_path, "uncertainty", by_length, sampler={"fixed": {"length": 0.5}})
+    assert found.sampler.config.fixed == pytest.approx({"length": 0.5, "where": 1 / 6})
+
+
+def test_the_sampler_hears_entropies_in_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score is the entropy over that of knowing nothing: of another number of classes it is another entropy."""
+    write_rows(tmp_path)
+    tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items()}
+    rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
+    rows = {name: task for name, task in rows.items() if task.spec.type in ("classification", "multi-label")}
+    found = LabelledMixture(rows, TOKENIZER, SamplerConfig(policy="entropy"), 12, 0, 40, lambda b: [0.5] * len(b.task))
+    heard: dict[str, list[float]] = {}
+    monkeypatch.setattr(found.sampler, "observe", lambda task, values: heard.update({task: list(values)}))
+    found.batch(0)
+    assert set(heard) == set(rows)
+    for name, values in heard.items():
+        assert values == pytest.approx([largest_entropy(rows[name].spec) / 2] * len(values))
 
 
 def test_the_uncertain_rows_are_chosen(tmp_path: Path) -> None:
