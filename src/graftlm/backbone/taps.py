@@ -115,7 +115,7 @@ class Wiring:
         taps: Mapping[str, Sequence[Tap]],
         prepare: Callable[[Call], None],
     ) -> None:
-        _check_conflicts(sites, taps)
+        check_conflicts(sites, taps)
         self._model = model
         self._prepare = prepare
         self._local = _Local()
@@ -264,7 +264,8 @@ def _forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def _check_conflicts(sites: Sites, taps: Mapping[str, Sequence[Tap]]) -> None:
+def check_conflicts(sites: Sites, taps: Mapping[str, Sequence[Tap]]) -> None:
+    """Raise `TapConflictError` if two owners replace at one site."""
     taken: dict[tuple[nn.Module, str], str] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:

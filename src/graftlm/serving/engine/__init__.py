@@ -1,0 +1,1 @@
+"""Answers requests to one backbone and its grafts, many at a time."""
