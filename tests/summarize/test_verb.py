@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 
 import pytest
 
 from cli.tools import invoke
-from graftlm.errors import DataError
-from graftlm.pipelines.summarize import Summary, documents_in, read_document, summarize_many
+from graftlm.pipelines.summarize import read_document
 from summarize.tools import TEA, write_pdf
 
 pytest.importorskip("sumy")
@@ -77,18 +75,6 @@ def test_a_batch_goes_on_behind_a_bad_document(tea: Path, tmp_path: Path) -> Non
     assert invoke("summarize", str(tea), "--batch").code == 0
 
 
-def test_many_documents_are_held_one_at_a_time(tmp_path: Path) -> None:
-    for number in range(10):
-        (tmp_path / f"{number:02}.txt").write_text(f"Tea {number} is good. Water is wet.")
-    held: list[weakref.ref] = []
-    alive = 0
-    for found in summarize_many(documents_in([tmp_path])):
-        assert isinstance(found, Summary)
-        held.append(weakref.ref(found.document))
-        alive = max(alive, sum(one() is not None for one in held))
-    assert (len(held), alive) == (10, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,8 +89,3 @@ def test_what_the_user_can_mend_is_one_line(tea: Path, arguments: list[str], mes
     done = invoke("summarize", str(tea), *arguments)
     assert (done.code, done.out) == (2, "")
     assert message in done.err.splitlines()[-1]
-
-
-def test_a_folder_without_documents_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no document"):
-        list(documents_in([tmp_path]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +43,10 @@ def summarize(
     batch: Annotated[
         bool, typer.Option("--batch", help="One line of JSON for each document; a bad one is named, and passed over.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --batch: append the lines there, and go on where the last run stopped."),
+    ] = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with spans, and nothing else.")] = False,
@@ -57,23 +63,40 @@ def summarize(
         options["selector"] = room.load_selector(selector, device=device)
     if writer is not None:
         options["writer"] = room.load_writer(writer, wording, device=device, trust_remote_code=trust_remote_code)
-    paths = room.documents_in(files)
+    paths = list(room.documents_in(files))
+    if out is not None:
+        asked = {"budget": str(options["budget"]), "language": language}
+        asked |= {"selector": selector and str(selector), "writer": writer and str(writer)}
+        asked |= wording.model_dump(mode="json") if writer is not None else {}
+        left = room.pending(out, paths, asked)
+        return _keep(room.write_rows(out, left, asked, **options), len(left), out, quiet)
     if batch:
-        return _stream(room.summarize_many(paths, **options), say_unless(quiet))
+        return _finish(map(_print, room.summarize_many(paths, **options)), say_unless(quiet))
     found = [room.summarize(path, **options) for path in paths]
     emit([summary.to_json() for summary in found], as_json, lambda: _show(found, room, say_unless(quiet)))
     return None
 
 
-def _stream(found: Any, say: Any) -> None:
-    """Print a line for each document as soon as it is done; exit with 2 when one of them failed."""
-    failed = total = 0
-    for done in found:
-        row = done.to_json()
-        failed, total = failed + ("error" in row), total + 1
-        typer.echo(json.dumps(row))
-    if failed:
-        say(f"error: {failed} of {total} documents have no summary: the key error of their lines says why.")
+def _print(done: Any) -> Any:
+    """A line for a document as soon as it is done."""
+    row = done.to_json()
+    typer.echo(json.dumps(row))
+    return row
+
+
+def _keep(rows: Any, total: int, out: Path, quiet: bool) -> None:
+    """Rows that are written to a file, with a progress bar."""
+    from rich.progress import track
+
+    _finish(track(rows, "summarising", total=total, disable=quiet or not sys.stderr.isatty()), say_unless(quiet))
+    typer.echo(out)
+
+
+def _finish(rows: Iterable[Any], say: Any) -> None:
+    """Exit with 2 when a document failed."""
+    errors = ["error" in row for row in rows]
+    if any(errors):
+        say(f"error: {sum(errors)} of {len(errors)} documents have no summary: the key error of their lines says why.")
         raise typer.Exit(2)
 
 

@@ -22,6 +22,8 @@ _INTRODUCTIONS = ("introduction", "einleitung", "introducción", "introduzione",
 _OPENINGS = ("motivation", "overview", "background")
 _SOURCES = ("references", "bibliography", "works cited", "literature cited")
 _LETTER = re.compile(r"[^\W\d_]")
+_IDEOGRAPHS = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
+_BROKEN = re.compile(rf"(?<=[{_IDEOGRAPHS}])[ \t]*[\r\n]\s*(?=[{_IDEOGRAPHS}])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Sentence:
     """One sentence, and where it stands.
 
     Attributes:
-        text: as it reads: without markup, white space as single spaces.
+        text: as it reads: without markup, white space as single spaces, and none where a line breaks within Chinese or
+            Japanese.
         source: its characters in the source, as they are there.
         start: of `source`, counted in characters of the source file's text; in a PDF, of the page's text.
         end: one behind the last of them.
@@ -158,7 +161,7 @@ def build_document(where: str, pages: Sequence[str], blocks: Iterable[Block], la
     heads: list[tuple[str, int, int]] = []
     for block in found:
         if block.level:
-            heads.append((" ".join(block.text.split()), block.level, len(sentences)))
+            heads.append((_in_one_line(block.text), block.level, len(sentences)))
         else:
             if not heads:
                 heads.append(("", 0, 0))
@@ -175,7 +178,11 @@ def _sentences(block: Block, pages: Sequence[str], language: str, section: int) 
     source = pages[(block.page or 1) - 1]
     for first, last in split_sentences(text, language):
         start, end = locate.start(first), locate.end(last - 1)
-        yield Sentence(" ".join(text[first:last].split()), source[start:end], start, end, section, block.page)
+        yield Sentence(_in_one_line(text[first:last]), source[start:end], start, end, section, block.page)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(_BROKEN.sub("", text).split())
 
 
 class _Locator:

@@ -127,23 +127,23 @@ def select(
     Raises:
         RecipeError: the budget is in tokens, and nothing counts them; or no sentence fits into it.
     """
-    size = _size(budget, count_tokens)
+    grown = _growth(budget, count_tokens)
     taken: dict[int, float] = {}
     texts: dict[int, str] = {}
+    had: set[str] = set()
     used = passed = 0
     for ranked in selector.rank(document):
         text = document.sentences[ranked.index].text
-        if text in texts.values():
+        if text in had:
             continue
-        texts[ranked.index] = text
-        needed = size([texts[index] for index in sorted(texts)])
+        needed = grown(used, texts, ranked.index, text)
         if needed > budget.amount:
-            del texts[ranked.index]
             passed += 1
             if passed == _PATIENCE:
                 break
             continue
-        taken[ranked.index], used = ranked.score, needed
+        taken[ranked.index], texts[ranked.index], used = ranked.score, text, needed
+        had.add(text)
         if used == budget.amount:
             break
     if not taken and passed:
@@ -155,15 +155,22 @@ def select(
     return Extract(document, order, tuple(taken[index] for index in order), selector.name, budget, used, notes)
 
 
-def _size(budget: Budget, count_tokens: Callable[[str], int] | None) -> Callable[[list[str]], int]:
-    """How much of the budget some sentences take."""
+Growth = Callable[[int, dict[int, str], int, str], int]
+
+
+def _growth(budget: Budget, count_tokens: Callable[[str], int] | None) -> Growth:
+    """How much of the budget is used with one more sentence: of what is used, the texts, its index and its text."""
     if budget.unit == "sentences":
-        return len
+        return lambda used, texts, index, text: used + 1
     if budget.unit == "characters":
-        return lambda texts: len(" ".join(texts))
+        return lambda used, texts, index, text: used + len(text) + bool(texts)
     if count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in characters.")
-    return lambda texts: count_tokens(" ".join(texts))
+    return lambda used, texts, index, text: count_tokens(_joined(texts | {index: text}))
+
+
+def _joined(texts: dict[int, str]) -> str:
+    return " ".join(texts[index] for index in sorted(texts))
 
 
 def _notes(document: Document, order: tuple[int, ...]) -> tuple[str, ...]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import DataError, GraftError
+from graftlm.errors import DataError
 from graftlm.pipelines.summarize.baselines import Sumy
 from graftlm.pipelines.summarize.document import Document
 from graftlm.pipelines.summarize.measures import Faithfulness, faithfulness
-from graftlm.pipelines.summarize.readers import SUFFIXES, read_document
+from graftlm.pipelines.summarize.readers import read_document
 from graftlm.pipelines.summarize.select import Budget, Extract, Selector, select
 from graftlm.pipelines.summarize.sentences import split_sentences
 from graftlm.pipelines.summarize.words import words_of
@@ -107,14 +107,27 @@ def summarize(
     if not extract.indices:
         raise DataError(f"{document.where} has no sentence with a letter in it: a text with words is expected.")
     notes = extract.notes if selector is not None else (DEFAULT_NOTE, *extract.notes)
+    source = " ".join(sentence.text for sentence in document.sentences)
     if writer is None:
         text, links = extract.text, ()
     else:
         written = writer.write(extract)
-        text, links, notes = written.text, link(written.text, extract), (*notes, *written.notes)
-    source = " ".join(sentence.text for sentence in document.sentences)
+        text, links = written.text, link(written.text, extract)
+        notes = (*notes, *_notes(document, text, source), *written.notes)
     name = writer.name if writer is not None else None
     return Summary(extract, text, name, links, faithfulness(text, source), notes)
+
+
+def _notes(document: Document, written: str, source: str) -> tuple[str, ...]:
+    """What the user should know about a written summary."""
+    notes = []
+    if document.introduction is None:
+        notes.append(
+            f"{document.where} has no heading that names an introduction: the writer reads its first sentences instead."
+        )
+    if len(written) > len(source):
+        notes.append(f"The summary is longer than {document.where} itself: ask for fewer tokens.")
+    return tuple(notes)
 
 
 def link(text: str, extract: Extract) -> tuple[Link, ...]:
@@ -129,45 +142,3 @@ def _nearest(sentence: str, sources: Sequence[tuple[int, set[str]]]) -> Link:
     overlaps = [(2 * len(words & known) / max(len(words) + len(known), 1), -index) for index, known in sources]
     overlap, index = max(overlaps, default=(0.0, 0))
     return Link(sentence, -index if overlap else None, overlap)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A document of many that has no summary, and why."""
-
-    document: str
-    error: str
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return {"document": self.document, "error": self.error}
-
-
-def summarize_many(paths: Iterable[Path], **options: Any) -> Iterator[Summary | Failure]:
-    """Summaries of many files, one at a time; only one document is held in memory.
-
-    Args:
-        paths: of the files.
-        options: as for `summarize`.
-    """
-    for path in paths:
-        try:
-            yield summarize(path, **options)
-        except GraftError as error:
-            yield Failure(str(path), str(error))
-
-
-def documents_in(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files, and in the place of a folder all documents below it, by name.
-
-    Raises:
-        DataError: a path does not exist, or a folder has no document.
-    """
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-        if not found:
-            raise DataError(f"{path} has no document: files ending in {' '.join(SUFFIXES)} are expected.")
-        yield from found

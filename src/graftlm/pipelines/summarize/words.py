@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from graftlm.pipelines.summarize.extra import need
@@ -12,11 +12,13 @@ from graftlm.pipelines.summarize.extra import need
 _ROUGE_WORD = re.compile(r"[a-z0-9]+")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # one CJK character is a word
 
+_KNOWN_STEMS = 100_000  # of the latest words, however many documents there are
+
 
 @cache
 def _stemmer() -> Callable[[str], str]:
     porter: Any = need("nltk.stem.porter", "ROUGE")
-    return cache(porter.PorterStemmer().stem)
+    return lru_cache(_KNOWN_STEMS)(porter.PorterStemmer().stem)
 
 
 def rouge_words(text: str, stem: bool = True) -> list[str]:

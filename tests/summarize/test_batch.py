@@ -1,0 +1,165 @@
+"""Many documents: one in memory at a time, a bad one stops none, and an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import resource
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.tools import invoke
+from graftlm.errors import DataError, RecipeError
+from graftlm.pipelines.summarize import Lead, Summary, documents_in, pending, summarize_many, write_rows
+from graftlm.pipelines.summarize import batch as many
+
+pytest.importorskip("sentencex")
+FORMS = {
+    "txt": "INTRODUCTION\n\nTea {n} is good. Water is wet.\n\nRESULTS\n\nCup {n} was full. Nobody drank it.\n",
+    "md": "# Introduction\n\nTea {n} is *good*. Water is wet.\n\n# Results\n\nCup {n} was full. Nobody drank it.\n",
+    "html": "<h1>Introduction</h1><p>Tea {n} is <b>good</b>. Water is wet.</p><p>Cup {n} was full. Nobody drank it.",
+    "tex": r"\section{{Introduction}} Tea {n} is \emph{{good}}. Water is wet. Cup {n} was full. Nobody drank it.",
+}
+BAD = {"empty.txt": b"", "bytes.txt": b"caf\xe9", "half.pdf": b"%PDF-1.4\n", "thai.txt": "สวัสดีครับ".encode()}
+ASKED = {"budget": "2 sentences"}
+
+
+def write_documents(folder: Path, count: int) -> list[Path]:
+    paths = []
+    for number in range(count):
+        suffix = list(FORMS)[number % len(FORMS)]
+        paths.append(folder / f"{number:04}.{suffix}")
+        paths[-1].write_text(FORMS[suffix].format(n=number), encoding="utf-8")
+    return paths
+
+
+def rows_in(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out.jsonl"
+    folder.mkdir()
+    write_documents(folder, 1000 - len(BAD))
+    for name, data in BAD.items():
+        (folder / name).write_bytes(data)
+    invoke("summarize", str(folder / "0000.txt"), "--batch")  # what is imported and cached once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    done = invoke("summarize", str(folder), "--out", str(out), "--budget", "2")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 50_000, "kilobytes: a document is forgotten when its row is written"
+    rows = {Path(row["document"]).name: row for row in rows_in(out)}
+    assert (done.code, len(rows)) == (2, 1000)
+    assert f"{len(BAD)} of 1000 documents have no summary" in done.err
+    errors = {name: row["error"] for name, row in rows.items() if "error" in row}
+    assert set(errors) == set(BAD)
+    assert all(str(folder / name) in error and error.count("\n") == 0 for name, error in errors.items())
+    for number in (1, 2, 3, 500, 995):
+        row = next(row for name, row in rows.items() if name.startswith(f"{number:04}"))
+        source = Path(row["document"]).read_text()
+        sentences = row["extract"]["sentences"]
+        assert len(sentences) == 2
+        assert all(source[one["start"] : one["end"]] == one["source"] for one in sentences)
+
+
+def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "_LARGE", 50)
+    write_documents(tmp_path, 4)
+    held: list[weakref.ref] = []
+    alive = 0
+    for found in summarize_many(documents_in([tmp_path])):
+        assert isinstance(found, Summary)
+        held.append(weakref.ref(found.document))
+        del found
+        alive = max(alive, sum(one() is not None for one in held))
+    assert (len(held), alive) == (4, 1)
+
+
+class Stops:
+    """A selector that is interrupted at some document."""
+
+    name = "Lead"
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def rank(self, document):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return Lead().rank(document)
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, out = write_documents(tmp_path, 9), tmp_path / "out" / "rows.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Stops(5)))
+    assert len(rows_in(out)) == 5
+    out.write_bytes(out.read_bytes()[:-30])  # as a kill amid writing leaves it
+    seen: list[Path] = []
+    whole = many.summarize
+    monkeypatch.setattr(many, "summarize", lambda path, **more: seen.append(path) or whole(path, **more))
+    list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Lead()))
+    assert seen == paths[4:]
+    at_once = tmp_path / "at-once.jsonl"
+    list(write_rows(at_once, pending(at_once, paths, ASKED), ASKED, selector=Lead()))
+    assert rows_in(out) == rows_in(at_once)
+    assert pending(out, paths, ASKED) == []
+    assert not list(out.parent.glob(".*"))
+
+
+def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
+    paths, out = write_documents(tmp_path, 3), tmp_path / "rows.jsonl"
+    paths[0].write_text("")
+    first = list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Lead()))
+    assert ["error" in row for row in first] == [True, False, False]
+    paths[0].write_text("Tea is good. Water is wet.")
+    paths[2].write_text("Coffee is better.")
+    assert pending(out, [paths[2], paths[0], paths[1]], ASKED) == [paths[2], paths[0]]
+    list(write_rows(out, [paths[2], paths[0]], ASKED, selector=Lead()))
+    found = {row["document"]: row.get("summary") for row in rows_in(out)}
+    assert found[str(paths[2])] == "Coffee is better."
+    assert len(found) == len(rows_in(out)) == 3
+    assert pending(out, [], ASKED) == []
+    assert len(rows_in(out)) == 3, "rows of other documents stay"
+
+
+def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
+    paths, out = write_documents(tmp_path, 1), tmp_path / "rows.jsonl"
+    list(write_rows(out, paths, ASKED, selector=Lead()))
+    with pytest.raises(RecipeError, match="holds summaries with budget 2 sentences, and 3 sentences is asked for"):
+        pending(out, paths, {"budget": "3 sentences"})
+    done = invoke("summarize", str(paths[0]), "--out", str(out), "--budget", "3")
+    assert (done.code, done.out) == (2, "")
+    for line in ('{"a": 1}', "[1]", "tea"):
+        out.write_text(line + "\n")
+        with pytest.raises(DataError, match=r"rows.jsonl line 1 is no row of graft summarize --batch"):
+            pending(out, paths, ASKED)
+    with pytest.raises(DataError, match="can't be written to"):
+        list(write_rows(tmp_path, paths, ASKED, selector=Lead()))
+
+
+def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None:
+    class Stumbles:
+        name = "stumbles"
+
+        def rank(self, document):
+            if "Tea 0" in document.sentences[0].text:
+                raise RecursionError("maximum recursion depth exceeded\nin something")
+            return Lead().rank(document)
+
+    first, second = summarize_many(write_documents(tmp_path, 2), selector=Stumbles())
+    assert isinstance(first, many.Failure)
+    assert "(RecursionError: maximum recursion depth exceeded), which is a mistake of ours" in first.error
+    assert isinstance(second, Summary)
+
+
+def test_documents_are_found_once_each(tmp_path: Path) -> None:
+    paths = write_documents(tmp_path, 5)
+    (tmp_path / "notes.docx").write_text("x")
+    assert list(documents_in([paths[3], tmp_path])) == [paths[3], *(path for path in paths if path != paths[3])]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="has no document"):
+        list(documents_in([tmp_path / "none"]))
