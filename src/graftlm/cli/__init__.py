@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, experiments, grafts, summarize, tasks, training
+from graftlm.cli import about, clarify, experiments, grafts, serve, summarize, tasks, training
 from graftlm.cli.common import note
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -76,6 +76,7 @@ app.command()(tasks.predict)
 app.command()(grafts.inspect)
 app.command()(summarize.summarize)
 app.command()(clarify.clarify)
+app.command()(serve.serve)
 app.command()(experiments.reproduce)
 app.command()(experiments.demo)
 app.command()(about.methods)
