@@ -95,6 +95,12 @@ def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
         assert all(torch.equal(a, b) for a, b in zip(old_predictions(alone), before, strict=True))
 
 
+def test_while_a_task_is_added_nothing_of_the_encoder_drops_out(extended: GraftedModel) -> None:
+    extended.train()
+    assert extended.model is not extended.backbone.model, "it trained parts of the encoder, which it has as a copy"
+    assert not any(module.training for module in extended.model.modules())
+
+
 def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None:
     with random_model(backbone) as model:
         graft: Any = model.grafts["graft"]
@@ -149,6 +155,19 @@ def test_without_a_task_that_says_the_same_features_decide(backbone: Backbone, f
         assert found["by"] == "left-out error"
         assert set(found["scores"]) == set(TASKS)
         assert found["scores"][found["like"]] == min(found["scores"].values())
+
+
+def test_the_features_that_decide_are_those_under_each_embedding(backbone: Backbone, folder: Path) -> None:
+    spec, labels = TaskSpec(type="classification", labels=["a", "b"]), [0, 1, 0, 0, 1, 1]
+    with GraftedModel(backbone, {"graft": extend(backbone, folder, {"news": spec})}) as model:
+        found = model.grafts["graft"].start_tasks(model, {"news": rows(5, labels)})["news"]  # type: ignore[operator]
+        targets = torch.nn.functional.one_hot(torch.tensor(labels)).double()
+        for number, name in enumerate(TASKS):
+            asked = rows(number, labels)
+            asked.pop("targets")
+            with torch.no_grad():
+                first = model.eval().encode(**asked)[:, 0]  # how these graft's heads read a row
+            assert found["scores"][name] == pytest.approx(left_out_error(first, targets), rel=1e-4)
 
 
 def test_a_regression_and_a_span_find_one_that_says_the_same(backbone: Backbone, folder: Path) -> None:

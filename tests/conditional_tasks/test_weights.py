@@ -31,6 +31,7 @@ def encoder() -> Backbone:
     [
         (1.0, ()),
         (0.5, ("encoder.layer.2.", "encoder.layer.3.")),
+        (0.4, ("encoder.layer.2.", "encoder.layer.3.")),  # the nearest whole number
         (0.3, tuple(f"encoder.layer.{layer}." for layer in (1, 2, 3))),
         (0.05, tuple(f"encoder.layer.{layer}." for layer in range(4))),
         (0.0, ("embeddings.", "encoder.")),
