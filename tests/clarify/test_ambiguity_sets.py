@@ -167,7 +167,7 @@ def test_why_candidates_are_left_out_is_counted() -> None:
     built = build(documents, "fr", kinds=["formality"])
     assert built.examples == ()
     assert built.left_out == {
-        "formality": {"too little context": 1, "20 words or more": 1, "nothing decides, or both labels": 1}
+        "formality": {"too little context": 1, "20 words or more": 1, "no marker decides, or both labels": 1}
     }
 
 

@@ -94,14 +94,14 @@ def detect(
     for kind in kinds:
         if kind not in KINDS:
             raise DataError(f"There is no ambiguity of the kind {kind!r}{did_you_mean(kind, KINDS)}.")
-    tokens = parser(text) if parser else _words(text)
+    tokens = parser(text) if parser else words(text)
     reading = _Reading(text, tokens, parser is not None, " ".join(context), language)
     wanted = [kind for kind in _BY_LANGUAGE.get(language or "", KINDS) if kind in kinds]
     found = [ambiguity for kind in wanted for ambiguity in _RULES[kind](reading)]
     return Detection(tuple(sorted(found, key=lambda one: one.start)), () if parser else _UNSEEN)
 
 
-def _words(text: str) -> list[Token]:
+def words(text: str) -> list[Token]:
     """Words without grammar; what is contracted with a word ("it's") is cut off."""
     words = [(_CONTRACTED.sub("", found[0]), found.start()) for found in _WORD.finditer(text)]
     return [Token(word, word.lower(), "", "", "", place, start) for place, (word, start) in enumerate(words)]

@@ -8,7 +8,7 @@
 | profession | an occupation; pronouns become [pr] | English pronouns, else the checker | the sentences before |
 | polysemy | a word of several meanings; it alone is the query | a translation of one meaning and of no other | itself |
 
-A sentence is kept where what decides says one label alone.
+A sentence is kept where what decides says one label alone, and no doubt of `labelling` speaks against it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.ambiguity import Ambiguity, detect
-from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
-from graftlm.pipelines.clarify.examples import KINDS, AmbiguityKind, Example, english_gender, read_lines
+from graftlm.pipelines.clarify.ambiguity import Ambiguity, detect, words
+from graftlm.pipelines.clarify.checkers import languages
+from graftlm.pipelines.clarify.examples import GENDERED, KINDS, AmbiguityKind, Example, read_lines
+from graftlm.pipelines.clarify.labelling import CHECKERS, Candidate, Labeller
 from graftlm.pipelines.clarify.parallel import Document, Pair
 from graftlm.pipelines.clarify.parsing import Parser
 from graftlm.pipelines.clarify.vocabulary import polysemous_words
 
 MASK = "[pr]"
-_PRONOUN = re.compile(r"\b(?:she|her|hers|herself|he|him|his|himself)\b", re.IGNORECASE)
 _FEWEST, _MOST, _ENOUGH_WORDS = 3, 5, 20  # sentences of context, and the words that make three of them enough
-_CHECKERS: dict[AmbiguityKind, CheckerKind] = {
-    "formality": "formality",
-    "it": "it",
-    "name": "gender",
-    "profession": "gender",
-}
 
 
 @dataclass(frozen=True)
@@ -77,52 +71,53 @@ def build(
     examples: list[Example] = []
     left_out: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for document in documents:
+        labeller = Labeller(document, language)
         for place, pair in enumerate(document.pairs):
-            for kind, found in _candidates(pair, language, kinds, parser):
-                made = _make(kind, found, document, place, language)
+            for candidate in _candidates(pair, language, kinds, parser):
+                made = _make(candidate, document, place, labeller, language)
                 if isinstance(made, Example):
                     examples.append(made)
                 else:
-                    left_out[kind][made] += 1
+                    left_out[candidate.found.kind][made] += 1
     return Built(tuple(examples), {kind: dict(counts) for kind, counts in left_out.items()})
 
 
 def buildable(language: str) -> tuple[AmbiguityKind, ...]:
     """The kinds for which sentences of a language can be labelled."""
-    checked: list[AmbiguityKind] = [kind for kind, name in _CHECKERS.items() if language in languages(name)]
+    checked: list[AmbiguityKind] = [kind for kind, name in CHECKERS.items() if language in languages(name)]
     senses = next(iter(polysemous_words().values()))
     return (*checked, "polysemy") if senses[0].translations(language) else tuple(checked)
 
 
 def _candidates(
     pair: Pair, language: str, kinds: Sequence[AmbiguityKind], parser: Parser | None
-) -> Iterator[tuple[AmbiguityKind, Ambiguity]]:
+) -> Iterator[Candidate]:
     """The ambiguities of a pair's English side, the first of each kind; polysemous words one by one."""
     masked = mask_pronouns(pair.source)
-    found = detect(masked, language=language, kinds=kinds, parser=parser).found
+    tokens = parser(masked) if parser else words(masked)
+    found = detect(masked, language=language, kinds=kinds, parser=(lambda _: tokens) if parser else None).found
     seen: set[AmbiguityKind] = set()
     for ambiguity in found:
         if ambiguity.kind == "formality" and ambiguity.reason.startswith("an imperative"):
             continue  # the recipe goes by "you"
         if ambiguity.kind == "polysemy" or ambiguity.kind not in seen:
             seen.add(ambiguity.kind)
-            yield ambiguity.kind, ambiguity
+            yield Candidate(ambiguity, pair, tokens, parser is not None)
 
 
-def _make(kind: AmbiguityKind, found: Ambiguity, document: Document, place: int, language: str) -> Example | str:
+def _make(candidate: Candidate, document: Document, place: int, labeller: Labeller, language: str) -> Example | str:
     """The example, or why there is none."""
-    pair = document.pairs[place]
+    kind, pair, found = candidate.found.kind, candidate.pair, candidate.found
     if kind == "polysemy":
         return _polysemous(found, pair, language)
-    problem = _unfit(kind, pair.source)
-    if problem:
+    if problem := labeller.problem(candidate):
         return problem
     context = _context(document, place, after=kind == "name")
     if len(context) < _FEWEST:
         return "too little context"
-    label = _label(kind, pair, context, language)
+    label, reason = labeller.label(candidate, context)
     if label is None:
-        return "nothing decides, or both labels"
+        return reason
     masked = kind in ("name", "profession")
     return Example(
         id=f"{pair.id}:{kind}",
@@ -134,32 +129,6 @@ def _make(kind: AmbiguityKind, found: Ambiguity, document: Document, place: int,
         label=label,
         word=found.word,
     )
-
-
-def _unfit(kind: AmbiguityKind, source: str) -> str | None:
-    if kind == "formality" and len(source.split()) >= _ENOUGH_WORDS:
-        return "20 words or more"
-    if kind == "it" and len(re.findall(r"\bit\b", source, re.IGNORECASE)) > 1:
-        return "it more than once"
-    if kind == "it" and _PRONOUN.search(source):
-        return "pronouns of persons, which its own can't be told from"
-    if kind in ("name", "profession") and _PRONOUN.search(source) and english_gender(source) is None:
-        return "persons of both genders"
-    return None
-
-
-def _label(kind: AmbiguityKind, pair: Pair, context: tuple[str, ...], language: str) -> str | None:
-    """What decides: of persons first the English pronouns beside them, else the translation's markers, if all agree.
-
-    A name's own gender shows in few translations, and other words of the sentence have theirs: for names, the sentences
-    after it decide rather than the translation.
-    """
-    if kind in ("name", "profession") and (told := english_gender(pair.source)):
-        return told
-    if kind == "name":
-        return english_gender(" ".join(context))
-    verdict = checker(_CHECKERS[kind], language).check(pair.target, pair.source)
-    return None if verdict.mixed else verdict.label
 
 
 def _context(document: Document, place: int, *, after: bool) -> tuple[str, ...]:
@@ -197,7 +166,7 @@ def _polysemous(found: Ambiguity, pair: Pair, language: str) -> Example | str:
 def _said(translations: frozenset[str], target: str) -> str | None:
     """The translation that stands in the target; endings of up to two letters are another form of it."""
     for ending in ("", r"\w{1,2}"):
-        for word in sorted(translations, key=len, reverse=True):
+        for word in sorted(translations, key=lambda one: (-len(one), one)):
             borders = (r"(?<!\w)", rf"{ending}(?!\w)") if word[0] < "\u3000" else ("", "")
             if re.search(borders[0] + re.escape(word) + borders[1], target, re.IGNORECASE):
                 return word
@@ -206,7 +175,7 @@ def _said(translations: frozenset[str], target: str) -> str | None:
 
 def mask_pronouns(text: str) -> str:
     """The text with [pr] for every English pronoun that tells a gender."""
-    return _PRONOUN.sub(MASK, text)
+    return GENDERED.sub(MASK, text)
 
 
 def write_examples(examples: Sequence[Example], path: str | Path) -> Path:

@@ -11,6 +11,7 @@ from graftlm.errors import DataError
 
 AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
 KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
+GENDERED = re.compile(r"\b(?:she|her|hers|herself|he|him|his|himself)\b", re.IGNORECASE)
 _WOMAN = re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE)
 _MAN = re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE)
 

@@ -26,13 +26,14 @@ _SENTENCE_START = re.compile(r"(?:^|[.!?…:;\n])[\s\"'»«“”„‚‘’()\
 
 
 class Marker(NamedTuple):
-    """A place in a text that votes for a label: the matched `text`, where it `start`s, and `why` it counts."""
+    """A place in a text that votes for a label: the matched `text`, where it `start`s, `why` it counts, its `role`."""
 
     label: str
     text: str
     start: int
     weight: float
     why: str
+    role: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Checker:
                 continue
             for found in expression.finditer(text):
                 if found[0].lower() not in unless and self._counts(rule, found, text):
-                    yield Marker(rule.label, found[0], found.start(), rule.weight, rule.why)
+                    yield Marker(rule.label, found[0], found.start(), rule.weight, rule.why, rule.role)
 
     def _counts(self, rule: Rule, found: re.Match[str], text: str) -> bool:
         if rule.after and not re.search(rf"(?<!\w)(?:{rule.after})$", text[: found.start()], re.IGNORECASE):

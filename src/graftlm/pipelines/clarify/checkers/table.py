@@ -31,6 +31,7 @@ class Rule(Config):
             word of the dictionary (German -er to -erin: a person rather than a thing). Needs simplemma too.
         source: a regular expression that has to match the English source; the rule rests where no source is known.
         not_source: one that must not match it; the rule stands where no source is known.
+        role: what the match is in its sentence, where its form says so.
         why: what the rule rests on, in words.
     """
 
@@ -46,6 +47,7 @@ class Rule(Config):
     counterpart: tuple[tuple[str, str], ...] = ()
     source: str | None = None
     not_source: str | None = None
+    role: Literal["subject", "object"] | None = None
     why: str
 
     @model_validator(mode="after")
@@ -53,6 +55,22 @@ class Rule(Config):
         if bool(self.words) == bool(self.pattern):
             raise ValueError(f"the rule {self.why!r} needs either words or a pattern")
         return self
+
+
+class Address(Config):
+    """What a language's forms of address leave open; for those who look for sentences that are sure of their label.
+
+    Args:
+        third_person: whether the polite form is one of the third person, which other persons have too.
+        label: that of forms which several persons share with a single one.
+        shared: a regular expression of these forms, as they stand in a text.
+        several: one of what shows that several are addressed.
+    """
+
+    third_person: bool = False
+    label: str | None = None
+    shared: str = ""
+    several: str = ""
 
 
 class Table(Config):
@@ -64,6 +82,9 @@ class Table(Config):
         borders: whether words are set apart from each other in writing; if not, matches may lie inside of words.
         lists: named lists of words, each a string of words separated by blanks or, for phrases, by commas.
         rules: all of them are tried; their votes add up.
+        address: of a table of forms of address.
+        clauses: of a table of pronouns, the label of those that stand for clauses and for nothing as well as for a
+            thing, besides neuter ones, which all do.
     """
 
     kind: str
@@ -73,6 +94,8 @@ class Table(Config):
     borders: bool = True
     lists: dict[str, str] = {}
     rules: tuple[Rule, ...]
+    address: Address = Address()
+    clauses: str | None = None
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
