@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, str] = {
     "clarify": "graftlm.reproduce.clarify",
     "ambiguity-checkers": "graftlm.reproduce.ambiguity_checkers",
     "conditional-tasks": "graftlm.reproduce.conditional_tasks",
+    "summarize": "graftlm.reproduce.summarize",
 }
 
 

@@ -34,14 +34,14 @@ class Layout(Config):
 
     Args:
         introduction: before the introduction.
-        extract: before the extracted sentences.
+        extract: before the extracted sentences; None for a model that reads the introduction alone.
         summary: before the summary.
         rest: before the rest of the document, in training.
         window: tokens of a window.
     """
 
     introduction: str = ""
-    extract: str = "\n\nMost important sentences:\n"
+    extract: str | None = "\n\nMost important sentences:\n"
     summary: str = "\n\nSummary:\n"
     rest: str = "\n\n"
     window: int | None = Field(None, ge=16)
@@ -151,20 +151,35 @@ class LanguageModelWriter:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
         return Written(text or extract.text, tuple(notes))
 
-    @torch.inference_mode()
     def continuation(self, prompt: list[int]) -> tuple[str, bool]:
         """What the model writes after the ids of a prompt, and whether it stopped at its limit of tokens."""
+        return self.continuations([prompt])[0]
+
+    @torch.inference_mode()
+    def continuations(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
+        """The same for several prompts in one pass; a sample is then another one than that of its prompt alone."""
         if self.wording.method == "sample":
             torch.manual_seed(self.wording.seed)
-        ids = torch.tensor([prompt], device=self.model.device)
         ends = self.tokenizer.eos_token_id
         padding = next((token for token in (self.tokenizer.pad_token_id, ends) if isinstance(token, int)), 0)
+        longest = max(map(len, prompts))
+        rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         output = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=padding, **self.wording.arguments()
+            input_ids=torch.tensor(rows, device=self.model.device),
+            attention_mask=torch.tensor(mask, device=self.model.device),
+            pad_token_id=padding,
+            **self.wording.arguments(),
         )
-        new = output[0, len(prompt) :]
+        return [self._read(new) for new in output[:, longest:].tolist()]
+
+    def _read(self, new: list[int]) -> tuple[str, bool]:
+        """The text of new tokens, and whether nothing ended it before the limit."""
+        ends = self.tokenizer.eos_token_id
+        if ends in new:
+            new = new[: new.index(ends) + 1]
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        return text, len(new) == self.wording.max_new_tokens
+        return text, len(new) == self.wording.max_new_tokens and new[-1] != ends
 
     def prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
         """Token ids of introduction, extract and summary mark, and notes on what had to be left out.
@@ -176,24 +191,34 @@ class LanguageModelWriter:
         """
         layout, notes = self.layout, []
         room = self.window - self.wording.max_new_tokens - len(self._start()) - len(self._ids(layout.summary))
-        kept = list(zip(extract.indices, extract.scores, strict=True))
-        middle = self._extract(extract, [index for index, _ in kept])
-        while len(middle) > room and kept:
-            kept.remove(min(kept, key=lambda pair: pair[1]))
-            middle = self._extract(extract, [index for index, _ in kept])
-        if not kept:
-            raise RecipeError(
-                f"{self.name} reads {self.window} tokens, which has no room for one extracted sentence and "
-                f"{self.wording.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
-            )
-        if len(kept) < len(extract.indices):
-            notes.append(f"{self.name} could read {len(kept)} of the {len(extract.indices)} extracted sentences.")
+        middle = self._extract(extract, room, notes) if layout.extract is not None else []
+        if room < 1:
+            raise self._too_narrow("an introduction")
         opening = self._ids(layout.introduction + opening_text(extract.document))[: room - len(middle)]
         return [*self._start(), *opening, *middle, *self._ids(layout.summary)], notes
 
-    def _extract(self, extract: Extract, indices: Sequence[int]) -> list[int]:
+    def _extract(self, extract: Extract, room: int, notes: list[str]) -> list[int]:
+        """Token ids of as many extracted sentences as there is room for, the weightiest; a note where some are not."""
+        kept = list(zip(extract.indices, extract.scores, strict=True))
+        middle = self._joined(extract, [index for index, _ in kept])
+        while len(middle) > room and kept:
+            kept.remove(min(kept, key=lambda pair: pair[1]))
+            middle = self._joined(extract, [index for index, _ in kept])
+        if not kept:
+            raise self._too_narrow("one extracted sentence")
+        if len(kept) < len(extract.indices):
+            notes.append(f"{self.name} could read {len(kept)} of the {len(extract.indices)} extracted sentences.")
+        return middle
+
+    def _joined(self, extract: Extract, indices: Sequence[int]) -> list[int]:
         sentences = extract.document.sentences
-        return self._ids(self.layout.extract + " ".join(sentences[index].text for index in indices))
+        return self._ids(f"{self.layout.extract}{' '.join(sentences[index].text for index in indices)}")
+
+    def _too_narrow(self, what: str) -> RecipeError:
+        return RecipeError(
+            f"{self.name} reads {self.window} tokens, which has no room for {what} and "
+            f"{self.wording.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
+        )
 
     def _start(self) -> list[int]:
         start = self.tokenizer.bos_token_id
@@ -205,8 +230,12 @@ class LanguageModelWriter:
 
 def opening_text(document: Document) -> str:
     """The introduction; where no heading names one, the first sentences."""
-    chosen = document.introduction or range(min(_OPENING_SENTENCES, len(document.sentences)))
-    return " ".join(document.sentences[index].text for index in chosen)
+    return " ".join(document.sentences[index].text for index in opening_of(document))
+
+
+def opening_of(document: Document) -> range:
+    """Its sentences."""
+    return document.introduction or range(min(_OPENING_SENTENCES, len(document.sentences)))
 
 
 def whole_sentences(text: str, language: str = "en") -> str:
