@@ -9,6 +9,7 @@ from graftlm.pipelines.summarize.select import Budget, Extract, Ranked, Selector
 from graftlm.pipelines.summarize.show import lines_of
 from graftlm.pipelines.summarize.summary import Link, Summary, summarize
 from graftlm.pipelines.summarize.train import Example, SelectorTraining, example_of, train_selector
+from graftlm.pipelines.summarize.train_writer import Lesson, train_writer
 from graftlm.pipelines.summarize.trained import TrainedSelector, load_selector
 from graftlm.pipelines.summarize.write import LanguageModelWriter, Layout, Wording, Writer, load_writer
 
@@ -21,6 +22,7 @@ __all__ = [
     "LanguageModelWriter",
     "Layout",
     "Lead",
+    "Lesson",
     "Link",
     "Ranked",
     "Section",
@@ -46,5 +48,6 @@ __all__ = [
     "summarize",
     "summarize_many",
     "train_selector",
+    "train_writer",
     "write_rows",
 ]

@@ -1,0 +1,171 @@
+"""Training of writers: lessons in their windows, the rest, what is saved, likelihoods, several documents at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graftlm.data.batch import assemble
+from graftlm.data.packing import PADDING
+from graftlm.errors import DataError, RecipeError
+from graftlm.pipelines.summarize import (
+    Budget,
+    LanguageModelWriter,
+    Layout,
+    Lead,
+    Lesson,
+    Wording,
+    load_writer,
+    read_text,
+    select,
+    train_writer,
+)
+from graftlm.pipelines.summarize.train_writer import lesson_rows, likelihoods, rest_rows, rest_text
+from graftlm.pipelines.summarize.write import opening_text
+from graftlm.training import TrainingConfig
+from summarize.tools import TEA
+from tiny import tiny_model, tiny_tokenizer
+
+pytest.importorskip("sentencex")
+LAYOUT = Layout(introduction="<i>", extract="<e>", summary="<s>", rest="<r>", window=400)
+DOCUMENT = read_text(TEA, ".md")
+SHORT = read_text("# Milk\n\n## Introduction\n\nMilk is white.\n\n## Method\n\nCows give milk to all.\n", ".md")
+LESSONS = [
+    Lesson(select(DOCUMENT, Lead(), Budget(amount=3)), "Tea helps 12% of all."),
+    Lesson(select(SHORT, Lead(), Budget(amount=1)), "Milk."),
+    Lesson(select(SHORT, Lead(), Budget(amount=2)), "Milk is white, and cows give it."),
+]
+
+
+def writer(layout: Layout = LAYOUT, **wording: Any) -> LanguageModelWriter:
+    model = tiny_model("llama", max_position_embeddings=512).eval()
+    return LanguageModelWriter(model, tiny_tokenizer(), "tiny", layout, Wording(**{"max_new_tokens": 40} | wording))
+
+
+def training(**changes: Any) -> TrainingConfig:
+    return TrainingConfig.parse({"steps": 12, "batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 6} | changes)
+
+
+def read(one: LanguageModelWriter, ids: np.ndarray) -> str:
+    return str(one.tokenizer.decode(ids[ids != PADDING].tolist()))
+
+
+def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
+    one = writer()
+    rows = lesson_rows(one, LESSONS[:1])
+    ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
+    prompt, _ = one.prompt(LESSONS[0].extract)
+    assert ids[: len(prompt)] == prompt
+    end = one.tokenizer.eos_token_id
+    assert ids[-1] == end
+    assert one.tokenizer.decode(ids[len(prompt) : -1]) == LESSONS[0].summary
+    batch = assemble(rows.marked, np.zeros(1), boundaries="whole", pad_id=rows.pad_id)
+    assert int((batch.labels != -100).sum()) == len(ids) - 1, "the prompt is learned too"
+
+
+def test_lessons_share_rows_whole_and_apart() -> None:
+    rows = lesson_rows(writer(), LESSONS)
+    starts = (rows.marked < 0) & (rows.marked != PADDING)
+    assert starts.sum() == len(LESSONS)
+    assert len(rows) < len(LESSONS)
+    assert starts[:, 0].all(), "no lesson is cut"
+
+
+def test_a_long_summary_is_cut_and_does_not_end() -> None:
+    one = writer(max_new_tokens=3)
+    rows = lesson_rows(one, LESSONS[:1])
+    ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
+    assert len(ids) == len(one.prompt(LESSONS[0].extract)[0]) + 3
+    assert ids[-1] != one.tokenizer.eos_token_id
+
+
+def test_the_rest_is_what_is_not_in_the_introduction() -> None:
+    rest, opening = rest_text(DOCUMENT), opening_text(DOCUMENT)
+    assert "Nobody knew what was in the cup" in rest
+    assert "Tea is drunk by many people." in opening
+    assert len(f"{opening} {rest}") == len(" ".join(one.text for one in DOCUMENT.sentences))
+    one = writer()
+    text = "".join(read(one, row) for row in rest_rows(one, [DOCUMENT, SHORT]).input_ids)
+    assert "<r>Cows give milk to all." in text
+    assert "Milk is white" not in text
+
+
+def test_a_writer_without_extracts_is_shown_none(tmp_path: Path) -> None:
+    one = writer(LAYOUT.model_copy(update={"extract": None}))
+    text = one.tokenizer.decode(one.prompt(LESSONS[0].extract)[0], skip_special_tokens=True)
+    assert text == f"<i>{opening_text(DOCUMENT)}<s>"
+    folder = train_writer(one, LESSONS, training(steps=1), tmp_path, rest_share=0, progress=False)
+    assert load_writer(folder).layout == Layout(introduction="<i>", extract=None, summary="<s>", rest="<r>", window=400)
+
+
+def test_a_trained_writer_finds_its_summaries_likelier_and_comes_back_from_its_folder(tmp_path: Path) -> None:
+    one = writer()
+    before = likelihoods(one, LESSONS)
+    folder = train_writer(one, LESSONS, training(), tmp_path, rest_share=0.5, progress=False)
+    after = likelihoods(one, LESSONS)
+    assert sum(found.nats for found in after) < 0.8 * sum(found.nats for found in before)
+    again = load_writer(folder, one.wording, device="cpu")
+    assert likelihoods(again, LESSONS) == after
+    assert again.window == LAYOUT.window
+
+
+def test_training_goes_on_where_it_stood(tmp_path: Path) -> None:
+    whole, halves = writer(), writer()
+    train_writer(whole, LESSONS, training(schedule="constant"), tmp_path / "whole", progress=False)
+    train_writer(halves, LESSONS, training(schedule="constant", steps=6), tmp_path / "halves", progress=False)
+    halves = writer()
+    train_writer(halves, LESSONS, training(schedule="constant"), tmp_path / "halves", progress=False)
+    pairs = zip(whole.model.parameters(), halves.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_likelihood_is_that_of_one_token_after_the_other() -> None:
+    one = writer()
+    for lesson, found in zip(LESSONS, likelihoods(one, LESSONS, batch_size=3), strict=True):
+        ids, _ = one.prompt(lesson.extract)
+        wanted = [*one.tokenizer(lesson.summary, add_special_tokens=False)["input_ids"], one.tokenizer.eos_token_id]
+        nats = 0.0
+        with torch.inference_mode():
+            for token in wanted:
+                nats -= float(one.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token])
+                ids = [*ids, token]
+        assert found.tokens == len(wanted)
+        assert found.nats == pytest.approx(nats, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_several_documents_are_written_as_each_alone(method: str) -> None:
+    one = writer(method=method, max_new_tokens=12)
+    prompts = [one.prompt(lesson.extract)[0] for lesson in LESSONS]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    assert one.continuations(prompts) == [one.continuation(prompt) for prompt in prompts]
+
+
+def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:
+    one = writer(max_new_tokens=3)
+    (word,) = one.tokenizer("a", add_special_tokens=False)["input_ids"]
+    end = one.tokenizer.eos_token_id
+    assert one._read([word, word, end]) == ("aa", False)
+    assert one._read([word, end, word]) == ("a", False)
+    assert one._read([word, word, word]) == ("aaa", True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lessons", "message"),
+    [
+        (LAYOUT, [], "There is no document with a summary to learn from: give at least one"),
+        (
+            LAYOUT.model_copy(update={"window": 45}),
+            LESSONS,
+            "tiny reads 45 tokens, which has no room for one extracted",
+        ),
+        (Layout(extract=None, summary="<s>" * 9, window=60), LESSONS, "has no room for an introduction and 40 tokens"),
+    ],
+)
+def test_lessons_that_cannot_be(layout: Layout, lessons: list[Lesson], message: str, tmp_path: Path) -> None:
+    with pytest.raises((DataError, RecipeError), match=message):
+        train_writer(writer(layout), lessons, training(), tmp_path, rest_share=0, progress=False)
