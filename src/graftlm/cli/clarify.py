@@ -61,8 +61,11 @@ def clarify(
     more = {"max_new_tokens": max_new_tokens, "key_variable": key_variable}
     writer = room.ModelChoice.parse(served | local | more, where="graft clarify").open()
     user = room.user_of(answer, context, writer, None if as_json else room.typed)
-    found = room.Chain(writer, user, detector=room.first_pass if rules else None).run(conversation, keep=resume)
+    detector = room.first_pass if rules else None
+    with room.Shown(conversation, lambda piece: typer.echo(piece, nl=False)) as shown:
+        chain = room.Chain(writer, user, detector=detector, on_text=None if as_json else shown)
+        found = chain.run(conversation, keep=resume)
+        emit(room.document(found), as_json, lambda: shown.end(found.written.output if found.written else ""))
     if not quiet and not as_json:
         for line in room.tale(found):
             note(line)
-    emit(room.document(found), as_json, lambda: typer.echo(found.written.output if found.written else ""))

@@ -5,7 +5,7 @@ from graftlm.pipelines.clarify.conversation import Conversation
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.local import Local
 from graftlm.pipelines.clarify.needed import information_gain
-from graftlm.pipelines.clarify.opening import ModelChoice, begin, document, first_pass, tale, typed, user_of
+from graftlm.pipelines.clarify.opening import ModelChoice, Shown, begin, document, first_pass, tale, typed, user_of
 from graftlm.pipelines.clarify.roles import Person, Recorded, Reply, Simulated, User, Writer
 from graftlm.pipelines.clarify.templates import Template, load_template, template_names
 from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, Question, Refused, Skipped, Written
@@ -27,6 +27,7 @@ __all__ = [
     "Recorded",
     "Refused",
     "Reply",
+    "Shown",
     "Simulated",
     "Skipped",
     "Template",

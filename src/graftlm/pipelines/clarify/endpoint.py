@@ -19,6 +19,7 @@ from graftlm.pipelines.clarify.turns import Cost
 if TYPE_CHECKING:
     import openai
 
+_THINK = "<think>"
 _THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # what reasoning models write before their reply
 
 
@@ -130,15 +131,15 @@ class Endpoint:
 
     def _streamed(self, answer: Any, on_text: Callable[[str], None] | None) -> Reply | None:
         """The reply whose pieces come one by one; None where none came."""
-        pieces, usage, finish = [], None, None
+        pieces, usage, finish, aloud = [], None, None, _Aloud(on_text)
         for chunk in answer:
             usage = getattr(chunk, "usage", None) or usage
             for choice in getattr(chunk, "choices", None) or ():
                 finish = choice.finish_reason or finish
                 if piece := getattr(choice.delta, "content", None):
                     pieces.append(piece)
-                    if on_text is not None:
-                        on_text(piece)
+                    aloud(piece)
+        aloud.end()
         if finish is None and not pieces:
             return None
         if finish is None:
@@ -196,6 +197,30 @@ class Endpoint:
             raise EndpointError(f"{self._where} {what} ({error.status_code}, {_reason(error)}).") from None
         except (openai.APIError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise self._garbage(_reason(error)) from None
+
+
+class _Aloud:
+    """Hands the pieces of a reply on, but for the thoughts before it."""
+
+    def __init__(self, on_text: Callable[[str], None] | None) -> None:
+        self._on_text, self._held, self._thinks = on_text or (lambda piece: None), "", True
+
+    def __call__(self, piece: str) -> None:
+        self._held += piece
+        spoken, start = _THOUGHT.sub("", self._held), self._held.lstrip()
+        if not self._thinks or spoken != self._held or not _may_be_thought(start):
+            self._thinks = False
+            self._on_text(spoken)
+            self._held = ""
+
+    def end(self) -> None:
+        """What began like a thought and was none."""
+        if self._held:
+            self._on_text(self._held)
+
+
+def _may_be_thought(start: str) -> bool:
+    return start.startswith(_THINK) or _THINK.startswith(start)
 
 
 def _client(config: EndpointConfig) -> openai.OpenAI:

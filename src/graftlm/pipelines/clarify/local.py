@@ -45,15 +45,16 @@ class Local:
         """
         text = self.prompt_text(prompt)
         drawn = {"sample": True, "temperature": temperature, "seed": seed} if temperature > 0 else {}
-        found = generate_text(
-            self._model, self._tokenizer, text, Decoding(max_new_tokens=self._max_new_tokens, **drawn)
-        )
+        read = self._tokenizer(text, verbose=False)["input_ids"]
+        before = str(self._tokenizer.decode(read, skip_special_tokens=True))
+        aloud = None if on_text is None else _Aloud(len(before), prompt.end, on_text)
+        decoding = Decoding(max_new_tokens=self._max_new_tokens, **drawn)
+        found = generate_text(self._model, self._tokenizer, text, decoding, on_text=aloud)
         reply = found.text.partition(prompt.end)[0]
-        if on_text is not None:
-            on_text(reply)
-        given = len(self._tokenizer(text, verbose=False)["input_ids"])
+        if aloud is not None:
+            aloud.end(reply)
         cut = reply == found.text and found.tokens >= self._max_new_tokens
-        return Reply(reply, Cost(calls=1, prompt_tokens=given, new_tokens=found.tokens), cut)
+        return Reply(reply, Cost(calls=1, prompt_tokens=len(read), new_tokens=found.tokens), cut)
 
     def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:
         """log p(output | prompt) of each output, in nats."""
@@ -78,3 +79,32 @@ class Local:
     @property
     def _is_chat(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
+
+
+class _Aloud:
+    """Hands a reply on as it is written: not the prompt before it, nor what follows the end of a reply.
+
+    Args:
+        skipped: characters of the prompt.
+        end: what stands behind a reply.
+    """
+
+    def __init__(self, skipped: int, end: str, on_text: Callable[[str], None]) -> None:
+        self._skipped, self._end, self._on_text = skipped, end, on_text
+        self._written, self._told = "", 0
+
+    def __call__(self, piece: str) -> None:
+        self._written += piece
+        written = self._written[self._skipped :]
+        reply = written.partition(self._end)[0]
+        begun = (n for n in range(len(self._end) - 1, 0, -1) if reply.endswith(self._end[:n]))
+        self._tell(reply[: len(reply) - next(begun, 0)])
+
+    def end(self, reply: str) -> None:
+        """The rest of it."""
+        self._tell(reply)
+
+    def _tell(self, reply: str) -> None:
+        if len(reply) > self._told:
+            self._on_text(reply[self._told :])
+            self._told = len(reply)

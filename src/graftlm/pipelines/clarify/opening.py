@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,6 +19,7 @@ from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.local import Local
 from graftlm.pipelines.clarify.prompts import visible
 from graftlm.pipelines.clarify.roles import Person, Recorded, Simulated, User, Writer
+from graftlm.pipelines.clarify.templates import load_template
 from graftlm.pipelines.clarify.turns import Skipped, Written
 
 
@@ -141,6 +142,48 @@ def typed(line: str) -> str:
     """What a person types after a line on stderr; stdout is for results."""
     print(line, end="", file=sys.stderr, flush=True)  # noqa: T201  # the terminal is what this is for
     return input()
+
+
+class Shown:
+    """Shows an output while it is written: without the word before replies, blanks around it, or what steers terminals.
+
+    As a block, it ends the line where the writing breaks off.
+
+    Args:
+        conversation: whose output it is.
+        show: puts a piece on the screen.
+    """
+
+    def __init__(self, conversation: Conversation, show: Callable[[str], None]) -> None:
+        self._label, self._show = f"{load_template(conversation.template).reply}:", show
+        self._written = self._shown = ""
+
+    def __call__(self, piece: str) -> None:
+        self._written += piece
+        text = self._written.strip()
+        if not self._label.startswith(text):  # which may still become the label
+            self._go_on(visible(text.removeprefix(self._label).strip()))
+
+    def end(self, output: str) -> None:
+        """The rest, and the end of the line; all of it where nothing was written now."""
+        self._go_on(visible(output))
+        self._show("\n")
+        self._shown = ""
+
+    def _go_on(self, text: str) -> None:
+        if not text.startswith(self._shown):  # it became another text: begin anew
+            self._show("\n")
+            self._shown = ""
+        if more := text[len(self._shown) :]:
+            self._show(more)
+            self._shown = text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._show("\n")
 
 
 def first_pass(text: str, language: str) -> Sequence[Any]:

@@ -1,0 +1,113 @@
+"""Outputs that are shown while they are written: in the terminal, by a server that thinks, by a local model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clarify.server import FRENCH, QUESTION, Bad, translator
+from cli.tools import invoke
+from graftlm.pipelines.clarify import Conversation, Endpoint, EndpointConfig, Local, Shown, load_template, prompts
+from graftlm.reproduce.clarify.server import serving
+from tiny import tiny_model, tiny_tokenizer
+
+FRIEND, POLITE = FRENCH
+TEXT = "Are you sure?"
+BEGUN = Conversation.start(TEXT, "translate", "fr")
+PROMPT = prompts.ask(load_template("translate"), "fr", TEXT)
+
+
+def pieces_of(text: str, sizes: list[int]) -> list[str]:
+    """The text cut after so many characters, again and again."""
+    found = []
+    for size in sizes:
+        found.append(text[:size])
+        text = text[size:]
+    return [*found, text]
+
+
+@given(
+    st.sampled_from(["", "Translation: ", "\n Translation:", "Trans", "  "]),
+    st.text("Tran slation:é\x1b\n", max_size=12).map(str.strip),
+    st.lists(st.integers(0, 4), max_size=12),
+)
+def test_what_is_shown_is_the_output_however_it_comes(before: str, output: str, sizes: list[int]) -> None:
+    screen: list[str] = []
+    shown = Shown(BEGUN, screen.append)
+    for piece in pieces_of(f"{before}{output} \n", sizes):
+        shown(piece)
+    last = f"{before}{output}".strip().removeprefix("Translation:").strip()
+    early = "".join(screen)
+    assert prompts.visible(last).startswith(early), "nothing is shown that has to be taken back"
+    shown.end(last)
+    assert "".join(screen) == f"{prompts.visible(last)}\n"
+
+
+def test_what_is_known_is_shown_at_once() -> None:
+    screen: list[str] = []
+    shown = Shown(BEGUN, screen.append)
+    for piece in ("Transl", "ation:", " Es-tu", " sûre", "\x1b[2J ?"):
+        shown(piece)
+    assert screen == ["Es-tu", " sûre", "[2J ?"]
+    shown.end("Vous.")
+    assert "".join(screen[3:]) == "\nVous.\n", "another output stands on a line of its own"
+
+
+def test_the_terminal_shows_pieces_and_ends_its_line_where_they_break_off(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.json")
+    with serving(translator, Bad) as server:
+        given = (TEXT, "--to", "fr", "--answer", POLITE, "--resume", path, "--endpoint", server.url, "--retries", "0")
+        broken = invoke("clarify", *given, "--model", "breaks_off_from:1")
+        assert (broken.code, broken.out) == (2, "Es-tu\n")
+        assert "a stream that breaks off" in broken.err
+        done = invoke("clarify", *given, "--model", "fails:0")
+        assert (done.code, done.out) == (0, f"{FRENCH[POLITE]}\n")
+        assert [request.get("stream", False) for request in server.requests] == [False, True, True]
+
+
+def test_documents_for_machines_are_not_written_in_pieces() -> None:
+    with serving(translator, Bad) as server:
+        given = ("--to", "fr", "--answer", POLITE, "--json", "--endpoint", server.url, "--model", "fails:0")
+        assert invoke("clarify", TEXT, *given).out.startswith("{")
+        assert not any("stream" in request for request in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("reply", "spoken"),
+    [
+        (f"<think>\nWho is it?\n</think>\n\n{QUESTION}", QUESTION),
+        (QUESTION, QUESTION),
+        ("<thin ice>", "<thin ice>"),
+        ("<", "<"),
+        ("<think> without an end", "<think> without an end"),
+    ],
+)
+def test_thoughts_are_not_spoken(reply: str, spoken: str) -> None:
+    pieces: list[str] = []
+    with serving(lambda body: reply) as server:
+        found = Endpoint(EndpointConfig(url=server.url, model="m")).write(PROMPT, on_text=pieces.append)
+    assert "".join(pieces) == found.text == spoken
+
+
+def test_a_local_model_is_heard_while_it_writes() -> None:
+    pieces: list[str] = []
+    local = Local(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=8)
+    prompt = prompts.plain(load_template("answer"), "en", "What is it?")
+    reply = local.write(prompt, on_text=pieces.append)
+    assert "".join(pieces) == reply.text == local.write(prompt).text
+    assert len(pieces) > 1
+
+
+def test_what_follows_a_reply_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without chats goes on with the next request, which is cut off before anybody reads it."""
+    from graftlm.pipelines.clarify import local as module
+
+    pieces: list[str] = []
+    aloud = module._Aloud(3, "\n<text>", pieces.append)
+    for piece in ("abc", "Oui", ".\n", "<te", "a\n<tex", "t>\nMore", " text"):
+        aloud(piece)
+    aloud.end("Oui.\n<tea")
+    assert pieces == ["Oui", ".", "\n<tea"]
