@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, experiments, grafts, serve, summarize, tasks, training
+from graftlm.cli import about, clarify, experiments, grafts, rating, serve, summarize, tasks, training
 from graftlm.cli.common import note
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -75,6 +75,8 @@ app.command()(grafts.generate)
 app.command()(tasks.predict)
 app.command()(grafts.inspect)
 app.command()(summarize.summarize)
+app.command()(rating.rate)
+app.command()(rating.ratings)
 app.command()(clarify.clarify)
 app.command()(serve.serve)
 app.command()(experiments.reproduce)
