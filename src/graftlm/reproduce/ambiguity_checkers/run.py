@@ -19,9 +19,10 @@ from graftlm.pipelines.clarify.ambiguity_sets import mt_geneval_contexts, read_c
 from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
 from graftlm.pipelines.clarify.examples import Example
 from graftlm.reproduce import Options
+from graftlm.reproduce.ambiguity_checkers import known
 
 NAME = "ambiguity-checkers"
-PARTS = ("test", "train")  # of MT-GenEval, which has no training part, train means dev
+PARTS = ("test", "train", "pronouns")  # of MT-GenEval, which has no training part, train means dev
 AIMS: dict[CheckerKind, float] = {"formality": 95.0, "gender": 90.0}
 OTHER_GENDER = {"feminine": "masculine", "masculine": "feminine"}
 UNDECIDED = "undecided"
@@ -46,16 +47,16 @@ def run(options: Options) -> Results:
         DataError: the data folder lacks CoCoA-MT and MT-GenEval.
     """
     judged: dict[tuple[CheckerKind, str, str], list[Judged]] = {}
-    for part in options.chosen(PARTS, ("test",)):
+    for part in options.chosen(PARTS, ("test", "pronouns")):
         for kind, read in READERS.items():
             for language in languages(kind):
-                examples = read(options.data / "ambig", language, part)
+                examples = read(options.data, language, part)
                 examples = examples[:QUICK] if options.quick else examples
                 if examples:
                     judged[kind, language, part] = [_judge(kind, language, example) for example in examples]
     if not judged:
         raise DataError(
-            f"{options.data} holds neither ambig/cocoa_mt nor ambig/mt_geneval: name the folder of data sets."
+            f"{options.data} holds neither ambig/cocoa_mt, ambig/mt_geneval nor parallel: name the folder of data sets."
         )
     rows = [_row(kind, language, part, found) for (kind, language, part), found in judged.items()]
     details = {_row_id(*key): _details(found) for key, found in judged.items()}
@@ -64,18 +65,27 @@ def run(options: Options) -> Results:
     return results
 
 
-def _formality(folder: Path, language: str, part: str) -> list[Example]:
-    folder = folder / "cocoa_mt"
-    if not list(folder.glob(f"formality-control.{part}*.en-{language}.en")):
+def _formality(data: Path, language: str, part: str) -> list[Example]:
+    """CoCoA-MT; of languages that it lacks, what was read or is told by another language."""
+    folder = data / "ambig" / "cocoa_mt"
+    if list(folder.glob(f"formality-control.{part}*.en-{language}.en")):
+        return read_cocoa_mt(folder, language, part)
+    if part != "test":
         return []
-    return read_cocoa_mt(folder, language, part)
+    return [*known.read_by_hand(data / "parallel", language), *known.told_by_danish(data / "parallel", language)]
 
 
-def _gender(folder: Path, language: str, part: str) -> list[Example]:
-    """Both parts of MT-GenEval; the second with each of its two translations, where the context tells the gender."""
-    folder, part = folder / "mt_geneval", "dev" if part == "train" else part
-    if not (folder / f"geneval-sentences-feminine-{part}.en_{language}.en").exists():
-        return []
+def _gender(data: Path, language: str, part: str) -> list[Example]:
+    """MT-GenEval; of languages that it lacks, and as the part `pronouns`, what English pronouns tell."""
+    folder, part = data / "ambig" / "mt_geneval", "dev" if part == "train" else part
+    there = (folder / f"geneval-sentences-feminine-test.en_{language}.en").exists()
+    if part == "pronouns" or (part == "test" and not there):
+        return list(known.told_by_pronouns(data / "parallel", language)) if there == (part == "pronouns") else []
+    return _mt_geneval(folder, language, part) if there else []
+
+
+def _mt_geneval(folder: Path, language: str, part: str) -> list[Example]:
+    """Both parts of it; the second with each of its two translations, where the context tells the gender."""
     contexts = [one for one in mt_geneval_contexts(folder, language, part) if one.label]
     flipped = [
         replace(one, id=f"{one.id}:flipped", reference=one.contrast or "", label=OTHER_GENDER[one.label or ""])
@@ -91,8 +101,8 @@ def _judge(kind: CheckerKind, language: str, example: Example) -> Judged:
     """Formality reads the source too, as every use of it does; gender must not, since the source may tell it."""
     source = example.source if kind == "formality" else None
     said = checker(kind, language).check(example.reference, source).label or UNDECIDED
-    known = UNMARKED if kind == "formality" and not example.marks else str(example.label)
-    return Judged(example.id, example.id.split(":")[0], known, said)
+    right = UNMARKED if kind == "formality" and not example.marks else str(example.label)
+    return Judged(example.id, example.id.split(":")[0], right, said)
 
 
 def _row_id(kind: str, language: str, part: str) -> str:
@@ -138,6 +148,8 @@ def _aims(rows: Sequence[Row]) -> list[Aim]:
     aims: list[Aim] = []
     for row in rows:
         kind = row.id.partition("_")[0]
+        if row.id.endswith("_pronouns"):
+            continue  # labels that others' pronouns blur: rows to compare with
         aim = AIMS["formality" if kind == "formality" else "gender"]
         for metric, text in (
             ("accuracy", "of the sentences it decides"),
