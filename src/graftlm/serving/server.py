@@ -33,8 +33,8 @@ _LAST_SECONDS = 5  # that answers have to reach their clients once everything is
 
 def open_service(
     backbone: Backbone,
-    given: Mapping[str, Path] | None = None,
-    folder: Path | None = None,
+    given: Mapping[str, str | Path] | None = None,
+    folder: str | Path | None = None,
     *,
     name: str | None = None,
     settings: Settings | None = None,
@@ -58,7 +58,8 @@ def open_service(
     settings, limits, keys = settings or Settings(), limits or Limits(), keys or Keys()
     name = name or served_name(backbone.name)
     prompts = Prompts(backbone, settings.chat_template)
-    shelf = Shelf(backbone, dict(given or {}), folder, frozenset({name}))
+    places = {one: Path(where) for one, where in (given or {}).items()}
+    shelf = Shelf(backbone, places, None if folder is None else Path(folder), frozenset({name}))
     engine = SerialEngine(backbone, shelf.open(), name, limits)
     return Service(
         backbone=backbone,
