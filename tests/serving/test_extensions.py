@@ -1,0 +1,349 @@
+"""The routes under /v1/graftlm/: grafts and reports, clarifying turns, summaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from graftlm.errors import MissingExtraError
+from graftlm.evaluation.results import FILE_NAME
+from graftlm.pipelines.clarify import Conversation
+from graftlm.serving import extensions
+from graftlm.serving.app import create_app
+from graftlm.serving.protocol import BusyError, End
+from graftlm.serving.service import Service
+from graftlm.serving.state import Phase
+from serving.scripted import ENDLESS, FRENCH, ScriptedEngine, scripted_service
+from serving.web import running
+from summarize.tools import TEA
+
+QUERY = "Are you sure it is pretty?"
+START = {"text": QUERY, "template": "translate", "target": "fr"}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return scripted_service(tmp_path_factory.mktemp("grafts"))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> TestClient:
+    return TestClient(create_app(service), base_url="http://localhost", raise_server_exceptions=False)
+
+
+@pytest.fixture
+def engine(service: Service) -> Iterator[ScriptedEngine]:
+    engine = service.engine
+    assert isinstance(engine, ScriptedEngine)
+    engine.asks.clear()
+    said = engine.say
+    yield engine
+    engine.say = said
+
+
+def post(client: TestClient, route: str, status: int = 200, **body: Any) -> Any:
+    answer = client.post(f"/v1/graftlm/{route}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def refusal(client: TestClient, route: str, status: int = 400, **body: Any) -> str:
+    return post(client, route, status, **body)["error"]["message"]
+
+
+# Grafts and their reports
+
+
+def test_grafts_are_told_with_what_they_learned_and_forgot(client: TestClient) -> None:
+    found = client.get("/v1/graftlm/grafts").json()
+    assert found["backbone"] == {"name": "tiny", "chat": False, "context": 512}
+    danish, router = found["data"]
+    assert (danish["name"], danish["kind"], danish["steps"], danish["tokens"]) == (
+        "danish",
+        "neutral-residues",
+        100,
+        204800,
+    )
+    assert danish["learned"]["mean"] == 0.42
+    assert router["forgotten"]["mean"] == 0.004
+
+
+def test_a_report_is_the_run_s_own_with_the_graft_s_row_marked(client: TestClient) -> None:
+    found = client.get("/v1/graftlm/grafts/danish/report").json()
+    assert [(point["id"], point["own"]) for point in found["points"]] == [
+        ("lora", False),
+        ("finetune", False),
+        ("neutral-residues", True),
+    ]
+    assert found["points"][1]["learned"]["mean"] == 1.27
+    assert found["paths"] == {"lora": [[0.05, 0.2], [0.2, 0.5]]}
+    assert found["results"]["command"] == "graft compare DIR"
+    assert found["training"] == {"learning_rate": 0.003, "seed": 0}
+
+
+def test_without_a_run_beside_it_a_graft_tells_its_own_figures(client: TestClient) -> None:
+    found = client.get("/v1/graftlm/grafts/router/report").json()
+    (point,) = found["points"]
+    assert point["own"]
+    assert point["forgotten"]["low"] == pytest.approx(-0.016)
+    assert found["results"] is None
+    assert found["measured"]["trainable_parameters"] == 275456
+
+
+def test_a_damaged_report_is_as_good_as_none(tmp_path: Path) -> None:
+    client = TestClient(create_app(scripted_service(tmp_path)), base_url="http://localhost")
+    (tmp_path / "danish" / FILE_NAME).write_text('{"name": "compare"')
+    found = client.get("/v1/graftlm/grafts/danish/report").json()
+    assert found["results"] is None
+    assert [point["id"] for point in found["points"]] == ["neutral-residues"]
+
+
+@pytest.mark.parametrize("name", ["dansk", "..", "%2e%2e%2fdanish", "tiny"])
+def test_the_report_of_an_unknown_graft_is_not_found(client: TestClient, name: str) -> None:
+    answer = client.get(f"/v1/graftlm/grafts/{name}/report")
+    assert answer.status_code == 404
+    assert "error" in answer.json()
+
+
+# Clarify
+
+
+def test_the_templates_are_those_that_come_with_the_pipeline(client: TestClient) -> None:
+    found = client.get("/v1/graftlm/clarify").json()["data"]
+    by_name = {one["name"]: one["languages"] for one in found}
+    assert by_name["translate"]["fr"] == "French"
+    assert "rewrite" in by_name
+
+
+@pytest.mark.parametrize("answer", FRENCH)
+def test_a_conversation_asks_and_then_writes_by_the_answer(client: TestClient, answer: str) -> None:
+    first = post(client, "clarify", model="danish", start=START)
+    assert first["question"] == {"text": 'Who is "you"?', "answers": ["a friend", "a stranger"]}
+    assert first["step"] == "answer"
+    last = post(client, "clarify", model="danish", conversation=first["conversation"], answer=answer)
+    assert last["step"] == "done"
+    assert last["summary"]["output"] == FRENCH[answer]
+    assert last["summary"]["cost"]["calls"] == 2
+    assert Conversation.parse(last["conversation"]).step == "done"
+
+
+def test_an_answer_left_out_or_blank_skips_the_question(client: TestClient) -> None:
+    first = post(client, "clarify", model="tiny", start=START)["conversation"]
+    for answer in (None, "  "):
+        last = post(client, "clarify", model="tiny", conversation=first, answer=answer)
+        assert last["summary"]["refused"] == 1
+        assert last["summary"]["output"] == "Tu es sûr ?"
+
+
+def test_with_a_threshold_a_question_comes_with_the_bits_that_it_brings(client: TestClient) -> None:
+    found = post(client, "clarify", model="tiny", start=START | {"threshold": 0.5})
+    gain = found["conversation"]["turns"][0]["gain"]
+    assert gain["bits"] == pytest.approx(1.0)
+    assert gain["outputs"] == [["Es-tu sûre ?"], ["Êtes-vous sûre ?"]]
+
+
+def test_a_question_below_the_threshold_is_not_put(client: TestClient) -> None:
+    found = post(client, "clarify", model="tiny", start=START | {"threshold": 1.5})
+    assert found["summary"]["saved"] == 1
+    assert found["step"] == "done"
+
+
+def test_rules_ask_the_model_only_where_they_find_something(client: TestClient, engine: ScriptedEngine) -> None:
+    found = post(client, "clarify", model="tiny", start=START | {"text": "The tea is hot."}, rules=True)
+    assert found["summary"]["asked"] == 0
+    assert len(engine.asks) == 1
+
+
+def test_replies_stop_where_the_next_request_would_begin(client: TestClient, engine: ScriptedEngine) -> None:
+    post(client, "clarify", model="router", start=START | {"text": "The tea is hot."}, max_tokens=9)
+    assert {(ask.model, ask.max_tokens, ask.stop) for ask in engine.asks} == {("router", 9, ("\n<text>",))}
+
+
+@pytest.mark.parametrize("template", ["/etc/passwd", "../../x.yaml", "x.yaml", "exemplars", "nothing"])
+def test_a_template_is_a_name_and_never_a_file(client: TestClient, template: str, tmp_path: Path) -> None:
+    assert f"no template '{template}'" in refusal(client, "clarify", model="tiny", start=START | {"template": template})
+    first = post(client, "clarify", model="tiny", start=START)["conversation"]
+    assert "no template" in refusal(client, "clarify", model="tiny", conversation=first | {"template": template})
+
+
+def test_what_is_no_conversation_is_refused_in_a_sentence(client: TestClient) -> None:
+    first = post(client, "clarify", model="tiny", start=START)["conversation"]
+    cases: list[tuple[Any, str]] = [
+        (first | {"template_sha256": "0"}, "was changed"),
+        (first | {"format": 2}, "format"),
+        (first | {"budget": 1000}, "questions at most"),
+        (first | {"target": "tlh"}, "does not write 'tlh'"),
+        (first | {"turns": first["turns"] * 2}, "turn 2 is asked"),
+        (first | {"turns": [{"kind": "told"}]}, "conversation"),
+        (first | {"text": "\ud800"}, "surrogates"),
+        ({}, "no template"),
+    ]
+    for conversation, sentence in cases:
+        data = json.dumps({"model": "tiny", "conversation": conversation, "answer": "yes"})
+        answer = client.post("/v1/graftlm/clarify", content=data, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert sentence in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"model": "tiny"}, 400, "either start or conversation"),
+        ({"model": "tiny", "start": START, "answer": "yes"}, 400, "belongs to a conversation"),
+        ({"model": "tiny", "start": START | {"text": " "}}, 400, "empty"),
+        ({"model": "tiny", "start": START | {"text": "Où est le chat que tu as vu ?"}}, 400, "French"),
+        ({"model": "tiny", "start": START | {"target": None}}, 400, "name one"),
+        ({"model": "tiny", "start": START | {"budget": 99}}, 400, "budget"),
+        ({"model": "tiny", "start": START | {"threshold": -1}}, 400, "threshold"),
+        ({"model": "tiny", "start": START | {"text": "a" * 20_001}}, 400, "text"),
+        ({"model": "dansk", "start": START}, 404, "dansk"),
+        ({"model": "tiny", "start": START, "path": "/etc/passwd"}, 400, "path"),
+    ],
+)
+def test_a_turn_that_does_not_fit_is_refused(
+    client: TestClient, body: dict[str, Any], status: int, sentence: str
+) -> None:
+    assert sentence in refusal(client, "clarify", status, **body)
+
+
+def test_what_the_engine_refuses_reaches_the_client(client: TestClient, engine: ScriptedEngine) -> None:
+    def full(prompt: str, ask: object) -> str:
+        raise BusyError("64 requests are waiting already: ask again in a moment.")
+
+    engine.say = full
+    assert "waiting already" in refusal(client, "clarify", 429, model="tiny", start=START)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("time", 503), ("cancelled", 503)])
+def test_a_model_that_does_not_finish_is_an_error(
+    service: Service, client: TestClient, monkeypatch: Any, reason: Any, status: int
+) -> None:
+    class Ended:
+        def cancel(self) -> None: ...
+
+        async def __aiter__(self) -> Any:
+            yield End(reason, 3, 0)
+
+    monkeypatch.setattr(service.engine, "submit", lambda ask: Ended())
+    assert refusal(client, "clarify", status, model="tiny", start=START)
+
+
+# Summarize
+
+
+def test_a_summary_tells_the_characters_of_its_sentences(client: TestClient) -> None:
+    text = f"🍵 {TEA}"
+    found = post(client, "summarize", text=text, sentences=2)
+    assert len(found["extract"]["sentences"]) == 2
+    for one in found["extract"]["sentences"]:
+        assert text[one["start"] : one["end"]] == one["source"]
+
+
+def test_a_model_writes_the_summary_and_its_sentences_are_linked(client: TestClient, engine: ScriptedEngine) -> None:
+    first = post(client, "summarize", text=TEA, sentences=2)["extract"]["sentences"][0]
+    engine.say = lambda prompt, ask: f" {first['text']} Zebras yawn"
+    found = post(client, "summarize", text=TEA, sentences=2, model="danish", max_tokens=200)
+    assert found["writer"] == "danish"
+    assert found["links"][0]["nearest"] == first["index"]
+    assert found["links"][1]["nearest"] is None
+    assert engine.asks[0].max_tokens == 200
+    assert any("was not trained on this layout" in note for note in found["notes"])
+
+
+def test_a_graft_s_own_layout_is_used(client: TestClient, service: Service, engine: ScriptedEngine) -> None:
+    folder = next(entry.folder for entry in service.shelf.entries() if entry.name == "danish")
+    (folder / "layout.json").write_text('{"summary": "\\n<sum>\\n"}')
+    prompts: list[str] = []
+    engine.say = lambda prompt, ask: prompts.append(prompt) or "It is so."
+    found = post(client, "summarize", text=TEA, sentences=1, model="danish", max_tokens=20)
+    (folder / "layout.json").unlink()
+    assert prompts[0].endswith("\n<sum>\n")
+    assert not any("layout" in note for note in found["notes"])
+
+
+def test_a_summary_that_was_cut_ends_with_a_whole_sentence(client: TestClient, engine: ScriptedEngine) -> None:
+    engine.say = lambda prompt, ask: "Tea is old. Then it " + "goes " * 50
+    assert post(client, "summarize", text=TEA, sentences=1, model="tiny", max_tokens=40)["summary"] == "Tea is old."
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        ("markdown", "# Tea\n\nTea is *old*. It is hot.", "Tea is old."),
+        ("html", "<p>Tea is <b>old</b>. <script>x.</script>It is hot.", "Tea is old."),
+        ("latex", r"\section{Tea} Tea is \emph{old}. \input{/etc/passwd} It is hot.", "Tea is old."),
+    ],
+)
+def test_texts_of_other_formats_are_read(client: TestClient, kind: str, text: str, sentence: str) -> None:
+    found = post(client, "summarize", text=text, format=kind)
+    assert found["summary"].startswith(sentence)
+    assert "root:" not in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"text": ""}, 400, "no sentence"),
+        ({"text": "12 34"}, 400, "no sentence with a letter"),
+        ({"text": "{" * 20_000, "format": "latex"}, 400, "nested too deeply"),
+        ({"text": "a" * 400_001}, 400, "text"),
+        ({"text": TEA, "format": "pdf"}, 400, "format"),
+        ({"text": TEA, "sentences": 0}, 400, "sentences"),
+        ({"text": TEA, "language": "../x"}, 400, "language"),
+        ({"text": TEA, "model": "dansk"}, 404, "dansk"),
+        ({"text": TEA, "model": "tiny", "max_tokens": 600}, 400, "no room"),
+        ({"path": "/etc/passwd"}, 400, "path"),
+    ],
+)
+def test_a_text_that_can_t_be_summarised_is_refused(
+    client: TestClient, body: dict[str, Any], status: int, sentence: str
+) -> None:
+    assert sentence in refusal(client, "summarize", status, **body)
+
+
+def test_a_package_that_is_not_installed_is_not_the_client_s_mistake(client: TestClient, monkeypatch: Any) -> None:
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise MissingExtraError("sumy", "summarize", "Summarising")
+
+    monkeypatch.setattr(extensions.summing, "summarize", missing)
+    answer = client.post("/v1/graftlm/summarize", json={"text": TEA})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["code"] == "not_installed"
+
+
+# Clients that leave, and many at once
+
+
+def test_when_the_client_leaves_the_engine_stops(service: Service, engine: ScriptedEngine) -> None:
+    engine.cancelled.clear()
+    start = START | {"text": f"Is it {ENDLESS}?"}
+    with running(dataclasses.replace(service, phase=Phase())) as address, pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/graftlm/clarify", json={"model": "tiny", "start": start}, timeout=0.5)
+    assert engine.cancelled.wait(10)
+
+
+def test_more_at_a_time_than_there_is_room_for_is_refused(service: Service, monkeypatch: Any) -> None:
+    gate, inside = threading.Event(), threading.Event()
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        gate.wait(20)
+        raise MissingExtraError("sumy", "summarize", "Summarising")
+
+    monkeypatch.setattr(extensions, "MOST_SUMMARIES", 1)
+    monkeypatch.setattr(extensions.summing, "summarize", waits)
+    client = TestClient(create_app(service), base_url="http://localhost")
+    first = threading.Thread(target=client.post, args=("/v1/graftlm/summarize",), kwargs={"json": {"text": TEA}})
+    first.start()
+    assert inside.wait(20)
+    assert "under way" in refusal(client, "summarize", 429, text=TEA)
+    gate.set()
+    first.join()
