@@ -1,0 +1,105 @@
+// The server's answers, whole or as events; every failure is an ApiError of one sentence.
+
+import { keep, kept, tab } from "./dom.js";
+
+const BASE = new URL("./", document.baseURI);
+
+export class ApiError extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export const key = () => kept(tab, "key") ?? "";
+export const setKey = (value) => keep(tab, "key", value || null);
+
+/** The JSON at a path of the server; a body makes it a POST. */
+export async function ask(path, body = null, signal = null) {
+  const response = await send(path, body, signal);
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server sent an answer that is no JSON.", response.status);
+  }
+}
+
+/** The events of a streamed answer, as JSON values, one after the other. */
+export async function* stream(path, body, signal) {
+  const response = await send(path, body, signal);
+  let whole = false;
+  for await (const data of lines(response)) {
+    if (data === "[DONE]") {
+      whole = true;
+      break;
+    }
+    const value = parsed(data);
+    if (value.error) throw errorOf(value, response.status);
+    yield value;
+  }
+  if (!whole) throw new ApiError("The answer broke off: the server went away before it was whole.");
+}
+
+async function send(path, body, signal) {
+  const headers = { Accept: "application/json" };
+  if (key()) headers.Authorization = `Bearer ${key()}`;
+  if (body !== null) headers["Content-Type"] = "application/json";
+  const options = { method: body === null ? "GET" : "POST", headers, signal, cache: "no-store" };
+  if (body !== null) options.body = JSON.stringify(body);
+  const response = await reached(new URL(path, BASE), options);
+  if (response.ok) return response;
+  const error = errorOf(await response.json().catch(() => null), response.status);
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("graftlm:key", { detail: error.message }));
+  throw error;
+}
+
+async function reached(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server can’t be reached: is it still running?");
+  }
+}
+
+function errorOf(body, status) {
+  const said = body?.error;
+  const message = typeof said?.message === "string" ? said.message : `The server answered with the status ${status}.`;
+  return new ApiError(message, status, said?.code ?? null);
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data) ?? {};
+  } catch {
+    throw new ApiError("The server sent an event that is no JSON.");
+  }
+}
+
+/** What stands behind `data:` in each event. */
+async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await read(reader);
+      if (done) return;
+      const found = (rest + value).split(/\r?\n/);
+      rest = found.pop();
+      for (const line of found) if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The answer broke off: the connection to the server was lost.");
+  }
+}

@@ -1,0 +1,207 @@
+// One model beside others: which grafts act, what it wrote, how fast, and which graft did what.
+
+import { stream } from "./api.js";
+import { complain, decimals, h, many } from "./dom.js";
+import { TokenText } from "./tokens.js";
+
+let columns = 0; // ever made, for ids
+
+export class Column {
+  /** `chosen` are the grafts that act at first; `changed` and `removed` are called when the user does that. */
+  constructor(served, labels, chosen, changed, removed) {
+    this.labels = labels;
+    this.backbone = served.backbone.name;
+    this.answers = []; // TokenTexts
+    this.history = []; // messages of a chat
+    this.colour = "trace";
+    this.id = `column-${++columns}`;
+    this.title = h("h2", { id: this.id });
+    this.boxes = served.grafts.map((graft) => this.box(graft, chosen.includes(graft.name), changed));
+    this.remove = h("button", { type: "button", class: "quiet", onclick: () => removed(this) }, "Remove");
+    this.output = h("div", { class: "output" });
+    this.status = h("p", { class: "status", role: "status" });
+    this.error = h("p", { class: "error", role: "alert", hidden: true });
+    this.legend = h("div");
+    this.element = h(
+      "article",
+      { class: "column sheet", "aria-labelledby": this.id },
+      h("header", {}, this.title, this.remove),
+      this.choices(),
+      this.output,
+      this.error,
+      this.legend,
+      this.status,
+    );
+    this.rename();
+  }
+
+  box(graft, checked, changed) {
+    const input = h("input", { type: "checkbox", value: graft.name, checked });
+    input.addEventListener("change", () => {
+      this.rename();
+      changed();
+    });
+    return { input, label: h("label", { class: "chip", title: graft.label }, input, h("span", {}, graft.name)) };
+  }
+
+  choices() {
+    if (this.boxes.length === 0) return h("p", { class: "note" }, "No graft is served: this is the bare backbone.");
+    const labels = this.boxes.map((box) => box.label);
+    return h("fieldset", { class: "chips" }, h("legend", {}, `Grafted on ${this.backbone}`), ...labels);
+  }
+
+  get chosen() {
+    return this.boxes.filter((box) => box.input.checked).map((box) => box.input.value);
+  }
+
+  get model() {
+    return this.chosen.join("+") || this.backbone;
+  }
+
+  rename() {
+    const names = this.chosen;
+    this.title.textContent = names.length ? names.join(" + ") : "bare backbone";
+    this.remove.setAttribute("aria-label", `Remove ${this.title.textContent}`);
+    for (const answer of this.answers) answer.name(this.title.textContent);
+  }
+
+  clear() {
+    this.answers = [];
+    this.history = [];
+    this.output.replaceChildren();
+    this.legend.replaceChildren();
+    this.status.textContent = "";
+    complain(this.error);
+  }
+
+  colourBy(mode) {
+    this.colour = mode;
+    for (const answer of this.answers) answer.colourBy(mode);
+    this.showLegend();
+  }
+
+  showLegend() {
+    const legend = this.answers.at(-1)?.legend();
+    this.legend.replaceChildren(...(legend ? [legend] : []));
+  }
+
+  /** Write the continuation of a prompt, or the answer to what was said; never throws what a server may say. */
+  async write({ mode, prompt, settings }, signal) {
+    complain(this.error);
+    if (mode === "completion") this.clear();
+    const answer = new TokenText(this.labels);
+    answer.mode = this.colour;
+    answer.name(this.title.textContent);
+    this.answers.push(answer);
+    this.show(mode, prompt, answer);
+    const clock = { begun: performance.now(), first: null };
+    this.element.setAttribute("aria-busy", "true");
+    this.status.textContent = "Waiting for the first token …";
+    try {
+      const finish = await this.listen(mode, prompt, settings, answer, clock, signal);
+      this.status.textContent = told(answer, clock, finish);
+      this.remember(mode, prompt, answer);
+    } catch (error) {
+      this.fail(mode, prompt, error, answer, clock);
+    } finally {
+      this.element.removeAttribute("aria-busy");
+      this.showLegend();
+    }
+  }
+
+  show(mode, prompt, answer) {
+    if (mode === "completion") answer.lead(prompt);
+    else this.output.append(h("p", { class: "you" }, h("span", { class: "who" }, "You"), prompt));
+    this.output.append(answer.element);
+  }
+
+  async listen(mode, prompt, settings, answer, clock, signal) {
+    let finish = null;
+    const chat = mode === "chat";
+    const path = chat ? "v1/chat/completions" : "v1/completions";
+    for await (const chunk of stream(path, this.request(chat, prompt, settings), signal)) {
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      for (const token of (chat ? chatTokens : completionTokens)(choice)) answer.add(token);
+      if (answer.tokens.length && clock.first === null) clock.first = performance.now();
+      if (answer.tokens.length) this.status.textContent = `${many(answer.tokens.length, "token")} so far`;
+      finish = choice.finish_reason ? (choice.graftlm?.ended ?? choice.finish_reason) : finish;
+    }
+    return finish;
+  }
+
+  request(chat, prompt, settings) {
+    const shared = { model: this.model, stream: true, graftlm: { trace: true }, ...settings };
+    if (!chat) return { ...shared, prompt, logprobs: 3 };
+    return { ...shared, messages: [...this.history, { role: "user", content: prompt }], logprobs: true, top_logprobs: 3 };
+  }
+
+  remember(mode, prompt, answer) {
+    if (mode !== "chat") return;
+    this.history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+  }
+
+  fail(mode, prompt, error, answer, clock) {
+    if (error.name === "AbortError") {
+      this.status.textContent = told(answer, clock, "stopped");
+      this.remember(mode, prompt, answer);
+      return;
+    }
+    this.status.textContent = "";
+    complain(this.error, error.message);
+  }
+}
+
+const ENDS = {
+  stop: "It ended by itself",
+  length: "It reached the most tokens",
+  time: "The server’s time limit ended it",
+  stopped: "You stopped it",
+};
+
+function told(answer, clock, finish) {
+  const tokens = answer.tokens.length;
+  const end = ENDS[finish] ?? "It ended";
+  if (tokens === 0) return `${end} before it wrote a token.`;
+  const seconds = (performance.now() - clock.first) / 1000;
+  const rate = tokens > 1 && seconds > 0 ? `, ${decimals((tokens - 1) / seconds, 0)} a second` : "";
+  return `${end}: ${many(tokens, "token")}${rate}, the first after ${decimals((clock.first - clock.begun) / 1000, 2)} s.`;
+}
+
+/** The tokens of a chunk of a chat. */
+function chatTokens(choice) {
+  const likely = choice.logprobs?.content?.map((one) => ({
+    text: one.token,
+    p: Math.exp(one.logprob),
+    others: (one.top_logprobs ?? []).map((other) => [other.token, Math.exp(other.logprob)]),
+  }));
+  return tokensOf(choice.delta?.content ?? "", likely ?? [], choice.graftlm?.trace ?? []);
+}
+
+/** The tokens of a chunk of a completion. */
+function completionTokens(choice) {
+  const found = choice.logprobs;
+  const likely = found?.tokens?.map((text, place) => ({
+    text,
+    p: Math.exp(found.token_logprobs[place]),
+    others: Object.entries(found.top_logprobs?.[place] ?? {}).map(([other, value]) => [other, Math.exp(value)]),
+  }));
+  return tokensOf(choice.text ?? "", likely ?? [], choice.graftlm?.trace ?? []);
+}
+
+/**
+ * A chunk's text as tokens. Where the told tokens do not spell the text, such as parts of one character, or where a
+ * stop string cut it, all of the text is one token with the last one's figures.
+ */
+function tokensOf(text, likely, traced) {
+  if (!text) return [];
+  const told = traced.length ? traced.map((one) => one.token) : likely.map((one) => one.text);
+  const each = told.join("") === text ? told : [text];
+  const shift = told.length - each.length;
+  return each.map((piece, place) => ({
+    text: piece,
+    values: traced[place + shift]?.values ?? {},
+    p: likely[place + shift]?.p ?? null,
+    others: likely[place + shift]?.others ?? [],
+  }));
+}

@@ -1,0 +1,99 @@
+// The grafts that are served, and what each learned and forgot, as a plot and a table.
+
+import { ask } from "./api.js";
+import { table } from "./clarify.js";
+import { byId, complain, count, decimals, h, many } from "./dom.js";
+import { markIcon, plot } from "./plot.js";
+
+export class Grafts {
+  serve(served) {
+    const { name, chat, context } = served.backbone;
+    const room = context ? `, ${many(context, "token")} of context` : "";
+    const talk = chat ? "with a chat template" : "without a chat template";
+    byId("backbone-line").textContent = `All sit on ${name} (${talk}${room}), whose weights never change.`;
+    const cards = served.grafts.map((graft, place) => card(graft, place));
+    byId("graft-list").replaceChildren(...(cards.length ? cards : [h("p", {}, "No graft is served: start the server with --graft NAME=FOLDER.")]));
+  }
+}
+
+function card(graft, place) {
+  const id = `graft-${place}`;
+  const report = h("div", { id: `${id}-report`, hidden: true });
+  const button = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": report.id }, "Show the report");
+  const error = h("p", { class: "error", role: "alert", hidden: true });
+  button.addEventListener("click", () => toggle(graft, button, report, error));
+  return h(
+    "article",
+    { class: "sheet graft", "aria-labelledby": id },
+    h("header", {}, h("h2", { id }, graft.name), h("p", { class: "note" }, graft.label), button),
+    h("dl", { class: "facts" }, ...facts(graft).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    error,
+    report,
+  );
+}
+
+function facts(graft) {
+  return [
+    ["learned", graft.learned && `${decimals(graft.learned.mean)} nats per token`],
+    ["forgotten", graft.forgotten && `${decimals(graft.forgotten.mean)} nats per token`],
+    ["parameters", count(graft.parameters)],
+    ["trained on", graft.tokens === null ? null : graft.tokens ? `${count(graft.tokens)} tokens in ${many(graft.steps, "step")}` : "no text: it needs no gradients"],
+  ].filter(([, value]) => value);
+}
+
+async function toggle(graft, button, place, error) {
+  const open = button.getAttribute("aria-expanded") === "true";
+  complain(error);
+  if (!open && !place.hasChildNodes()) {
+    button.disabled = true;
+    try {
+      place.replaceChildren(...draw(await ask(`v1/graftlm/grafts/${encodeURIComponent(graft.name)}/report`)));
+    } catch (problem) {
+      return complain(error, problem.message);
+    } finally {
+      button.disabled = false;
+      button.focus();
+    }
+  }
+  place.hidden = open;
+  button.setAttribute("aria-expanded", String(!open));
+  button.textContent = open ? "Show the report" : "Hide the report";
+}
+
+function draw(report) {
+  const drawn = plot(report.points, report.paths, `Learned against forgotten, ${report.name}`);
+  const why = report.points.length ? "Either learning or forgetting was not measured, so there is nothing to draw." : "Its run measured neither learning nor forgetting.";
+  return [
+    h(
+      "div",
+      { class: "report" },
+      drawn ? h("figure", {}, drawn, h("figcaption", {}, "Bars are 95% intervals; the ring is this graft.")) : h("p", { class: "note" }, why),
+      report.points.length > 0 && scroll(`Learned and forgotten, ${report.name}`, points(report)),
+    ),
+    details("Everything measured", `All metrics of ${report.name}`, measured(report)),
+    Object.keys(report.training).length > 0 && details("Settings of the run", `Settings of ${report.name}`, table(["setting", "value"], Object.entries(report.training).map(([name, value]) => [name.replaceAll("_", " "), String(value)]))),
+    report.results && h("p", { class: "note" }, `From ${report.results.command}, on ${report.results.machine.cpu}, torch ${report.results.machine.torch}.`),
+  ].filter(Boolean);
+}
+
+function points(report) {
+  const rows = report.points.map((point, index) => [
+    h("span", { class: "method" }, markIcon(index, point.own), h("span", {}, point.label, point.own && h("span", { class: "own" }, " (this graft)"))),
+    interval(point.learned),
+    interval(point.forgotten),
+  ]);
+  return table(["method", "learned", "forgotten"], rows, "Nats per token, with 95% intervals");
+}
+
+function measured(report) {
+  const rows = Object.entries(report.measured).map(([name, metric]) => [name.replaceAll("_", " "), figure(metric)]);
+  return table(["metric", "measured"], rows);
+}
+
+const scroll = (label, content) => h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, content);
+
+const details = (title, label, content) => h("details", {}, h("summary", {}, title), scroll(label, content));
+
+const interval = (one) => (one ? (one.low === one.high ? decimals(one.mean) : `${decimals(one.mean)} [${decimals(one.low)}, ${decimals(one.high)}]`) : "–");
+
+const figure = (metric) => (typeof metric === "number" ? (Number.isInteger(metric) ? count(metric) : decimals(metric)) : interval(metric));

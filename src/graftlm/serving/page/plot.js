@@ -1,0 +1,104 @@
+// Learned against forgotten: a mark for each method with its intervals; up and to the left is better.
+
+import { decimals, s } from "./dom.js";
+
+const WIDTH = 420;
+const HEIGHT = 320;
+const LEFT = 56;
+const RIGHT = 14;
+const TOP = 14;
+const BOTTOM = 50;
+
+const SHAPES = [
+  (x, y, r) => s("circle", { cx: x, cy: y, r }),
+  (x, y, r) => s("rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r }),
+  (x, y, r) => polygon([[x, y - 1.35 * r], [x + 1.35 * r, y], [x, y + 1.35 * r], [x - 1.35 * r, y]]),
+  (x, y, r) => polygon([[x, y - 1.2 * r], [x + 1.2 * r, y + r], [x - 1.2 * r, y + r]]),
+  (x, y, r) => polygon([[x, y + 1.2 * r], [x + 1.2 * r, y - r], [x - 1.2 * r, y - r]]),
+];
+
+const polygon = (points) => s("polygon", { points: points.map((point) => point.map((one) => one.toFixed(1)).join(",")).join(" ") });
+
+/** The mark of the n-th method: shape, colour and, for the graft itself, a ring. */
+export function markOf(index, own, x, y) {
+  const shape = SHAPES[index % SHAPES.length](x, y, 5.5);
+  return s("g", { class: `mark series-${index % 8}` }, own && s("circle", { class: "ring", cx: x, cy: y, r: 11 }), shape);
+}
+
+/** A mark alone, for a table. */
+export function markIcon(index, own) {
+  return s("svg", { class: "mark-icon", viewBox: "0 0 26 26", "aria-hidden": "true", focusable: "false" }, markOf(index, own, 13, 13));
+}
+
+/** The plot of points that have both figures, or null without any; `paths` are [forgotten, learned] of other settings. */
+export function plot(points, paths, title) {
+  const shown = points.map((point, index) => ({ ...point, index })).filter((point) => point.learned && point.forgotten);
+  if (shown.length === 0) return null;
+  const x = scale(spread(shown, paths, "forgotten", 0), LEFT, WIDTH - RIGHT);
+  const y = scale(spread(shown, paths, "learned", 1), HEIGHT - BOTTOM, TOP);
+  return s(
+    "svg",
+    { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}. ${shown.map(sentence).join(" ")}` },
+    ...axes(x, y),
+    ...shown.map((point) => path(paths[point.id], point.index, x, y)),
+    ...shown.map((point) => interval(point, x, y)),
+    ...shown.map((point) => markOf(point.index, point.own, x(point.forgotten.mean), y(point.learned.mean))),
+  );
+}
+
+const sentence = (point) => `${point.label}: learned ${decimals(point.learned.mean)}, forgot ${decimals(point.forgotten.mean)}.`;
+
+/** Every number of one axis, with 0 among them. */
+function spread(points, paths, key, place) {
+  const others = points.flatMap((point) => (paths[point.id] ?? []).map((pair) => numberOf(pair[place])));
+  return [0, ...points.flatMap((point) => [point[key].low, point[key].high, point[key].mean]), ...others.filter(Number.isFinite)];
+}
+
+const numberOf = (metric) => (typeof metric === "object" && metric !== null ? metric.mean : metric);
+
+function scale(values, from, to) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const margin = (high - low || 1) * 0.08;
+  const [bottom, top] = [low - margin, high + margin];
+  const map = (value) => from + ((value - bottom) / (top - bottom)) * (to - from);
+  map.ticks = ticks(bottom, top);
+  return map;
+}
+
+/** At most six round numbers between two. */
+function ticks(low, high) {
+  const rough = (high - low) / 5;
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((factor) => factor * unit >= rough) * unit;
+  const places = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const found = [];
+  for (let n = Math.ceil(low / step); n * step <= high; n += 1) found.push([n * step, decimals(n * step || 0, places)]);
+  return found;
+}
+
+function axes(x, y) {
+  const bottom = HEIGHT - BOTTOM;
+  return [
+    ...x.ticks.map(([value]) => s("line", { class: value ? "grid" : "zero", x1: x(value), x2: x(value), y1: TOP, y2: bottom })),
+    ...y.ticks.map(([value]) => s("line", { class: value ? "grid" : "zero", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) })),
+    ...x.ticks.map(([value, text]) => s("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, text)),
+    ...y.ticks.map(([value, text]) => s("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text)),
+    s("text", { class: "axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "forgotten, nats per token  (left is better)"),
+    s("text", { class: "axis", transform: `translate(14 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token  (up is better)"),
+  ];
+}
+
+function path(pairs, index, x, y) {
+  const points = (pairs ?? []).map((pair) => `${x(numberOf(pair[0])).toFixed(1)},${y(numberOf(pair[1])).toFixed(1)}`);
+  return s("polyline", { class: `path series-${index % 8}`, points: points.join(" ") });
+}
+
+function interval({ forgotten, learned, index }, x, y) {
+  const [cx, cy] = [x(forgotten.mean), y(learned.mean)];
+  return s(
+    "g",
+    { class: `interval series-${index % 8}` },
+    s("line", { x1: x(forgotten.low), x2: x(forgotten.high), y1: cy, y2: cy }),
+    s("line", { x1: cx, x2: cx, y1: y(learned.low), y2: y(learned.high) }),
+  );
+}
