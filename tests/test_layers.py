@@ -44,6 +44,8 @@ SHARED = (
     "backbone",
     "grafts/base.py",
     "grafts/heads.py",
+    "grafts/lanes.py",
+    "grafts/mixed.py",
     "grafts/model.py",
     "artifact",
     "data",

@@ -1,8 +1,9 @@
 """Frozen models: loading, sites, taps, the growable cache and the fingerprint."""
 
-from graftlm.backbone.cache import StateLayer, slots
+from graftlm.backbone.cache import JoinError, StateLayer, join, slots
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
 from graftlm.backbone.load import Backbone, BackboneKind, load_backbone
+from graftlm.backbone.parts import Part, PartError, PartWiring
 from graftlm.backbone.sites import FAMILIES, Family, Site, Sites, Span, register_family
 from graftlm.backbone.taps import Call, Tap, Wiring
 
@@ -13,6 +14,10 @@ __all__ = [
     "Call",
     "Family",
     "Fingerprint",
+    "JoinError",
+    "Part",
+    "PartError",
+    "PartWiring",
     "Site",
     "Sites",
     "Span",
@@ -20,6 +25,7 @@ __all__ = [
     "Tap",
     "Wiring",
     "fingerprint",
+    "join",
     "load_backbone",
     "register_family",
     "slots",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from graftlm.errors import TapError
@@ -17,7 +18,8 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
     Args:
         mask: as transformers gives it: None where nothing is hidden but later tokens, True where a token is seen, or
             numbers that are added.
-        bias: (B or 1, H or 1, T, S), of S keys the last T being the queries' own.
+        bias: (B or 1, H or 1, T, S), of S keys the last T being the queries' own; nothing is added to those of a wider
+            mask that come before.
         causal: whether a missing mask hides later tokens.
     """
     if mask is None and causal:
@@ -25,6 +27,8 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)[None, None]
     if mask is None:
         return bias
+    if bias.shape[-1] < mask.shape[-1]:
+        bias = functional.pad(bias, (mask.shape[-1] - bias.shape[-1], 0))
     if mask.dtype != torch.bool:
         return mask + bias.to(mask.dtype)
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)

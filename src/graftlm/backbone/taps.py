@@ -42,6 +42,7 @@ class Call:
         scratch: what a graft keeps between its taps in this pass, by the graft's own keys.
         training: whether this pass will be differentiated for training.
         observing: whether this pass is run for `Graft.observe`, which may cost more.
+        parts: the rows of several owners, where taps act on some rows each, see `parts.py`.
     """
 
     input_ids: Tensor | None = None
@@ -56,6 +57,7 @@ class Call:
     scratch: dict[Any, Any] = field(default_factory=dict)
     training: bool = False
     observing: bool = False
+    parts: tuple[Any, ...] = ()
 
 
 Action = Literal["add", "replace", "bias"]
@@ -112,10 +114,10 @@ class Wiring:
         self,
         model: PreTrainedModel,
         sites: Sites,
-        taps: Mapping[str, Sequence[Tap]],
+        taps: Mapping[Any, Sequence[Tap]],
         prepare: Callable[[Call], None],
     ) -> None:
-        check_conflicts(sites, taps)
+        self._check(sites, taps)
         self._model = model
         self._prepare = prepare
         self._local = _Local()
@@ -123,14 +125,17 @@ class Wiring:
         try:
             base = model.base_model
             self._handles.append(base.register_forward_pre_hook(self._open_call, with_kwargs=True))
-            for owner_taps in taps.values():
+            for owner, owner_taps in taps.items():
                 for tap in owner_taps:
-                    self._connect(sites, tap)
+                    self._connect(sites, owner, tap)
             self._handles.append(base.register_forward_hook(self._close_call, with_kwargs=True, always_call=True))
         except BaseException:
             self.remove()
             raise
         _forget_compiled()
+
+    def _check(self, sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
+        check_conflicts(sites, taps)
 
     def remove(self) -> None:
         """Take every hook off; the model is bare again."""
@@ -185,24 +190,28 @@ class Wiring:
         if self._local.calls:
             self._local.calls.pop()
 
-    def _connect(self, sites: Sites, tap: Tap) -> None:
+    def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
         enter, leave = sites.module(tap.site)
         if tap.act == "bias":
-            self._handles.append(enter.register_forward_pre_hook(self._biasing(sites, tap), with_kwargs=True))
+            self._handles.append(enter.register_forward_pre_hook(self._biasing(sites, owner, tap), with_kwargs=True))
         elif tap.when == "before":
-            self._handles.append(enter.register_forward_pre_hook(self._before(tap), with_kwargs=True))
+            self._handles.append(enter.register_forward_pre_hook(self._before(owner, tap), with_kwargs=True))
         elif enter is leave:
-            self._handles.append(leave.register_forward_hook(self._after(tap), with_kwargs=True))
+            self._handles.append(leave.register_forward_hook(self._after(owner, tap), with_kwargs=True))
         else:
             key = ("input of", id(leave), id(tap))
             self._handles.append(enter.register_forward_pre_hook(self._remember(key), with_kwargs=True))
-            self._handles.append(leave.register_forward_hook(self._after(tap, key), with_kwargs=True))
+            self._handles.append(leave.register_forward_hook(self._after(owner, tap, key), with_kwargs=True))
 
-    def _before(self, tap: Tap) -> Callable[..., Any]:
+    def _ask(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
+        """What a tap returns of a module's hidden states, in the pass under way."""
+        return tap.function(self._current(), *tensors)
+
+    def _before(self, owner: Any, tap: Tap) -> Callable[..., Any]:
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = _hidden(args, kwargs)
-            result = tap.function(self._current(), hidden)
+            result = self._ask(owner, tap, hidden)
             if result is None:
                 return None
             new = hidden + result if tap.act == "add" else result
@@ -212,7 +221,7 @@ class Wiring:
 
         return hook
 
-    def _biasing(self, sites: Sites, tap: Tap) -> Callable[..., Any]:
+    def _biasing(self, sites: Sites, owner: Any, tap: Tap) -> Callable[..., Any]:
         if tap.when != "before" or tap.site.kind != "attention":
             raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so before an attention alone.")
         check_takes_bias(self._model, str(tap.site))
@@ -220,7 +229,7 @@ class Wiring:
 
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            bias = tap.function(self._current(), _hidden(args, kwargs))
+            bias = self._ask(owner, tap, _hidden(args, kwargs))
             if bias is None:
                 return None
             return args, kwargs | {"attention_mask": biased_mask(kwargs.get("attention_mask"), bias, causal)}
@@ -234,13 +243,12 @@ class Wiring:
 
         return hook
 
-    def _after(self, tap: Tap, key: Any = None) -> Callable[..., Any]:
+    def _after(self, owner: Any, tap: Tap, key: Any = None) -> Callable[..., Any]:
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            call = self._current()
-            inputs = call.scratch.pop(key) if key is not None else _hidden(args, kwargs)
+            inputs = self._current().scratch.pop(key) if key is not None else _hidden(args, kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
-            result = tap.function(call, inputs, hidden)
+            result = self._ask(owner, tap, inputs, hidden)
             if result is None:
                 return None
             new = hidden + result if tap.act == "add" else result
@@ -264,9 +272,9 @@ def _forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def check_conflicts(sites: Sites, taps: Mapping[str, Sequence[Tap]]) -> None:
+def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
     """Raise `TapConflictError` if two owners replace at one site."""
-    taken: dict[tuple[nn.Module, str], str] = {}
+    taken: dict[tuple[nn.Module, str], Any] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:
             if tap.act != "replace":

@@ -87,6 +87,13 @@ class Graft(nn.Module):
         """What the graft did at each token of a generation, from what it left in the cache."""
         return None
 
+    def traced(self, call: Call) -> Trace | None:
+        """What the graft did at each token of a pass, values (B, T, labels); by default, as its cache tells."""
+        found = None if call.cache is None else self.trace(call.cache)
+        if found is None or call.input_ids is None:
+            return None
+        return Trace(found.labels, found.values[:, -call.input_ids.shape[1] :])
+
     def tasks(self) -> dict[str, TaskSpec]:
         """What the graft predicts by heads of its own; a row's task, `extras["task"]` (B,), is an index into this."""
         return {}
@@ -124,6 +131,10 @@ class Graft(nn.Module):
 
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach`."""
+
+    def taps_alone(self) -> bool:
+        """Whether the graft acts through its taps alone, so that others may act on other rows of a batch."""
+        return type(self).attach is Graft.attach
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that this graft trains, by name."""

@@ -236,6 +236,13 @@ class GraftedModel(nn.Module):
         found = {name: graft.trace(cache) for name, graft in zip(self.grafts, self._each(), strict=True)}
         return {name: trace for name, trace in found.items() if trace is not None}
 
+    def traced(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
+        """The live model's output in one pass, and what the grafts did at each of its tokens, by the graft's name."""
+        with self._wiring.announce() as calls:
+            output = self.model(**inputs)
+        found = {name: graft.traced(calls[0]) for name, graft in zip(self.grafts, self._each(), strict=True)}
+        return output, {name: trace for name, trace in found.items() if trace is not None}
+
     def train(self, mode: bool = True) -> Self:
         """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)

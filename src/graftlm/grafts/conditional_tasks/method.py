@@ -242,6 +242,9 @@ class ConditionalTasks(Graft):
         copied = self._copy[0]
         return [copied] if self._fixed is not None else outside(copied, trained_roots(copied, self.config.frozen))
 
+    def taps_alone(self) -> bool:
+        return not self._originals
+
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if not self._originals:
             return model

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.grafts.base import Graft, GraftConfig, working_dtype
+from graftlm.grafts.base import Graft, GraftConfig, Trace, working_dtype
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
@@ -232,6 +232,14 @@ class NeutralResidues(Graft):
             return {}
         real = call.token_mask.reshape(-1) if call.token_mask is not None else slice(None)
         return {"open_share": torch.stack([(score[real] > 0).float().mean() for score in scores if score is not None])}
+
+    def traced(self, call: Call) -> Trace | None:
+        """`open`: the share of layers whose gate is open (over one half for a sigmoid); None without gates."""
+        scores = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
+        if call.input_ids is None or any(score is None for score in scores):
+            return None
+        shares_N = torch.stack([(score > 0).float() for score in scores if score is not None]).mean(0)
+        return Trace(["open"], shares_N.view(*call.input_ids.shape, 1))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""

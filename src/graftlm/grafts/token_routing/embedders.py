@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site
-from graftlm.backbone.cache import slots
+from graftlm.backbone.cache import joined_columns, slots
 from graftlm.errors import BackboneError, GraftError, MissingExtraError
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.reading import Reading
@@ -115,6 +115,19 @@ class OfTokens(_OfBackbone):
         return functional.embedding(ids.to(weight.device), weight).detach().float().to(ids.device)
 
 
+class _Read(DynamicLayer):
+    """Keys and values, or states, of the tokens that were read so far, which may be some fewer than there are."""
+
+    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
+        """One layer of the rows of several, see `backbone.cache.join`: what one has not read, all read once more."""
+        lengths = [layer.get_seq_length() for layer in layers]
+        known = min(length + by for length, by in zip(lengths, paddings, strict=True))
+        kept = [min(length, max(0, known - by)) for length, by in zip(lengths, paddings, strict=True)]
+        for layer, length, count in zip(layers, lengths, kept, strict=True):
+            layer.crop(count - length)
+        return joined_columns(layers, [known - count for count in kept])
+
+
 class OfStates(_OfBackbone):
     """The mean of the bare backbone's hidden states after its n-th layer.
 
@@ -154,7 +167,7 @@ class OfStates(_OfBackbone):
 
     def _continue(self, call: Call, reading: Reading, cache: Cache) -> Tensor:
         """(B, S, d) the states of all tokens so far; those in the cache are not computed again."""
-        taken = slots(cache, f"states {id(self)}", self._layers + 1, self._backbone.sites.n_layers)
+        taken = slots(cache, f"states {id(self)}", self._layers + 1, self._backbone.sites.n_layers, _Read)
         *own, last = (cache.layers[index] for index in taken)
         assert isinstance(last, DynamicLayer)
         silent = Cache(layers=own)

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens of this pass, P tokens before, S both, E expert
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.backbone.cache import slots
+from graftlm.backbone.cache import joined_columns, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.embedders import Memo
 from graftlm.grafts.token_routing.reading import Before, Reading
@@ -54,6 +54,13 @@ class Remembered(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.memo = Memo()
         super().batch_select_indices(indices)
+
+    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Remembered:
+        """One layer of the rows of several, see `backbone.cache.join`."""
+        found = joined_columns(layers, paddings)
+        assert isinstance(found, Remembered)
+        found.memo = Memo()
+        return found
 
 
 @dataclass(frozen=True)

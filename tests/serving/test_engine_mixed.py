@@ -1,0 +1,253 @@
+"""The law of mixed batches: a row's logits are what they are alone, whoever stands beside it, comes or leaves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache
+
+from graftlm.backbone import Call, Site, Tap
+from graftlm.errors import GraftError, TapConflictError
+from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafts.lanes import Batch
+from graftlm.grafts.mixed import MixedModel, RowsError, Team, newest, newest_traces
+from laws.examples import EXAMPLES, Example, backbone
+from laws.tools import graft_onto, randomise
+from tiny import LAW_DECODERS, tiny_ids
+
+BIASED = Example(
+    "conditional-tasks",
+    {
+        "tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}},
+        "task_width": 4,
+        "frozen": 1.0,
+        "block": 5,
+        "max_length": 128,
+        "bottleneck": "large",
+    },
+    name="biased",
+    spread=0.1,
+)
+REREADING = Example(
+    "token-routing", EXAMPLES["token-routing"][0].config | {"prompt": "whole", "every": 2}, name="whole"
+)
+PROMPT_ONLY = Example(
+    "composition", EXAMPLES["composition"][0].config | {"refresh": "prompt"}, name="once", spread=0.05
+)
+MOST = 5  # rows of an example
+
+
+def _examples(family: str) -> list[Example]:
+    every = [one for kind in ("composition", "neutral-residues", "token-routing") for one in EXAMPLES[kind]]
+    every += [REREADING, PROMPT_ONLY, *([] if family == "block-state" else [BIASED])]
+    # What exchanges the backbone's keys and values can't do so for some rows where there are states instead.
+    return [one for one in every if one.name != "recomputing" or family != "block-state"]
+
+
+@functools.cache
+def teams(family: str) -> list[Team]:
+    """The bare backbone, every kind of graft with random weights, and two of them together."""
+    grafts = [trained(family, example) for example in _examples(family)]
+    alone = [Team(((str(example), graft),)) for example, graft in zip(_examples(family), grafts, strict=True)]
+    return [Team(), *alone, Team((("a", grafts[3]), ("b", grafts[5])))]
+
+
+def trained(family: str, example: Example, seed: int = 1) -> Graft:
+    model = randomise(graft_onto(backbone(family), example), example.spread, seed)
+    model.detach()
+    graft = model.grafts["graft"]
+    assert isinstance(graft, Graft)
+    return graft.eval()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a test: who answers, how long its prompt is, how many tokens follow, and when it comes."""
+
+    team: int
+    length: int
+    new: int
+    comes: int
+
+
+ROWS = st.builds(Row, st.integers(0, 99), st.integers(1, 20), st.integers(1, 10), st.integers(0, 6))
+
+
+@functools.cache
+@torch.inference_mode()
+def alone(family: str, team: Team, length: int, new: int) -> Tensor:
+    """(new, V) logits of a greedy continuation by itself."""
+    model, found = GraftedModel(backbone(family), dict(team.grafts)).eval(), []
+    cache, ids = DynamicCache(config=model.config), torch.tensor([prompt(length)])
+    try:
+        for _ in range(new):
+            found.append(model(input_ids=ids, past_key_values=cache).logits[0, -1])
+            ids = found[-1].argmax()[None, None]
+    finally:
+        model.detach()
+    return torch.stack(found)
+
+
+def prompt(length: int) -> list[int]:
+    return tiny_ids(1, length, seed=length)[0].tolist()
+
+
+def together(model: MixedModel, rows: Sequence[Row], owners: Sequence[Team]) -> list[Tensor]:
+    """Each row's logits when all of them share batches, as far as batches join."""
+    found: list[list[Tensor]] = [[] for _ in rows]
+    batches: list[Batch] = []
+    for turn in range(100):
+        for team in dict.fromkeys(owners):
+            new = [n for n, row in enumerate(rows) if row.comes == turn and owners[n] == team]
+            if new:
+                batch, logits = model.start(team, [prompt(rows[n].length) for n in new], new)
+                _note(batch, logits, rows, found)
+                if len(batch) and not any(other.join(batch) for other in batches):
+                    batches.append(batch)
+        for batch in batches:
+            _note(batch, model.step(batch, [int(found[n][-1].argmax()) for n in batch.tags]), rows, found)
+        batches = [batch for batch in batches if len(batch)]
+    return [torch.stack(one) for one in found]
+
+
+def _note(batch: Batch, logits: Tensor, rows: Sequence[Row], found: list[list[Tensor]]) -> None:
+    for row, n in enumerate(batch.tags):
+        found[n].append(logits[row])
+    batch.keep([row for row, n in enumerate(batch.tags) if len(found[n]) < rows[n].new])
+
+
+@pytest.mark.parametrize("family", LAW_DECODERS)
+def test_a_row_is_what_it_is_alone(family: str) -> None:
+    known = teams(family)
+
+    @settings(max_examples=3 if family == "block-state" else 5)
+    @given(st.lists(ROWS, min_size=2, max_size=MOST))
+    def law(rows: list[Row]) -> None:
+        owners = [known[row.team % len(known)] for row in rows]
+        expected = [alone(family, team, row.length, row.new) for team, row in zip(owners, rows, strict=True)]
+        model = MixedModel(backbone(family))
+        try:
+            found = together(model, rows, owners)
+        finally:
+            model.detach()
+        for row, one, other in zip(rows, found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5, msg=lambda text, row=row: f"{row}: {text}")
+
+    law()
+
+
+def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_that_leave() -> None:
+    model, known = MixedModel(backbone("gemma3")), teams("gemma3")
+    batch, _ = model.start(known[4], [prompt(15), prompt(3)], ["long", "short"])
+    other, _ = model.start(known[0], [prompt(5)], ["bare"])
+    third, _ = model.start(known[4], [prompt(4)], ["third"])
+    assert batch.join(other)
+    assert batch.join(third)
+    assert batch.tags == ["long", "short", "third", "bare"]
+    assert [lane.size for lane in batch.lanes] == [3, 1]
+    model.step(batch, [7, 7, 7, 7])
+    batch.keep([1, 2])
+    assert batch.mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    assert batch.cache.get_seq_length() == 5
+    assert [lane.size for lane in batch.lanes] == [2]
+    model.detach()
+
+
+def test_traces_are_those_of_the_row_alone() -> None:
+    host, known = backbone("llama"), teams("llama")
+    routed, gated, both = known[6], known[4], known[-1]
+    model = MixedModel(host)
+    batch, _ = model.start(routed, [prompt(9), prompt(4)], [0, 1])
+    for team, tag in ((gated, 2), (both, 3), (Team(), 4)):
+        assert batch.join(model.start(team, [prompt(6)], [tag])[0])
+    model.step(batch, [8] * 5)
+    found = newest_traces(batch, range(5))
+    model.detach()
+    for row, (team, length) in enumerate(((routed, 9), (routed, 4), (gated, 6), (both, 6))):
+        with GraftedModel(host, dict(team.grafts)) as single, torch.inference_mode():
+            cache = DynamicCache(config=single.config)
+            for ids in ([prompt(length)], [[8]]):
+                _, traces = single.traced(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True)
+        expected = newest(traces, 0)
+        assert expected
+        assert found[row] == pytest.approx(expected, abs=1e-5)
+    assert set(found[3]) == {"a: open", "b: english", "b: code", "b: french", "b: none"}
+    assert 4 not in found or found[4] == {}
+
+
+class Fuse(Graft):
+    """Adds to one layer; raises at a chosen token."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token = token
+
+    def taps(self) -> list[Tap]:
+        return [Tap(Site("ffn", 1), "after", "add", self._add)]
+
+    def _add(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+        assert call.input_ids is not None
+        if (call.input_ids == self.token).any():
+            raise ZeroDivisionError
+        return inputs * 0.5
+
+
+def test_a_failed_pass_leaves_the_batch_as_it_was() -> None:
+    known = teams("gemma3")
+    fused, model = Team((("fuse", Fuse(9)),)), MixedModel(backbone("gemma3"))
+    batch, _ = model.start(known[6], [prompt(12)], ["routed"])
+    assert batch.join(model.start(fused, [prompt(3), prompt(4)], ["a", "b"])[0])
+    with pytest.raises(RowsError) as caught:
+        model.step(batch, [7, 7, 9])
+    assert caught.value.lane == 1
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    batch.split(1)
+    assert [lane.size for lane in batch.lanes] == [1, 1, 1]
+    with pytest.raises(RowsError) as caught:
+        model.step(batch, [7, 7, 9])
+    assert caught.value.lane == 2
+    batch.keep([0, 1])
+    found = model.step(batch, [7, 7])
+    again, _ = model.start(known[6], [prompt(12)], ["routed"])
+    torch.testing.assert_close(found[:1], model.step(again, [7]), atol=1e-4, rtol=1e-5)
+    again, _ = model.start(fused, [prompt(3)], ["a"])
+    torch.testing.assert_close(found[1:], model.step(again, [7]), atol=1e-4, rtol=1e-5)
+    model.detach()
+
+
+def test_the_backbone_is_given_back_bit_for_bit() -> None:
+    host = backbone("gpt2")
+    ids = tiny_ids()
+    before = host.model(input_ids=ids).logits
+    model = MixedModel(host)
+    model.start(teams("gpt2")[4], [prompt(4)], [0])
+    with pytest.raises(TapConflictError, match="carries grafts already"):
+        MixedModel(host)
+    assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare
+    model.detach()
+    assert torch.equal(host.model(input_ids=ids).logits, before)
+    assert not [hook for module in host.model.modules() for hook in module._forward_hooks]
+
+
+@pytest.mark.parametrize("kind", ["lora", "finetune"])
+def test_what_brings_modules_of_its_own_is_refused(kind: str) -> None:
+    team = Team((("own", _untrained(kind)),))
+    model = MixedModel(backbone("llama"))
+    with pytest.raises(GraftError, match="own brings modules of its own"):
+        model.wire([team])
+    model.detach()
+
+
+def _untrained(kind: str) -> Graft:
+    model = graft_onto(backbone("llama"), EXAMPLES[kind][0])
+    model.detach()
+    graft = model.grafts["graft"]
+    assert isinstance(graft, Graft)
+    return graft
