@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm.pipelines.summarize.measures import bootstrap, copy_shares, faithfulness, mean_shares, names_of, rouge
+from graftlm.pipelines.summarize.words import ngrams
 
 pytest.importorskip("rouge_score")
 
@@ -59,3 +60,18 @@ def test_what_the_source_does_not_have_is_named() -> None:
 
 def test_names_do_not_begin_sentences() -> None:
     assert names_of('Tea by Ada. "Cards" are in Rome, I say! The NASA') == ["Ada", "Rome", "NASA"]
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), *[st.lists(st.sampled_from("abc"), max_size=12)] * 3)
+def test_copy_shares_are_those_of_n_grams_looked_up_one_by_one(
+    summary: list[str], extract: list[str], introduction: list[str], document: list[str]
+) -> None:
+    found = copy_shares(*(" ".join(words) for words in (summary, document, extract, introduction)), longest=5)
+    assert len(found) == min(5, len(summary))
+    for share in found:
+        known = [set(ngrams(words, share.n)) for words in (extract, introduction, document)]
+        wanted = ngrams(summary, share.n)
+        first = [next((place for place, grams in enumerate(known) if gram in grams), 3) for gram in wanted]
+        shares = [first.count(place) / len(wanted) for place in range(3)]
+        assert [share.extract, share.introduction, share.rest] == shares
+        assert share.copied == pytest.approx(sum(shares))

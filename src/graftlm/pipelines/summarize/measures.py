@@ -74,16 +74,30 @@ def copy_shares(
 ) -> list[CopyShare]:
     """Shares for n = 1 to `longest`, or to the summary's length where that is smaller."""
     words = words_of(summary)
-    sources = [words_of(text) for text in (extract, introduction, document)]
-    return [_share(words, sources, n) for n in range(1, min(longest, len(words)) + 1)]
+    runs = [_runs(words, words_of(text)) for text in (extract, introduction, document)]
+    return [_share(runs, n, len(words) - n + 1) for n in range(1, min(longest, len(words)) + 1)]
 
 
-def _share(words: Sequence[str], sources: Sequence[Sequence[str]], n: int) -> CopyShare:
-    known = [set(ngrams(source, n)) for source in sources]
-    wanted = ngrams(words, n)
-    found = Counter(next((place for place, grams in enumerate(known) if gram in grams), -1) for gram in wanted)
-    shares = [found[place] / len(wanted) for place in range(len(sources))]
-    return CopyShare(n, (len(wanted) - found[-1]) / len(wanted), *shares)
+def _runs(words: Sequence[str], source: Sequence[str]) -> list[int]:
+    """For each place among the words, how many words from there on stand in the source in a row.
+
+    From the last to the first: words i and s are equal, so their run is one longer than that of i + 1 and s + 1.
+    """
+    places: dict[str, list[int]] = {}
+    for place, word in enumerate(source):
+        places.setdefault(word, []).append(place)
+    found, after = [], dict[int, int]()
+    for word in reversed(words):
+        after = {place: 1 + after.get(place + 1, 0) for place in places.get(word, ())}
+        found.append(max(after.values(), default=0))
+    return found[::-1]
+
+
+def _share(runs: Sequence[Sequence[int]], n: int, count: int) -> CopyShare:
+    """Of the `count` n-grams, each of which stands in the sources whose run is as long."""
+    found = Counter(next((place for place, own in enumerate(runs) if own[i] >= n), -1) for i in range(count))
+    shares = [found[place] / count for place in range(len(runs))]
+    return CopyShare(n, (count - found[-1]) / count, *shares)
 
 
 @dataclass(frozen=True, slots=True)

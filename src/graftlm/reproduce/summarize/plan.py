@@ -56,10 +56,12 @@ _SHORT = {"steps": 240, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every
 FULL = Setting(
     selectors={
         "sent_clf": SelectorTraining.parse({"kind": "classifier", "model": _LSTM | {"max_tokens": 25}} | _SHORT),
-        "sent_ptr": SelectorTraining.parse({"kind": "pointer", "model": _LSTM | {"max_tokens": 25}} | _SHORT),
+        "sent_ptr": SelectorTraining.parse(
+            {"kind": "pointer", "model": _LSTM | {"max_tokens": 25}} | _SHORT | {"steps": 160}
+        ),
         "sent_modern": SelectorTraining.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
     },
-    documents=100,
+    documents=80,
     model={
         "model_type": "llama",
         "hidden_size": 192,
@@ -74,9 +76,9 @@ FULL = Setting(
     pieces=4096,
     window=512,
     reading=TrainingConfig(
-        steps=110, batch_size=16, learning_rate=3e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
+        steps=100, batch_size=16, learning_rate=3e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
     ),
-    writing=TrainingConfig(steps=70, batch_size=16, learning_rate=1.5e-3, warmup_steps=5, precision="bf16"),
+    writing=TrainingConfig(steps=64, batch_size=16, learning_rate=1.5e-3, warmup_steps=5, precision="bf16"),
     wording=Wording(method="sample", max_new_tokens=160),
 )
 QUICK = Setting(
