@@ -115,6 +115,17 @@ class _Reader:
             self._close()
         elif name in _SYMBOLS:
             self._whole(node)
+        elif not self._text[node.pos + node.len : node.pos + node.len + 1].isalnum():
+            self._strip()
+
+    def _strip(self) -> None:
+        """Take away the space before what is left out, such as a citation at the end of a sentence."""
+        while self._pieces and not self._pieces[-1].text.strip():
+            self._pieces.pop()
+        if self._pieces and len(self._pieces[-1].text) == self._pieces[-1].end - self._pieces[-1].start:
+            last = self._pieces[-1]
+            text = last.text.rstrip()
+            self._pieces[-1] = Piece(text, last.start, last.start + len(text))
 
     def _argument(self, node: Any) -> None:
         """The last argument of a macro, which is the one that is printed."""

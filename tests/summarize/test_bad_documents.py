@@ -1,0 +1,126 @@
+"""Documents that can't be summarised are refused in one sentence; odd ones are summarised with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.figure import Figure
+
+from cli.tools import invoke
+from graftlm.pipelines.summarize import Budget, Extract, Lead, read_text, summarize
+from graftlm.pipelines.summarize.write import Written
+from summarize.tools import TEA, write_pdf
+
+pypdf = pytest.importorskip("pypdf")
+pytest.importorskip("sumy")
+
+
+def refused(path: Path) -> str:
+    """The one line that `graft summarize` says, with exit code 2 and nothing on stdout."""
+    done = invoke("summarize", str(path))
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"error: {path} ")
+    assert line.endswith(".")
+    return line
+
+
+def test_an_encrypted_pdf(tmp_path: Path) -> None:
+    writer = pypdf.PdfWriter(clone_from=write_pdf(tmp_path / "a.pdf", "One. Two."))
+    writer.encrypt("secret", algorithm="RC4-128")
+    writer.write(tmp_path / "locked.pdf")
+    assert "is encrypted and asks for a password: save a copy without one" in refused(tmp_path / "locked.pdf")
+
+
+def test_a_scanned_pdf(tmp_path: Path) -> None:
+    with PdfPages(tmp_path / "scan.pdf") as pdf:
+        for _ in range(2):
+            figure = Figure(figsize=(4, 5))
+            figure.figimage([[index * row % 7 for index in range(200)] for row in range(200)])
+            pdf.savefig(figure)
+    line = refused(tmp_path / "scan.pdf")
+    assert "has 2 pages and no text, as scanned pages have: recognise the text first (OCR)" in line
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
+def test_200_mb_of_text(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"long{suffix}"
+    with path.open("wb") as file:
+        file.truncate(200_000_000)  # refused before it is read
+    wanted = "has 200,000,000 bytes, and one document may have 80,000,000: split it into its chapters"
+    assert wanted in refused(path)
+
+
+def test_a_script_without_marks(tmp_path: Path) -> None:
+    (tmp_path / "thai.txt").write_text("สวัสดีครับ ผมชื่อสมชาย", encoding="utf-8")
+    assert "is in Thai script, where no mark ends a sentence, and can't be split" in refused(tmp_path / "thai.txt")
+
+
+def test_a_document_of_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("Tea is good.")
+    done = invoke("summarize", str(tmp_path / "one.txt"))
+    assert done.code == 0
+    assert done.out.splitlines()[0] == "Tea is good. [1]"
+    assert f"note: {tmp_path / 'one.txt'} is one sentence long: its summary is that sentence." in done.err
+
+
+def test_an_extract_as_long_as_the_document() -> None:
+    summary = summarize(read_text(TEA, ".md"), selector=Lead(), budget=Budget(amount=100_000, unit="characters"))
+    assert len(summary.extract.indices) == 9, "all but the reference"
+    whole = summarize(read_text("Tea is good. Water is wet."), selector=Lead(), budget=Budget(amount=10))
+    assert whole.notes == ("The text is no longer than the summary asked for: the extract is all of it.",)
+
+
+class Says:
+    """A writer that writes what a test tells it."""
+
+    name = "says"
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def count_tokens(self, text: str) -> int:
+        return len(text.split())
+
+    def write(self, extract: Extract) -> Written:
+        return Written(self.text)
+
+
+def test_a_written_summary_longer_than_its_document() -> None:
+    short = "# Introduction\n\nTea is good. Water is wet."
+    notes = summarize(read_text(short, ".md"), selector=Lead(), writer=Says("Tea is good. " * 3)).notes
+    assert notes[1:] == ("The summary is longer than The text itself: ask for fewer tokens.",)
+    assert len(summarize(read_text(short, ".md"), selector=Lead(), writer=Says("Tea.")).notes) == 1
+
+
+def test_a_document_without_an_introduction() -> None:
+    summary = summarize(read_text("One is here. Two is. Three."), selector=Lead(), writer=Says("One."))
+    wanted = "The text has no heading that names an introduction: the writer reads its first sentences instead."
+    assert wanted in summary.notes
+    assert summarize(read_text(TEA, ".md"), selector=Lead(), writer=Says("One."), budget=Budget(amount=2)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("هذا اختبار طويل. هل هذا صحيح؟ نعم، إنه كذلك.", ["هذا اختبار طويل.", "هل هذا صحيح؟", "نعم، إنه كذلك."]),
+        ("یہ ایک جملہ ہے۔ یہ دوسرا ہے۔ تیسرا یہاں۔", ["یہ ایک جملہ ہے۔", "یہ دوسرا ہے۔", "تیسرا یہاں۔"]),
+        ('ד"ר כהן בא. הוא הלך הביתה. מה שלומך?', ['ד"ר כהן בא.', "הוא הלך הביתה.", "מה שלומך?"]),
+        ("他在 2019 年发布\n了 v3.5 版。真的\r\n吗？是。", ["他在 2019 年发布了 v3.5 版。", "真的吗？", "是。"]),
+        ("これは\nテストです。次の文です！本当？", ["これはテストです。", "次の文です！", "本当？"]),
+        ("이것은 시험입니다. 두 번째\n문장입니다! 맞나요?", ["이것은 시험입니다.", "두 번째 문장입니다!", "맞나요?"]),
+    ],
+    ids=["arabic", "urdu", "hebrew", "chinese", "japanese", "korean"],
+)
+def test_right_to_left_and_cjk_are_split_at_their_marks(tmp_path: Path, text: str, sentences: list[str]) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    summary = summarize(path, budget=Budget(amount=3))
+    assert [one.text for one in summary.extract.sentences] == sentences
+    assert [text[one.start : one.end] for one in summary.extract.sentences] == [
+        one.source for one in summary.extract.sentences
+    ]
+    assert summary.text == " ".join(sentences)
+    assert summary.faithfulness.words == 1
