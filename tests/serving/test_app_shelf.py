@@ -14,7 +14,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import _watch
-from graftlm.serving.server import open_service, served_name
+from graftlm.serving.server import checked_name, open_service, served_name
 from graftlm.serving.settings import Settings
 from graftlm.serving.shelf import Shelf
 from tiny import tiny_model, tiny_tokenizer
@@ -217,7 +217,7 @@ def test_a_folder_that_is_not_there_and_names_that_can_t_be(backbone: Backbone, 
         open_service(backbone, folder="nowhere", name="tiny")
     (tmp_path / "my model+").mkdir()
     with pytest.raises(GraftError, match="can't call the backbone 'my model\\+'"):
-        served_name(str(tmp_path / "my model+"))
+        checked_name(served_name(str(tmp_path / "my model+")))
     (tmp_path / "llama").mkdir()
     assert served_name(str(tmp_path / "llama")) == "llama"
     assert served_name("google/gemma-2-2b") == "google/gemma-2-2b"

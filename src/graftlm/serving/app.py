@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from graftlm.serving import extensions
 from graftlm.serving.answers import Chat, Completion, ErrorAnswer, Health, ModelCard, ModelList
 from graftlm.serving.asks import Order, chat_order, completion_order
 from graftlm.serving.errors import handle_errors
@@ -58,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
         lifespan=functools.partial(_lifespan, service),
     )
     app.include_router(_openai(service))
+    app.include_router(extensions.router(service), responses=ERRORS | _EXTRAS)
     app.include_router(_operation(service))
     app.include_router(page_router())
     handle_errors(app)

@@ -56,7 +56,7 @@ def open_service(
         GraftError: something can't be loaded or used.
     """
     settings, limits, keys = settings or Settings(), limits or Limits(), keys or Keys()
-    name = name or served_name(backbone.name)
+    name = checked_name(name or served_name(backbone.name))
     prompts = Prompts(backbone, settings.chat_template)
     places = {one: Path(where) for one, where in (given or {}).items()}
     shelf = Shelf(backbone, places, None if folder is None else Path(folder), frozenset({name}))
@@ -96,15 +96,19 @@ def log_to_stderr(quiet: bool) -> None:
 
 
 def served_name(name: str) -> str:
-    """What requests call a backbone: a name of the hub as it is, of a folder the last part.
+    """What requests call a backbone: a name of the hub as it is, of a folder the last part."""
+    return Path(name).absolute().name if Path(name).is_dir() else name
+
+
+def checked_name(short: str) -> str:
+    """A backbone's name.
 
     Raises:
         GraftError: it can't be one.
     """
-    short = Path(name).resolve().name if Path(name).is_dir() else name
     if not all(NAME.fullmatch(part) for part in short.split("/")):
         raise GraftError(
-            f"Requests can't call the backbone {short!r}: give it a name of letters, digits, dots and dashes."
+            f"Requests can't call the backbone {short!r}: give it another (--name), of letters, digits, dots, dashes."
         )
     return short
 

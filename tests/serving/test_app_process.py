@@ -1,0 +1,181 @@
+"""Servers as processes of their own: what signals do to them, and what is left behind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from graftlm.artifact import save_graft
+from graftlm.backbone import load_backbone
+from graftlm.grafts import build_graft, graft_config
+from serving.web import until
+from tiny import BackboneFolder
+
+Start = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder) -> Path:
+    """A backbone, and two states of a graft on it."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "llama").symlink_to(tiny_backbone("llama"))
+    backbone = load_backbone(folder / "llama")
+    for name, seed in (("danish", 0), ("other", 1)):
+        torch.manual_seed(seed)
+        graft = build_graft(graft_config({"kind": "adapter", "width": 4}), backbone)
+        with torch.no_grad():
+            for parameter in graft.parameters():
+                parameter.normal_()
+        save_graft(graft, backbone, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(home: Path) -> Iterator[Start]:
+    """Starts `graft serve` in the folder; gives the process and its address."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "graftlm", "serve", "--backbone", "llama", "--port", "0", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=home, env=environment, **pipes)
+        processes.append(process)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("serving "):
+                return process, line.split(" at ")[1].strip()
+        raise AssertionError(f"it ended with {process.wait()}")
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def answer(address: str, model: str) -> str:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
+    return client.completions.create(model=model, prompt="the fox", max_tokens=8, temperature=0).choices[0].text
+
+
+def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
+    """Two processes for all of it, as each start costs seconds."""
+    shutil.copytree(home / "danish", home / "grafts" / "danish")
+    process, address = start("--grafts", "grafts", "--reload-every", "0")
+    check_answers(address)
+    check_reload(home, process, address)
+    said = answer(address, "llama")
+    check_kill(home, process)
+    process, address = start("--graft", "danish=danish", "--grafts", "grafts")
+    assert answer(address, "llama") == said
+    check_end(process, address)
+
+
+def check_answers(address: str) -> None:
+    command = ["curl", "-sS", f"{address}/v1/completions", "-H", "Content-Type: application/json"]
+    body = {"model": "danish", "prompt": "the fox", "max_tokens": 8, "temperature": 0}
+    said = json.loads(subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, timeout=60).stdout)
+    assert said["choices"][0]["text"] == answer(address, "danish")
+    assert answer(address, "llama") != answer(address, "danish"), "the graft does something"
+    seeded = {"model": "danish", "prompt": "the fox", "max_tokens": 8, "seed": 3}
+    texts = {
+        httpx.post(f"{address}/v1/completions", json=seeded, timeout=60).json()["choices"][0]["text"] for _ in "ab"
+    }
+    assert len(texts) == 1
+
+
+def check_reload(home: Path, process: subprocess.Popen[str], address: str) -> None:
+    before = answer(address, "danish")
+    tensors = home / "grafts" / "danish" / "graft.safetensors"
+    shutil.copyfile(home / "other" / "graft.safetensors", tensors)
+    assert answer(address, "danish") == before, "nobody said that it should look"
+    process.send_signal(signal.SIGHUP)
+    assert until(lambda: answer(address, "danish") != before, 30)
+    after = answer(address, "danish")
+    tensors.write_bytes(b"spoilt")
+    process.send_signal(signal.SIGHUP)
+    assert until(lambda: httpx.get(f"{address}/health").json()["broken"] == ["danish"], 30)
+    assert answer(address, "danish") == after
+
+
+def check_kill(home: Path, process: subprocess.Popen[str]) -> None:
+    """What is on the disk stays as it is."""
+    before = hashes(home / "grafts" / "danish")
+    process.kill()
+    process.wait(30)
+    assert hashes(home / "grafts" / "danish") == before
+    assert not [path for path in home.rglob(".*")], "nothing is left lying about"
+
+
+def check_end(process: subprocess.Popen[str], address: str) -> None:
+    """What was begun is finished, what comes later is refused, and the process ends well."""
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
+    how = {"model": "danish", "prompt": "the fox", "max_tokens": 300, "temperature": 0, "stop": None}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        stream = client.completions.create(**how, stream=True, stream_options={"include_usage": True})
+        first = next(stream)
+        whole = [pool.submit(client.completions.create, **how) for _ in range(2)]
+        assert until(lambda: sum(httpx.get(f"{address}/health").json()[key] for key in ("running", "waiting")) == 3)
+        process.send_signal(signal.SIGTERM)
+        assert until(lambda: httpx.get(f"{address}/health").status_code == 503, 30)
+        with pytest.raises(openai.InternalServerError, match="The server is shutting down and takes nothing new"):
+            client.models.list()
+        chunks = [first, *stream]
+        answers = [one.result() for one in whole]
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert {one.choices[0].text for one in answers} == {text}
+    assert chunks[-1].usage == answers[0].usage
+    assert process.wait(30) == 0
+    assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--graft", "danish"), "--graft takes NAME=DIR, such as danish=runs/danish/graft, but 'danish' was given."),
+        (("--graft", "a=b", "--graft", "a=c"), "--graft gives the name a twice"),
+        (("--graft", "a=nowhere"), "nowhere has no graft.json, so it is not a graft"),
+        (("--grafts", "nowhere"), "There is no folder nowhere"),
+        (("--api-keys", "nowhere"), "The file of API keys nowhere can't be read"),
+        (("--chat-template", "nowhere"), "The chat template nowhere can't be read"),
+        (("--name", "a+b"), "can't call the backbone 'a+b'"),
+        (("--host", "192.0.2.1"), "The address 192.0.2.1:0 can't be listened at"),
+    ],
+)
+def test_what_the_user_can_mend(home: Path, monkeypatch: pytest.MonkeyPatch, options, sentence: str) -> None:
+    from cli.tools import invoke
+
+    monkeypatch.chdir(home)
+    outcome = invoke("serve", "--backbone", "llama", "--port", "0", *options)
+    assert outcome.code == 2
+    assert sentence in outcome.err
+    assert outcome.err.count("\n") <= 3, "a sentence, no traceback"
+
+
+def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cli.tools import invoke
+
+    for name in list(sys.modules):
+        if name.startswith("graftlm.serving"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    outcome = invoke("serve", "--backbone", "llama")
+    assert outcome.code == 2
+    assert "needs the package fastapi, which is not installed: run `pip install 'graftlm[serve]'`" in outcome.err
