@@ -32,6 +32,7 @@ class Setting(Config):
     Args:
         selectors: how each is trained, by row; the encoder of the modern one is added.
         documents: that the modern selector learns from, evenly spaced in time.
+        seen: sentences of a document that selectors learn from, its first.
         model: config of the writers' model.
         pieces: of its tokenizer.
         window: tokens of a row, introduction, extract and summary together.
@@ -43,6 +44,7 @@ class Setting(Config):
     sizes: Sizes = Field(default_factory=Sizes)
     selectors: dict[str, SelectorTraining]
     documents: int
+    seen: int
     model: dict[str, Any]
     pieces: int
     window: int
@@ -51,17 +53,16 @@ class Setting(Config):
     wording: Wording
 
 
-_LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096}
-_SHORT = {"steps": 240, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 40, "patience": 3}
+_LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
+_SHORT = {"steps": 150, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 30, "patience": 3}
 FULL = Setting(
     selectors={
-        "sent_clf": SelectorTraining.parse({"kind": "classifier", "model": _LSTM | {"max_tokens": 25}} | _SHORT),
-        "sent_ptr": SelectorTraining.parse(
-            {"kind": "pointer", "model": _LSTM | {"max_tokens": 25}} | _SHORT | {"steps": 160}
-        ),
+        "sent_clf": SelectorTraining.parse({"kind": "classifier", "model": _LSTM} | _SHORT),
+        "sent_ptr": SelectorTraining.parse({"kind": "pointer", "model": _LSTM} | _SHORT),
         "sent_modern": SelectorTraining.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
     },
     documents=80,
+    seen=80,
     model={
         "model_type": "llama",
         "hidden_size": 192,
@@ -91,6 +92,7 @@ QUICK = Setting(
         for row, kind in TRAINED.items()
     },
     documents=4,
+    seen=9,
     model=FULL.model
     | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     | {"num_key_value_heads": 2},
@@ -184,6 +186,7 @@ class Plan:
             kind="trained",
             training=training,
             documents=self.setting.documents if modern else None,
+            seen=self.setting.seen,
             precision="bf16" if modern else "fp32",
             parts=("test",) if modern else ("validation", "test"),
             **self._where,

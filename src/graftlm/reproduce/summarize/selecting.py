@@ -43,6 +43,7 @@ class Selecting(Job):
         training: how it is trained; None reads it from `folder`.
         folder: of a selector that was trained before.
         documents: to train on, evenly spaced, with a quarter as many held out; all when absent.
+        seen: of each document in training, the first so many sentences; in ranking there are all.
         parts: that are ranked.
         kept: of each ranking, the first so many.
         precision: bf16 for matrices' products, where a large encoder reads.
@@ -54,6 +55,7 @@ class Selecting(Job):
     training: SelectorTraining | None = None
     folder: str | None = None
     documents: int | None = Field(None, ge=1)
+    seen: int | None = Field(None, ge=1)
     parts: tuple[Part, ...] = ("test",)
     kept: int = Field(20, ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -88,7 +90,7 @@ def _selector(
         return load_selector(job.folder, device="cpu"), []
     if job.documents is not None:
         train, held_out = _some(train, job.documents), _some(held_out, max(1, job.documents // 4))
-    examples = [[_example(one, gold) for one in part] for part in (train, held_out)]
+    examples = [[_example(one, gold, job.seen) for one in part] for part in (train, held_out)]
     selector = train_selector(*examples, job.training)
     selector.save(folder / "selector")
     return selector, selector.record["losses"]
@@ -100,11 +102,11 @@ def _some(samples: Sequence[Sample], most: int) -> Sequence[Sample]:
     return [samples[place * len(samples) // count] for place in range(count)]
 
 
-def _example(sample: Sample, gold: Gold) -> Example:
-    selectable = sample.document.selectable
+def _example(sample: Sample, gold: Gold, seen: int | None) -> Example:
+    selectable = sample.document.selectable[:seen]
     places = {index: place for place, index in enumerate(selectable)}
     sentences = tuple(sample.document.sentences[index].text for index in selectable)
-    return Example(sentences, tuple(places[index] for index in gold[sample.id]))
+    return Example(sentences, tuple(places[index] for index in gold[sample.id] if index in places))
 
 
 def _ranking(selector: Selector, sample: Sample, kept: int) -> list[int]:
