@@ -198,7 +198,7 @@ def test_reproduce_passes_its_options_on(graft: Graft, monkeypatch: pytest.Monke
     assert json.loads(graft("reproduce", "some-paper", "--data", "texts", *more, "--json").out)["results"]["rows"]
     default = {"data": "texts", "out": "runs/reproduce-some-paper", "seeds": [0, 1, 2], "tables": [], "quick": True}
     other = {"out": "runs/some", "seeds": [3, 4], "tables": ["2", "7"], "quick": False, "jobs": 1, "device": "cpu"}
-    unset = {"jobs": 2, "device": None, "backbone": None, "endpoint": None, "models": []}
+    unset = {"jobs": 2, "device": None, "backbone": None, "endpoint": None, "models": [], "scorers": []}
     assert seen[0] == ("some-paper", default | unset)
     assert seen[1][1] == seen[0][1] | other
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graftlm.errors import DataError, EndpointError, RecipeError
-from graftlm.evaluation import Results, Row, value_of
+from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
+from graftlm.evaluation import Interval, Results, Row, value_of
 from graftlm.pipelines.clarify.examples import Example
 from graftlm.reproduce import Options, clarify, reproduce
-from graftlm.reproduce.clarify import metrics, needed, paper
+from graftlm.reproduce.clarify import metrics, needed, paper, scorers
 from graftlm.reproduce.clarify.data import read_sets, some
 from graftlm.reproduce.clarify.run import STATEMENT, slug
 from graftlm.reproduce.clarify.scripted import Script, in_ten, right_label
@@ -101,6 +103,55 @@ def test_it_goes_on_where_a_server_failed(data: Path, tmp_path: Path) -> None:
     with serving(script) as server:
         assert reproduce("clarify", url_of(server)).rows == results.rows
         assert server.requests == [], "another port changes nothing"
+
+
+# What a learned metric's command does, with a measure that can be worked by hand: the length of the translation.
+LENGTH = "import json, sys; [print(len(json.loads(line)['mt'])) for line in sys.stdin]"
+
+
+def own(name: str, code: str) -> str:
+    return f"{name}={sys.executable} -c {shlex.quote(code)}"
+
+
+def test_metrics_of_the_users_own_stand_beside_ours(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
+    metrics_of = results.row("scripted-intercpt").metrics
+    outputs = [len(one.reference) if in_ten(one) else len(one.source) for one in read_sets(data)["formality", "fr"]]
+    interval = metrics_of["formality_fr_length"]
+    assert isinstance(interval, Interval)
+    assert interval.mean == pytest.approx(sum(outputs) / len(outputs))
+    assert min(outputs) <= interval.low <= interval.mean <= interval.high <= max(outputs)
+    assert {"polysemy_fr_length3", "polysemy_fr_length10"} <= {*metrics_of}
+
+
+def test_the_best_of_the_first_words() -> None:
+    scorer = scorers.Scorer(own("length", LENGTH))
+    found = scorers.best_of(scorer, ["bark", "seal"], [["a", "bb", "c", "dddd"], []], ["x", "y"])
+    assert found == {"length3": (2 + 0) / 2, "length10": (4 + 0) / 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "message"),
+    [
+        ("comet", RecipeError, r"is written NAME=COMMAND, such as comet='python comet.py', not 'comet'"),
+        ("Comet 2=python", RecipeError, "is written NAME=COMMAND"),
+        ("comet= ", RecipeError, "is written NAME=COMMAND"),
+        ("bleu=python", RecipeError, "The name bleu is taken"),
+        (
+            "comet=/no/such/program",
+            EvaluationError,
+            r"comet can't be run \(No such file or directory: /no/such/program\)",
+        ),
+        (own("comet", "1/0"), EvaluationError, r"comet ended with 1 \(ZeroDivisionError: division by zero\): try it"),
+        (own("comet", "print('model loaded')"), EvaluationError, "comet wrote 'model loaded', where a number a line"),
+        (own("comet", "print(1)"), EvaluationError, "comet wrote 1 numbers for 2 translations"),
+        (own("comet", "print('1 nan')"), EvaluationError, "not a finite one each"),
+    ],
+)
+def test_scorers_that_do_not_score(written: str, error: type[Exception], message: str) -> None:
+    two = [scorers.Translation("a", "b", "c")] * 2
+    with pytest.raises(error, match=message):
+        scorers.Scorer(written)(two)
 
 
 def test_specialists_and_users(data: Path, tmp_path: Path) -> None:

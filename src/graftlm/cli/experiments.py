@@ -32,6 +32,10 @@ def reproduce(
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A model of that server. Several are fine.")
     ] = None,
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=COMMAND", help="A metric of your own, where texts are scored. Several are fine."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a published comparison again, beside the paper's results."""
@@ -40,7 +44,7 @@ def reproduce(
     from graftlm.reproduce import reproduce as run
 
     folder = out or Path("runs") / f"reproduce-{name}"
-    served = {"endpoint": endpoint, "models": model or []}
+    served = {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
     given = {"data": data, "out": folder, "seeds": seeds.split(","), "tables": table or [], "quick": quick}
     options = Options.parse(
         given | {"jobs": jobs, "device": device, "backbone": backbone} | served, where="graft reproduce"

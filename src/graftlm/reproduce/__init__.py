@@ -41,6 +41,7 @@ class Options(Config):
         backbone: another backbone than the experiment's own.
         endpoint: the server of an experiment that asks models over the network.
         models: of that server.
+        scorers: metrics of the user's own, each NAME=COMMAND, where an experiment has texts to score.
     """
 
     data: Path
@@ -53,6 +54,7 @@ class Options(Config):
     backbone: str | None = None
     endpoint: str | None = None
     models: tuple[str, ...] = ()
+    scorers: tuple[str, ...] = ()
 
     def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
         """The asked tables; without any the default ones, or all that are known.

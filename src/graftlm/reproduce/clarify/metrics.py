@@ -96,9 +96,14 @@ def label_metrics(found: Sequence[str | None], examples: Sequence[Example]) -> d
     return values | {f"share_{label}": share(decided.count(label), len(decided)) for label in first if decided}
 
 
+def listed(output: str) -> list[str]:
+    """The words or phrases of an output that lists them."""
+    return [word.strip() for word in re.split(r"[,;、，]", output) if word.strip()]
+
+
 def polysemy_metrics(outputs: Sequence[str], examples: Sequence[Example]) -> dict[str, Metric]:
-    """hit@n: the reference is among the first n words or phrases; chrf@n: the best chrF of those (BLEURT@n's place)."""
-    lists = [[word.strip() for word in re.split(r"[,;、，]", output) if word.strip()] for output in outputs]
+    """hit@n: the reference is among the first n words or phrases; chrf@n: the best chrF of those."""
+    lists = [listed(output) for output in outputs]
     found: dict[str, Metric] = {}
     for n in (3, 10):
         pairs = [(words[:n], one.reference.strip()) for words, one in zip(lists, examples, strict=True)]

@@ -28,6 +28,7 @@ from graftlm.reproduce import Options
 from graftlm.reproduce.clarify import metrics, needed, paper
 from graftlm.reproduce.clarify.cell import Cell, Method, measure
 from graftlm.reproduce.clarify.data import TABLES, Key, fingerprint, read_sets, some
+from graftlm.reproduce.clarify.scorers import Scorer, Translation, best_of, scored
 from graftlm.reproduce.clarify.scripted import NAME as SCRIPTED
 from graftlm.reproduce.clarify.scripted import Script
 from graftlm.reproduce.clarify.server import serving
@@ -60,11 +61,11 @@ def run(options: Options) -> Results:
         DataError: the data folder has no ambiguous sentences.
         EndpointError: the server can't be used; the same command goes on where it stopped.
     """
-    tables = options.chosen(KNOWN)
+    tables, scorers = options.chosen(KNOWN), [Scorer(one) for one in options.scorers]
     started = time.perf_counter()
     asked = [table for table in tables if table != "needed"]
     limit = _limit(options)
-    rows, details = _with_models(options, asked, limit) if asked else ([], {})
+    rows, details = _with_models(options, asked, limit, scorers) if asked else ([], {})
     if "needed" in tables:
         rows += needed.rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
     details |= {"wall_s": round(time.perf_counter() - started, 1), "limit": limit}
@@ -78,7 +79,9 @@ def _limit(options: Options) -> int:
     return QUICK_LIMIT if options.quick else SCRIPTED_LIMIT if options.endpoint == SCRIPTED else LIMIT
 
 
-def _with_models(options: Options, tables: Sequence[str], limit: int) -> tuple[list[Row], dict[str, Any]]:
+def _with_models(
+    options: Options, tables: Sequence[str], limit: int, scorers: Sequence[Scorer]
+) -> tuple[list[Row], dict[str, Any]]:
     """The rows of all models, and what does not fit a table."""
     sets = {key: some(examples, limit) for key, examples in read_sets(options.data).items()}
     with _server(options, sets) as (url, models):
@@ -93,7 +96,7 @@ def _with_models(options: Options, tables: Sequence[str], limit: int) -> tuple[l
     }
     if options.endpoint == SCRIPTED:
         details["statement"] = STATEMENT
-    return [_row(line, found) for line in lines], details
+    return [_row(line, found, _scores(line, found, sets, scorers)) for line in lines], details
 
 
 @contextmanager
@@ -163,16 +166,34 @@ def slug(model: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "_", model.casefold()).strip("_")
 
 
-def _row(line: Line, found: Mapping[str, Mapping[str, Any]]) -> Row:
+def _scores(
+    line: Line, found: Mapping[str, Mapping[str, Any]], sets: Mapping[Key, Sequence[Example]], scorers: Sequence[Scorer]
+) -> dict[str, Metric]:
+    """What the user's own scorers say of a row's outputs."""
+    values: dict[str, Metric] = {}
+    for cell in line.cells:
+        examples = sets[cell.kind, cell.language]
+        outputs, refs = [one["output"] for one in found[cell.id]["talks"]], [one.reference for one in examples]
+        for scorer in scorers:
+            if cell.kind == "polysemy":
+                lists = [metrics.listed(output) for output in outputs]
+                scores = best_of(scorer, [one.source for one in examples], lists, refs)
+            else:
+                sources = [one.source for one in examples]
+                scores = {scorer.name: scored(scorer, list(map(Translation, sources, outputs, refs)))}
+            values |= {f"{cell.kind}_{cell.language}_{name}": value for name, value in scores.items()}
+    return values
+
+
+def _row(line: Line, found: Mapping[str, Mapping[str, Any]], scores: Mapping[str, Metric]) -> Row:
     values: dict[str, Metric] = {}
     for cell in line.cells:
         for name, value in found[cell.id]["metrics"].items():
             metric = Interval.parse(value) if isinstance(value, dict) else value
             values[f"{cell.kind}_{cell.language}_{name}"] = metric
     costs = [found[cell.id]["cost"] for cell in line.cells]
-    return Row(
-        id=line.id, label=line.label, metrics=values | {name: sum(one[name] for one in costs) for name in costs[0]}
-    )
+    spent = {name: sum(one[name] for one in costs) for name in costs[0]}
+    return Row(id=line.id, label=line.label, metrics=values | dict(scores) | spent)
 
 
 def _mistakes(line: Line, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
