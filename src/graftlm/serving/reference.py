@@ -5,7 +5,6 @@ Tests compare the engine with it, and it is the benchmark's "one request at a ti
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import secrets
@@ -22,8 +21,9 @@ from transformers import DynamicCache
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafts.mixed import newest
 from graftlm.serving.engine.catalogue import Catalogue, Chosen, ends_of
-from graftlm.serving.engine.tickets import LiveTicket
+from graftlm.serving.engine.tickets import LiveTicket, Mail
 from graftlm.serving.protocol import Ask, BusyError, ClosingError, End, EngineError, Limits, Piece, ServingError, Stats
 
 
@@ -57,6 +57,7 @@ class SerialEngine:
         self._catalogue = Catalogue(backbone, grafts or {}, name, limits)
         self._backbone, self._ends = backbone, ends_of(backbone)
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._mail = Mail()
         self._lock = threading.Lock()
         self._open, self._stop = True, threading.Event()
         self._waiting = self._running = self._tokens = 0
@@ -109,10 +110,11 @@ class SerialEngine:
             with self._lock:
                 self._running = 0
                 self._finished[last.reason if isinstance(last, End) else "error"] += 1
-            job.ticket.put(last)
+            self._mail.put(job.ticket, last)
+            self._mail.send()
 
     def _answer(self, job: _Job) -> End:
-        model = GraftedModel(self._backbone, job.chosen)
+        model = GraftedModel(self._backbone, job.chosen).eval()
         try:
             return self._write(job, model)
         finally:
@@ -130,9 +132,11 @@ class SerialEngine:
                 break
             tokens.append(piece_of.token)
             text = whole(self._backbone, ask.prompt, tokens)
-            stopped = cut(text, ask.stop)
+            stopped = cut(text.rstrip("\ufffd"), ask.stop)
             safe = stopped if stopped is not None else held(text, ask.stop)
-            job.ticket.put(Piece(piece_of.token, safe[len(shown) :], piece_of.logprob, piece_of.top, piece_of.trace))
+            piece = Piece(piece_of.token, safe[len(shown) :], piece_of.logprob, piece_of.top, piece_of.trace)
+            self._mail.put(job.ticket, piece)
+            self._mail.send()
             shown = safe if len(safe) > len(shown) else shown
             with self._lock:
                 self._tokens += 1
@@ -156,7 +160,8 @@ class SerialEngine:
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([ask.prompt], device=model.device)
         while True:
-            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+            output, traces = model.traced(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
             token = choose(logits, ask, draw)
             logprobs = logits.log_softmax(-1) if ask.logprobs is not None else None
             yield Piece(
@@ -164,7 +169,7 @@ class SerialEngine:
                 "",
                 None if logprobs is None else float(logprobs[token]),
                 () if logprobs is None else likeliest(logprobs, ask.logprobs or 0),
-                trace_of(model, cache) if ask.trace else {},
+                newest(traces, 0) if ask.trace else {},
             )
             ids = torch.tensor([[token]], device=model.device)
 
@@ -195,22 +200,13 @@ def likeliest(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
-def trace_of(model: GraftedModel, cache: DynamicCache) -> dict[str, float]:
-    """What the grafts did at the newest token, by label; by graft and label where several tell something."""
-    traces = model.traces(cache)
-    return {
-        f"{name}: {label}" if len(traces) > 1 else label: value
-        for name, trace in traces.items()
-        for label, value in zip(trace.labels, trace.values[0, -1].tolist(), strict=True)
-    }
-
-
 def whole(backbone: Backbone, prompt: tuple[int, ...], tokens: list[int]) -> str:
     """What the tokens say behind the prompt; a character that is not whole yet is U+FFFD."""
     decode = backbone.need_tokenizer().decode
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     before, both = (str(decode(list(ids), **options)) for ids in (prompt, (*prompt, *tokens)))
-    return both[len(os.path.commonprefix([before, both])) :]  # the prompt may end within a character
+    same = next((n for n, (one, other) in enumerate(zip(before, both, strict=False)) if one != other), len(before))
+    return both[same:]  # the prompt may end within a character
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.taps import check_conflicts
@@ -23,6 +23,7 @@ class Catalogue:
         grafts: built for it.
         name: what the backbone is called; by default its own name.
         limits: of one request.
+        together: whether only grafts are taken that can act on some rows of a batch.
 
     Raises:
         BackboneError: the backbone does not write text.
@@ -30,7 +31,13 @@ class Catalogue:
     """
 
     def __init__(
-        self, backbone: Backbone, grafts: Mapping[str, Graft], name: str | None = None, limits: Limits | None = None
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft],
+        name: str | None = None,
+        limits: Limits | None = None,
+        *,
+        together: bool = False,
     ) -> None:
         if backbone.kind != "causal-lm" or not backbone.sites.family.causal:
             raise BackboneError(
@@ -40,6 +47,7 @@ class Catalogue:
         self.backbone = backbone
         self.name = name or backbone.name
         self.limits = limits or Limits()
+        self._together = together
         self._lock = threading.Lock()
         self._grafts: dict[str, Graft] = {}
         for graft_name, graft in grafts.items():
@@ -66,11 +74,21 @@ class Catalogue:
             raise GraftError(
                 f"{type(graft).__name__} is no graft, which is expected under {name!r}: build or load one."
             )
+        if self._together and graft is not None and not graft.taps_alone():
+            raise GraftError(
+                f"The graft {name} brings modules of its own into the model, which would act on the requests of others "
+                "too: use it with graft generate, which answers one at a time."
+            )
         with self._lock:
             if graft is None:
                 self._grafts.pop(name, None)
             else:
                 self._grafts[name] = graft
+
+    def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
+        """Whether all of these can be asked for."""
+        with self._lock:
+            return all(self._grafts.get(name) is graft for name, graft in grafts)
 
     def check(self, ask: Ask) -> Chosen:
         """The grafts that are to answer a request.
@@ -105,7 +123,7 @@ class Catalogue:
     def _check_mixture(self, chosen: Chosen) -> None:
         if len(chosen) == 1:
             return
-        alone = [name for name, graft in chosen.items() if attaches_itself(graft)]
+        alone = [name for name, graft in chosen.items() if not graft.taps_alone()]
         if alone:
             raise ServingError(
                 f"The graft {alone[0]} brings modules of its own into the model, so that it acts alone: leave out the "
@@ -143,11 +161,6 @@ class Catalogue:
         own = getattr(self.backbone.sites.config, "max_position_embeddings", None)
         limits = [limit for limit in (own, self.limits.context) if isinstance(limit, int) and limit > 0]
         return min(limits, default=None)
-
-
-def attaches_itself(graft: Graft) -> bool:
-    """Whether a graft brings modules of its own into the live model, rather than taps."""
-    return type(graft).attach is not Graft.attach
 
 
 def ends_of(backbone: Backbone) -> frozenset[int]:
