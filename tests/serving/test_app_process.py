@@ -121,7 +121,7 @@ def check_kill(home: Path, process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(30)
     assert hashes(home / "grafts" / "danish") == before
-    assert not [path for path in home.rglob(".*")], "nothing is left lying about"
+    assert not list(home.rglob(".*")), "nothing is left lying about"
 
 
 def check_end(process: subprocess.Popen[str], address: str) -> None:
