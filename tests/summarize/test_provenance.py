@@ -108,6 +108,13 @@ def test_a_pdf_of_a_browser(tmp_path: Path) -> None:
     check_prose(document)
 
 
+def test_ligatures_and_soft_hyphens_are_read_as_letters() -> None:
+    source = "A de\u00adﬁnition of \n an eﬃcient ofﬁce. Two."
+    first = read_text(source).sentences[0]
+    assert first.text == "A definition of an efficient office."
+    assert source[first.start : first.end] == first.source == source[:-5]
+
+
 def test_real_html() -> None:
     path = Path(html.__file__).parents[1] / "idlelib" / "help.html"  # of Python itself
     if not path.is_file():

@@ -24,6 +24,9 @@ _SOURCES = ("references", "bibliography", "works cited", "literature cited")
 _LETTER = re.compile(r"[^\W\d_]")
 _IDEOGRAPHS = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
 _BROKEN = re.compile(rf"(?<=[{_IDEOGRAPHS}])[ \t]*[\r\n]\s*(?=[{_IDEOGRAPHS}])")
+_LIGATURES = str.maketrans(
+    {"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "ﬅ": "st", "ﬆ": "st", "\u00ad": None}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class Sentence:
     """One sentence, and where it stands.
 
     Attributes:
-        text: as it reads: without markup, white space as single spaces, and none where a line breaks within Chinese or
-            Japanese.
+        text: as it reads: without markup, ligatures such as ﬁ and soft hyphens, white space as single spaces, and none
+            where a line breaks within Chinese or Japanese.
         source: its characters in the source, as they are there.
         start: of `source`, counted in characters of the source file's text; in a PDF, of the page's text.
         end: one behind the last of them.
@@ -182,7 +185,7 @@ def _sentences(block: Block, pages: Sequence[str], language: str, section: int) 
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(_BROKEN.sub("", text).split())
+    return " ".join(_BROKEN.sub("", text.translate(_LIGATURES)).split())
 
 
 class _Locator:
