@@ -132,7 +132,7 @@ def _html(data: Mapping[str, Any]) -> str:
 
 
 def _part(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files("graftlm.pipelines.summarize.rating").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

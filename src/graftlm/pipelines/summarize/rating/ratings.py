@@ -117,8 +117,8 @@ def _read(path: Path, form: str, expected: str) -> dict[str, Any]:
         raise DataError(f"{path} can't be read ({error.strerror}): check the file.") from None
     except ValueError:
         values = None
-    whole = isinstance(values, dict) and values.get("form") == form
-    if not whole or (form == KEY_FORM and not isinstance(values.get("summaries"), dict)):
+    of_form = isinstance(values, dict) and values.get("form") == form
+    if not isinstance(values, dict) or not of_form or (form == KEY_FORM and "summaries" not in values):
         raise DataError(f"{path} is no such file: {expected} is expected.")
     return values
 
