@@ -28,6 +28,7 @@ from graftlm.pipelines.clarify import (
     Skipped,
     Written,
     baseline,
+    tale,
 )
 
 GOLDEN = Path(__file__).with_name("golden_conversation.json")
@@ -99,6 +100,8 @@ def test_a_model_that_never_asks_and_one_that_always_asks() -> None:
     count = iter(range(100))
     always = Chain(Scripted(lambda prompt: f"Is it {next(count)}?"), Recorded(["yes"] * 9)).run(start(budget=3))
     assert kinds(always) == ["asked", "answered"] * 3 + ["written"]
+    assert tale(always)[0] == "asked as often as it may, 3 times (--budget)"
+    assert tale(never)[0] == "asked nothing: what the model said is no question"
     again = Chain(Scripted(lambda prompt: "Is it?"), Recorded(["yes"] * 9)).run(start(budget=3))
     assert kinds(again) == ["asked", "answered", "skipped", "written"]
     assert again.turns[2].reason == "repeated"  # type: ignore[union-attr]

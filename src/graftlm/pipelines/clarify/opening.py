@@ -216,6 +216,8 @@ def tale(conversation: Conversation) -> list[str]:
             lines.append("the model wrote nothing")
         elif isinstance(turn, Written) and turn.cut:
             lines.append("the output stops at the limit of tokens (--max-new-tokens)")
+    if known["asked"] == conversation.budget > 1:
+        lines.append(f"asked as often as it may, {known['asked']} times (--budget)")
     cost, gained = conversation.cost, [bits for bits in known["gained_bits"] if bits is not None]
     bits = f", {sum(gained):.2f} bits gained" if gained else ""
     asked = f"{known['asked']} asked, {known['answered']} answered, {known['saved']} saved{bits}"
