@@ -18,11 +18,11 @@ import uvicorn
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import GraftError
 from graftlm.serving.app import create_app
+from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.keys import VARIABLE, Keys
 from graftlm.serving.metrics import Metrics
 from graftlm.serving.prompts import Prompts
 from graftlm.serving.protocol import Limits
-from graftlm.serving.reference import SerialEngine
 from graftlm.serving.service import Service
 from graftlm.serving.settings import LOOPBACK, Settings
 from graftlm.serving.shelf import NAME, Shelf
@@ -60,7 +60,7 @@ def open_service(
     prompts = Prompts(backbone, settings.chat_template)
     places = {one: Path(where) for one, where in (given or {}).items()}
     shelf = Shelf(backbone, places, None if folder is None else Path(folder), frozenset({name}))
-    engine = SerialEngine(backbone, shelf.open(), name, limits)
+    engine = BatchingEngine(backbone, shelf.open(), name, limits)
     return Service(
         backbone=backbone,
         name=name,
