@@ -24,7 +24,7 @@ class Words:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decode = _decoder(tokenizer)
         self._stops = [stop for stop in stops if stop]
-        self._ids = _end_of(prompt, set(tokenizer.all_special_ids))
+        self._ids = _end_of(prompt, set(tokenizer.all_special_ids), self._decode)
         self._start, self._read = 0, len(self._ids)
         self._before = self._decode(self._ids)
         self._shown = len(self._before)
@@ -70,13 +70,14 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], st
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _end_of(prompt: Sequence[int], special: set[int]) -> list[int]:
-    """The last tokens of a prompt, some of which say something if any does."""
-    said = 0
-    for first in range(len(prompt) - 1, -1, -1):
-        said += prompt[first] not in special
-        if said == _CONTEXT:
-            return list(prompt[first:])
+def _end_of(prompt: Sequence[int], special: set[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """The last tokens of a prompt: some that say something, if any do, and from the start of a character on."""
+    count = _CONTEXT
+    while count < len(prompt):
+        end = list(prompt[-count:])
+        if sum(token not in special for token in end) >= _CONTEXT // 2 and not decode(end).startswith(_PART):
+            return end
+        count *= 2
     return list(prompt)
 
 
