@@ -28,6 +28,7 @@ from graftlm.pipelines.clarify import (
     Skipped,
     Written,
     baseline,
+    needed,
     tale,
 )
 
@@ -321,3 +322,35 @@ def test_draws_at_random_are_corrected_for_chance() -> None:
     gain = found.turns[0].gain  # type: ignore[union-attr]
     assert gain is not None
     assert len(gain.outputs[0]) == 6
+
+
+def test_the_likeliest_output_settles_what_is_not_asked() -> None:
+    outputs = {"a": "Rare.", "b": "Usual.", "c": "Usual."}
+
+    def replies(prompt: Any) -> str:
+        return "Which? [a | b | c]" if "write None" in prompt.instructions else outputs[dict(prompt.parts)["answer"]]
+
+    found = Chain(Scripted(replies), Recorded(["a"])).run(start(threshold=2.0))
+    assert found.written is not None
+    assert (found.written.output, found.written.how) == ("Usual.", "settled")
+
+
+def test_after_a_refusal_nothing_is_settled() -> None:
+    conversation = start(budget=2).after(TURNS["not-needed"]).after(TURNS["asked"]).reply(None)
+    found = Chain(Scripted(by_chat)).run(conversation)
+    assert found.written is not None
+    assert (found.written.output, found.written.how) == (PLAIN, "plain")
+
+
+def test_few_draws_that_differ_by_chance_bring_less_than_they_count() -> None:
+    class Drawn(Scripted):
+        def write(self, prompt: Any, *, seed: int | None = None, **more: Any) -> Any:
+            self._replies = lambda prompt: f"{dict(prompt.parts)['answer']} {seed}" if seed else "Oui."
+            return super().write(prompt)
+
+    question = Question(text="Who?", answers=("a", "b"))
+    gain, _ = Meter(Drawn(lambda prompt: ""), draws=3).measure(start(), question)
+    assert gain is not None
+    counted = needed.information_gain(gain.prior, needed.shares(gain.outputs)[1])
+    assert gain.bits == pytest.approx(needed.beyond_chance(gain.prior, gain.outputs)[0])
+    assert gain.bits < counted - 0.1
