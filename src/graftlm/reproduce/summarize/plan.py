@@ -33,7 +33,9 @@ class Setting(Config):
         selectors: how each is trained, by row; the encoder of the modern one is added.
         documents: that the modern selector learns from, evenly spaced in time.
         seen: sentences of a document that selectors learn from, its first.
-        model: config of the writers' model.
+        start: the model that writers go on from, in the data folder; None begins with a new one.
+        lessons: documents that writers learn from, evenly spaced in time.
+        model: config of a new one.
         pieces: of its tokenizer.
         window: tokens of a row, introduction, extract and summary together.
         reading: the training on the rest of the documents that all writers share.
@@ -45,6 +47,8 @@ class Setting(Config):
     selectors: dict[str, SelectorTraining]
     documents: int
     seen: int
+    start: str | None
+    lessons: int
     model: dict[str, Any]
     pieces: int
     window: int
@@ -63,23 +67,15 @@ FULL = Setting(
     },
     documents=80,
     seen=80,
-    model={
-        "model_type": "llama",
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.07,  # one over the root of the width, as small models begin too evenly with 0.02
-    },
+    start="models/english-novels-4m",
+    lessons=800,
+    model={},
     pieces=4096,
     window=512,
     reading=TrainingConfig(
-        steps=100, batch_size=16, learning_rate=3e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
+        steps=160, batch_size=4, learning_rate=1.5e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
     ),
-    writing=TrainingConfig(steps=64, batch_size=16, learning_rate=1.5e-3, warmup_steps=5, precision="bf16"),
+    writing=TrainingConfig(steps=110, batch_size=4, learning_rate=1e-3, warmup_steps=5, precision="bf16"),
     wording=Wording(method="sample", max_new_tokens=160),
 )
 QUICK = Setting(
@@ -93,9 +89,17 @@ QUICK = Setting(
     },
     documents=4,
     seen=9,
-    model=FULL.model
-    | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    | {"num_key_value_heads": 2},
+    start=None,
+    lessons=20,
+    model={
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    },
     pieces=400,
     window=256,
     reading=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
@@ -195,8 +199,9 @@ class Plan:
     def _reading(self, seed: int) -> Reading:
         s = self.setting
         training = s.reading.model_copy(update={"seed": seed, "checkpoint_every": max(1, s.reading.steps // 2)})
-        sizes = {"model": s.model, "pieces": s.pieces, "window": s.window}
-        return Reading(id=f"common_s{seed}", training=training, **sizes, **self._where)
+        sizes = {"model": s.model, "pieces": s.pieces, "documents": s.lessons, "window": s.window}
+        start = None if s.start is None else str(self.options.data / s.start)
+        return Reading(id=f"common_s{seed}", start=start, training=training, **sizes, **self._where)
 
     def _writing(self, context: Context, seed: int, start: str) -> Writing:
         s = self.setting
@@ -206,6 +211,7 @@ class Plan:
             start=start,
             context=context,
             tested=WRITERS[context],
+            documents=s.lessons,
             extract_size=self.extract_size,
             window=s.window,
             training=training,

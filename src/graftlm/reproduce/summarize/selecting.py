@@ -89,15 +89,15 @@ def _selector(
         assert job.folder is not None, "a selector that is not trained here was trained before"
         return load_selector(job.folder, device="cpu"), []
     if job.documents is not None:
-        train, held_out = _some(train, job.documents), _some(held_out, max(1, job.documents // 4))
+        train, held_out = evenly(train, job.documents), evenly(held_out, max(1, job.documents // 4))
     examples = [[_example(one, gold, job.seen) for one in part] for part in (train, held_out)]
     selector = train_selector(*examples, job.training)
     selector.save(folder / "selector")
     return selector, selector.record["losses"]
 
 
-def _some(samples: Sequence[Sample], most: int) -> Sequence[Sample]:
-    """Evenly spaced ones."""
+def evenly(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """At most so many, evenly spaced."""
     count = min(most, len(samples))
     return [samples[place * len(samples) // count] for place in range(count)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from graftlm.pipelines.summarize import Extract, LanguageModelWriter, Layout, Lead, Wording, load_writer, select
 from graftlm.pipelines.summarize.select import Budget
@@ -15,11 +16,11 @@ from graftlm.pipelines.summarize.train_writer import MODEL, Lesson, likelihoods,
 from graftlm.pipelines.summarize.write import whole_sentences
 from graftlm.reproduce.jobs import Job
 from graftlm.reproduce.summarize.corpora import Sample, Sizes, load
-from graftlm.reproduce.summarize.selecting import extract_of
+from graftlm.reproduce.summarize.selecting import evenly, extract_of
 from graftlm.training import TrainingConfig
 from graftlm.training.bench import count_weights
 from graftlm.training.history import read_history
-from graftlm.training.language_model import new_model
+from graftlm.training.language_model import new_model, read_model, read_tokenizer
 from graftlm.training.loop import HISTORY
 from graftlm.training.pieces import train_pieces
 
@@ -32,15 +33,19 @@ class Reading(Job):
     """The model that all writers go on from, trained on what is no introduction.
 
     Args:
-        model: its config, with `model_type`.
+        start: folder of a model to go on from; None begins with a new one.
+        model: config of a new one, with `model_type`.
         pieces: of its tokenizer.
+        documents: that it reads, evenly spaced in time.
         window: tokens of a row.
     """
 
     data: str
     sizes: Sizes
+    start: str | None
     model: dict[str, Any]
     pieces: int = Field(ge=300)
+    documents: int = Field(ge=1)
     window: int = Field(ge=32)
     training: TrainingConfig
 
@@ -52,6 +57,7 @@ class Writing(Job):
         start: folder of the model to go on from.
         context: what it learns with: no extract, the gold one, or the selector's.
         tested: contexts that it is measured with.
+        documents: that it learns from, evenly spaced in time.
         extract_size: sentences of a selector's extract.
         batch_size: documents that are written at a time.
     """
@@ -61,6 +67,7 @@ class Writing(Job):
     start: str
     context: Context
     tested: tuple[Context, ...]
+    documents: int = Field(ge=1)
     extract_size: int = Field(ge=1)
     window: int = Field(ge=32)
     training: TrainingConfig
@@ -70,10 +77,8 @@ class Writing(Job):
 
 def read(job: Reading, folder: Path) -> dict[str, Any]:
     """Train the job's model; gives where it lies, its size and its losses."""
-    samples = load(job.data, job.sizes)["train"]
-    texts = (rest_text(sample.document)[:_LEARNED_FROM] for sample in samples)
-    tokenizer = train_pieces(texts, job.pieces)
-    model = new_model(job.model, tokenizer, job.training.seed)
+    samples = evenly(load(job.data, job.sizes)["train"], job.documents)
+    model, tokenizer = _begin(job, samples)
     wording = Wording(max_new_tokens=job.window // 3)
     writer = LanguageModelWriter(model, tokenizer, "the common model", Layout(window=job.window), wording)
     started = time.process_time()
@@ -84,6 +89,16 @@ def read(job: Reading, folder: Path) -> dict[str, Any]:
     return said | {"training_cpu_s": round(seconds, 1), "losses": _losses(folder)}
 
 
+def _begin(job: Reading, samples: Sequence[Sample]) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model to go on from, or a new one, and its tokenizer."""
+    if job.start is not None:
+        tokenizer = read_tokenizer(job.start)
+        return read_model(job.start, tokenizer), tokenizer
+    texts = (rest_text(sample.document)[:_LEARNED_FROM] for sample in samples)
+    tokenizer = train_pieces(texts, job.pieces)
+    return new_model(job.model, tokenizer, job.training.seed), tokenizer
+
+
 def write(job: Writing, folder: Path, rankings: Rankings) -> dict[str, Any]:
     """Train a writer on its lessons, then measure it on the test documents in every context."""
     parts = load(job.data, job.sizes)
@@ -91,7 +106,7 @@ def write(job: Writing, folder: Path, rankings: Rankings) -> dict[str, Any]:
     before = load_writer(job.start, device="cpu")
     writer = LanguageModelWriter(before.model, before.tokenizer, "the writer", layout, job.wording)
     started = time.process_time()
-    lessons = lessons_of(parts["train"], job.context, rankings, job.extract_size)
+    lessons = lessons_of(evenly(parts["train"], job.documents), job.context, rankings, job.extract_size)
     train_writer(writer, lessons, job.training, folder, rest_share=0, progress=False)
     trained = time.process_time() - started
     found = {context: _measure(writer, parts["test"], context, job, rankings) for context in job.tested}
