@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from graftlm.errors import MissingExtraError
 from graftlm.evaluation.results import FILE_NAME
 from graftlm.pipelines.clarify import Conversation
-from graftlm.serving import extensions
+from graftlm.serving import extensions, reports
 from graftlm.serving.app import create_app
 from graftlm.serving.protocol import BusyError, End
 from graftlm.serving.service import Service
@@ -104,6 +104,13 @@ def test_a_damaged_report_is_as_good_as_none(tmp_path: Path) -> None:
     found = client.get("/v1/graftlm/grafts/danish/report").json()
     assert found["results"] is None
     assert [point["id"] for point in found["points"]] == ["neutral-residues"]
+
+
+def test_a_command_does_not_tell_where_things_lie() -> None:
+    assert (
+        reports._elsewhere("graft compare /home/ann/a.yaml --out='/tmp/x y' a/b")
+        == "graft compare DIR --out='DIR y' a/b"
+    )
 
 
 @pytest.mark.parametrize("name", ["dansk", "..", "%2e%2e%2fdanish", "tiny"])

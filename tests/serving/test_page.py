@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Error as PlaywrightError
 
 from graftlm.backbone import Backbone
 from graftlm.serving.keys import Keys
@@ -41,7 +42,10 @@ def browser() -> Iterator[Browser]:
         pytest.skip("there is no chromium on PATH: install it, as with apt-get install chromium")
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        except PlaywrightError as error:
+            pytest.skip(f"{path} does not start: {str(error).splitlines()[0]}")
         yield browser
         browser.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -117,8 +118,13 @@ def report_of(entry: Entry) -> Report:
         paths=paths if isinstance(paths, dict) else {},
         measured=_measured(entry.manifest),
         training={key: known[key] for key in _SETTINGS if known.get(key) is not None},
-        results=None if results is None else results.model_dump(mode="json"),
+        results=None if results is None else results.model_dump(mode="json") | {"command": _elsewhere(results.command)},
     )
+
+
+def _elsewhere(command: str) -> str:
+    """A command without this machine's places, which older reports may still tell."""
+    return re.sub(r"(?<![^\s='\"])/[^\s'\"]+", "DIR", command)
 
 
 def _results(entry: Entry) -> tuple[Results, str] | None:

@@ -67,7 +67,7 @@ function draw(report) {
     h(
       "div",
       { class: "report" },
-      drawn ? h("figure", {}, drawn, h("figcaption", {}, "Bars are 95% intervals; the ring is this graft.")) : h("p", { class: "note" }, why),
+      drawn ? h("figure", {}, drawn, h("figcaption", {}, "Up and to the left is better. Bars are 95% intervals; the ring is this graft.")) : h("p", { class: "note" }, why),
       report.points.length > 0 && scroll(`Learned and forgotten, ${report.name}`, points(report)),
     ),
     details("Everything measured", `All metrics of ${report.name}`, measured(report)),

@@ -2,8 +2,8 @@
 
 import { decimals, s } from "./dom.js";
 
-const WIDTH = 420;
-const HEIGHT = 320;
+const WIDTH = 380;
+const HEIGHT = 300;
 const LEFT = 56;
 const RIGHT = 14;
 const TOP = 14;
@@ -83,8 +83,8 @@ function axes(x, y) {
     ...y.ticks.map(([value]) => s("line", { class: value ? "grid" : "zero", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) })),
     ...x.ticks.map(([value, text]) => s("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, text)),
     ...y.ticks.map(([value, text]) => s("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text)),
-    s("text", { class: "axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "forgotten, nats per token  (left is better)"),
-    s("text", { class: "axis", transform: `translate(14 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token  (up is better)"),
+    s("text", { class: "axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "forgotten, nats per token"),
+    s("text", { class: "axis", transform: `translate(14 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token"),
   ];
 }
 
