@@ -43,6 +43,7 @@ PROMPTS = ("The quick brown fox", "Le renard", "over the lazy dog and then the o
 WARM_UP = 0.1  # of the time
 EDGE = 0.1  # of what follows, at either end, which the growth of memory compares
 GROWTH = 0.05
+LAST_SECONDS = 300  # for a server that shares its cores to end in
 
 
 @dataclass
@@ -227,9 +228,13 @@ async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[
 
 
 def stop(server: Server) -> int:
-    """SIGTERM; gives the exit code."""
+    """SIGTERM; gives the exit code, that of a killed process where it did not end."""
     server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(60)
+    try:
+        return server.process.wait(LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        return server.process.wait()
 
 
 def hash_of(folder: Path) -> str:
