@@ -35,6 +35,8 @@ ROWS = (
     "ca_mtl_uniform",
     "ca_mtl",
 )
+# What is asked of the main rows besides; these have the first seed alone.
+ASIDE = ("multi_task_uncertainty", "adapters_half")
 UNCERTAINTY = SamplerConfig(policy="uncertainty")
 
 Measured = dict[str, dict[str, Any]]
@@ -129,6 +131,10 @@ class Plan:
             "frozen_layers": frozen,
             "bottleneck": width_of(added, len(tasks), layers, width),
         }
+
+    def seeds_of(self, row: str) -> tuple[int, ...]:
+        """The seeds that a row of the main table has."""
+        return self.seeds[:1] if row in ASIDE else self.seeds
 
     def run(self, cells: Sequence[Cell], title: str) -> Measured:
         """What was measured, by cell id; each cell is run once."""

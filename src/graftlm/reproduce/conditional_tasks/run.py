@@ -68,12 +68,13 @@ def run(options: Options) -> Results:
 
 
 def main_cells(plan: Plan, choices: Choices) -> list[Cell]:
-    """Every row for every seed, each at its learning rate."""
-    return [cell for seed in plan.seeds for row in plan.rows for cell in plan.row(row, choices[row], seed)]
+    """Every row for each of its seeds, at its learning rate."""
+    asked = [(row, seed) for seed in plan.seeds for row in plan.rows if seed in plan.seeds_of(row)]
+    return [cell for row, seed in asked for cell in plan.row(row, choices[row], seed)]
 
 
 def _row(plan: Plan, main: Measured, choices: Choices, row: str) -> Row:
-    of_seeds = [metrics_of(main, plan.row(row, choices[row], seed)) for seed in plan.seeds]
+    of_seeds = [metrics_of(main, plan.row(row, choices[row], seed)) for seed in plan.seeds_of(row)]
     if len(of_seeds) == 1:
         return Row(id=row, label=LABELS[row], metrics=of_seeds[0])
     same = {"trained_parameters_ratio", "total_parameters_ratio"}

@@ -25,9 +25,9 @@ MODULES: dict[str, dict[str, Any]] = {
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
     "multi_task": "multi-task fine-tuning, half the layers frozen",
-    "multi_task_uncertainty": "the same, MT-Uncertainty",
+    "multi_task_uncertainty": "the same, MT-Uncertainty (first seed)",
     "adapters": "adapters, parallel bottleneck, frozen encoder",
-    "adapters_half": "the same adapters, upper half trained as well",
+    "adapters_half": "the same adapters, upper half trained as well (first seed)",
     "+attention": "multi-task + conditional attention",
     "+bottleneck": "+ conditional bottleneck",
     "+alignment_cln": "+ conditional alignment and layer norm",
