@@ -53,7 +53,7 @@ def serve(
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a backbone and its grafts to OpenAI's clients, and a page to try them on."""
+    """Serve a backbone and its grafts to OpenAI's clients and on a page."""
     settle()
     try:
         from graftlm.serving import server
