@@ -53,7 +53,7 @@ def serve(
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a backbone and its grafts to OpenAI's clients and on a page."""
+    """Serve a backbone and its grafts to OpenAI's clients."""
     settle()
     try:
         from graftlm.serving import server
