@@ -36,7 +36,7 @@ class Figures:
 def figures_of(
     samples: Iterable[Sample],
     texts: Mapping[str, str],
-    extracts: Mapping[str, str],
+    extracts: Mapping[str, str] | None = None,
     likely: Mapping[str, float] | None = None,
     *,
     against_abstract: bool = True,
@@ -46,7 +46,8 @@ def figures_of(
     Args:
         samples: the documents.
         texts: their summaries.
-        extracts: what the writer was given, as an origin of what it copies.
+        extracts: what the writer was given, as an origin of what it copies; None for an extract itself, whose words
+            are copied from the document, but not across its joins.
         likely: nats per token of the human abstract.
         against_abstract: whether ROUGE says anything; of the abstract itself it does not.
     """
@@ -57,7 +58,9 @@ def figures_of(
         found = rouge(_sentences(text), sample.abstract) if against_abstract else {}
         if likely is not None:
             found["abstract_nll"] = likely[sample.id]
-        copied[sample.id] = copy_shares(text, source, extracts[sample.id], opening_text(sample.document))
+        copied[sample.id] = copy_shares(
+            text, source, extracts[sample.id] if extracts else "", opening_text(sample.document)
+        )
         values[sample.id] = found | _faithful(text, source) | {"words": float(len(words_of(text)))}
     return Figures(values, copied)
 

@@ -69,7 +69,7 @@ def run(options: Options) -> Results:
     test = plan.parts["test"]
     table = {row: _extracted(plan, row, found) for row in (*UNTRAINED, *TRAINED)}
     gold = {one.id: extract_of(one, plan.gold[one.id], len(plan.gold[one.id])).text for one in test}
-    table["gold_extract"] = [figures_of(test, gold, gold)]
+    table["gold_extract"] = [figures_of(test, gold)]
     table["human"] = [figures_of(test, {one.id: one.summary for one in test}, gold, against_abstract=False)]
     chosen, tried = choose(plan, found)
     details: dict[str, Any] = {"chosen_selector": chosen, "validation": tried}
@@ -96,7 +96,7 @@ def _extracted(plan: Plan, row: str, found: Mapping[tuple[str, int], Mapping[str
 
 def _of_ranking(samples: Sequence[Sample], ranked: Mapping[str, Sequence[int]], amount: int) -> Figures:
     texts = {one.id: extract_of(one, ranked[one.id], amount).text for one in samples}
-    return figures_of(samples, texts, texts)
+    return figures_of(samples, texts)
 
 
 def choose(plan: Plan, found: Mapping[tuple[str, int], Mapping[str, Any]]) -> tuple[str, dict[str, dict[str, float]]]:
