@@ -42,7 +42,7 @@ class StandIn(DynamicLayer):
         return self._view.shared.layers[self._index]
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]  # transformers has an attribute
+    def is_initialized(self) -> bool:
         return self._layer.is_initialized
 
     def _read(self, name: str) -> Tensor | None:
@@ -61,7 +61,7 @@ class StandIn(DynamicLayer):
         setattr(self._layer, name, value)
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]  # transformers has an attribute
+    def keys(self) -> Tensor | None:
         return self._read("keys")
 
     @keys.setter
@@ -69,7 +69,7 @@ class StandIn(DynamicLayer):
         self._write("keys", value)
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]  # transformers has an attribute
+    def values(self) -> Tensor | None:
         return self._read("values")
 
     @values.setter
