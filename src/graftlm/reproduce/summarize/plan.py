@@ -88,7 +88,7 @@ QUICK = Setting(
         for row, kind in TRAINED.items()
     },
     documents=4,
-    seen=9,
+    seen=40,
     start=None,
     lessons=20,
     model={
@@ -169,7 +169,7 @@ class Plan:
         """
         common, writers = {}, {}
         for seed in self.seeds:
-            rankings = {"gold": self.gold, "model": chosen[seed]}
+            rankings: dict[Context, Gold] = {"gold": self.gold, "model": chosen[seed]}
             reading = self._reading(seed)
             common[seed] = self._run([reading], read, "the common model")[reading.id]
             jobs = {context: self._writing(context, seed, common[seed]["folder"]) for context in WRITERS}

@@ -90,8 +90,8 @@ def _selector(
         return load_selector(job.folder, device="cpu"), []
     if job.documents is not None:
         train, held_out = evenly(train, job.documents), evenly(held_out, max(1, job.documents // 4))
-    examples = [[_example(one, gold, job.seen) for one in part] for part in (train, held_out)]
-    selector = train_selector(*examples, job.training)
+    learned, kept = ([_example(one, gold, job.seen) for one in part] for part in (train, held_out))
+    selector = train_selector(learned, kept, job.training)
     selector.save(folder / "selector")
     return selector, selector.record["losses"]
 
