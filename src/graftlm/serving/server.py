@@ -89,10 +89,13 @@ def load(name: str, *, device: str | None = None, trust_remote_code: bool = Fals
 def log_to_stderr(quiet: bool) -> None:
     """What happens to grafts and when the server stops, a line each; quiet: warnings alone."""
     handler = logging.StreamHandler()
+    handler.set_name(LOG.name)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOG.addHandler(handler)
     LOG.setLevel(logging.WARNING if quiet else logging.INFO)
-    logging.getLogger("uvicorn.error").addHandler(handler)
+    for logger in (LOG, logging.getLogger("uvicorn.error")):
+        for earlier in [one for one in logger.handlers if one.name == handler.name]:  # a server before in this process
+            logger.removeHandler(earlier)
+        logger.addHandler(handler)
 
 
 def served_name(name: str) -> str:
