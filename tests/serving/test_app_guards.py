@@ -189,12 +189,14 @@ def leave(address: str, body: Any, wait_for: str) -> None:
         connection.sendall(request("/v1/chat/completions", json.dumps(body)).encode())
         seen = ""
         while wait_for and wait_for not in seen:
-            seen += connection.recv(65536).decode()
+            read = connection.recv(65536)
+            assert read, f"the server hung up first, after {seen!r}"
+            seen += read.decode()
 
 
 @pytest.fixture(scope="module")
 def open_address(engine: ScriptedEngine) -> Iterator[str]:
-    with running(web_service(engine, settings={"send_seconds": 0.3})) as address:
+    with running(web_service(engine, settings={"send_seconds": 2.0})) as address:
         yield address
 
 
