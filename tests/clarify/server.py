@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from graftlm.pipelines.clarify import Conversation
 from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.pipelines.clarify.roles import Reply
 from graftlm.pipelines.clarify.turns import Cost
@@ -18,6 +19,15 @@ FRENCH = {
 }
 QUESTION = f'Who is "you"? [{" | ".join(FRENCH)}]'
 PLAIN = "Tu es sûr ?"
+TEXT = "Are you sure?"
+
+
+def start(text: str = TEXT, **more: Any) -> Conversation:
+    return Conversation.start(text, "translate", "fr", **more)
+
+
+def kinds(conversation: Conversation) -> list[str]:
+    return [turn.kind for turn in conversation.turns]
 
 
 def parts(body: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clarify.server import FRENCH, PLAIN, QUESTION, Scripted, by_chat
+from clarify.server import FRENCH, PLAIN, TEXT, Scripted, by_chat, kinds, start
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.clarify import (
     Answered,
@@ -19,7 +19,6 @@ from graftlm.pipelines.clarify import (
     Conversation,
     Cost,
     Gain,
-    Meter,
     Person,
     Question,
     Recorded,
@@ -28,21 +27,11 @@ from graftlm.pipelines.clarify import (
     Skipped,
     Written,
     baseline,
-    needed,
     tale,
 )
 
 GOLDEN = Path(__file__).with_name("golden_conversation.json")
 FRIEND, POLITE = FRENCH
-TEXT = "Are you sure?"
-
-
-def start(text: str = TEXT, **more: Any) -> Conversation:
-    return Conversation.start(text, "translate", "fr", **more)
-
-
-def kinds(conversation: Conversation) -> list[str]:
-    return [turn.kind for turn in conversation.turns]
 
 
 @pytest.mark.parametrize("answer", FRENCH)
@@ -272,85 +261,8 @@ def test_other_tasks_have_one_language_of_their_own() -> None:
     assert Conversation.start("What is the capital?", "answer").target == "en"
 
 
-def test_a_question_that_changes_nothing_is_not_asked() -> None:
-    writer = Scripted(lambda prompt: QUESTION if "write None" in prompt.instructions else "Voilà.")
-    found = Chain(writer, Recorded([POLITE])).run(start(threshold=0.0))
-    assert kinds(found) == ["skipped", "written"]
-    assert found.written is not None
-    assert (found.written.output, found.written.how) == ("Voilà.", "settled")
-    assert found.summary()["saved"] == 1
-    assert found.summary()["expected_bits"] == [0.0]
-    assert found.cost.calls == 3, "the question and an output under each answer; the last of them is not written again"
-
-
-def test_a_question_that_decides_is_asked_and_told_what_it_brought() -> None:
-    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=0.1))
-    assert kinds(found) == ["asked", "answered", "written"]
-    summary = found.summary()
-    assert summary["expected_bits"] == summary["gained_bits"] == [1.0]
-    assert found.cost.calls == 3, "what was written under the answer is not written again"
-    assert found.written is not None
-    assert found.written.output == FRENCH[POLITE]
-    own_words = Chain(Scripted(by_chat), Recorded(["my aunt"])).run(start(threshold=0.1))
-    assert own_words.gained() == [None]
-    assert own_words.cost.calls == 4
-
-
-def test_the_threshold_is_a_bound_that_must_be_passed() -> None:
-    for threshold, first in ((0.99, "asked"), (1.0, "skipped")):
-        assert kinds(Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=threshold)))[0] == first
-
-
-def test_without_candidate_answers_it_asks_unmeasured() -> None:
-    writer = Scripted(lambda prompt: "Who is it?" if "write None" in prompt.instructions else "Oui.")
-    found = Chain(writer, Recorded(["me"])).run(start(threshold=0.5))
-    assert isinstance(found.turns[0], Asked)
-    assert found.turns[0].gain is None
-
-
-def test_draws_at_random_are_corrected_for_chance() -> None:
-    class Drawn(Scripted):
-        def write(self, prompt: Any, *, temperature: float = 0.0, seed: int | None = None, **more: Any) -> Any:
-            if "write None" in prompt.instructions:
-                return super().write(prompt)
-            self._replies = lambda prompt: f"Oui {seed % 3}" if temperature else "Oui"  # type: ignore[operator]
-            return super().write(prompt)
-
-    writer = Drawn(lambda prompt: QUESTION)
-    found = Chain(writer, Recorded([POLITE]), meter=Meter(writer, draws=6)).run(start(threshold=0.05))
-    assert kinds(found)[0] == "skipped", "the same choices of words under each answer"
-    gain = found.turns[0].gain  # type: ignore[union-attr]
-    assert gain is not None
-    assert len(gain.outputs[0]) == 6
-
-
-def test_the_likeliest_output_settles_what_is_not_asked() -> None:
-    outputs = {"a": "Rare.", "b": "Usual.", "c": "Usual."}
-
-    def replies(prompt: Any) -> str:
-        return "Which? [a | b | c]" if "write None" in prompt.instructions else outputs[dict(prompt.parts)["answer"]]
-
-    found = Chain(Scripted(replies), Recorded(["a"])).run(start(threshold=2.0))
-    assert found.written is not None
-    assert (found.written.output, found.written.how) == ("Usual.", "settled")
-
-
 def test_after_a_refusal_nothing_is_settled() -> None:
     conversation = start(budget=2).after(TURNS["not-needed"]).after(TURNS["asked"]).reply(None)
     found = Chain(Scripted(by_chat)).run(conversation)
     assert found.written is not None
     assert (found.written.output, found.written.how) == (PLAIN, "plain")
-
-
-def test_few_draws_that_differ_by_chance_bring_less_than_they_count() -> None:
-    class Drawn(Scripted):
-        def write(self, prompt: Any, *, seed: int | None = None, **more: Any) -> Any:
-            self._replies = lambda prompt: f"{dict(prompt.parts)['answer']} {seed}" if seed else "Oui."
-            return super().write(prompt)
-
-    question = Question(text="Who?", answers=("a", "b"))
-    gain, _ = Meter(Drawn(lambda prompt: ""), draws=3).measure(start(), question)
-    assert gain is not None
-    counted = needed.information_gain(gain.prior, needed.shares(gain.outputs)[1])
-    assert gain.bits == pytest.approx(needed.beyond_chance(gain.prior, gain.outputs)[0])
-    assert gain.bits < counted - 0.1

@@ -18,8 +18,9 @@ from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts import Graft, GraftedModel
 from graftlm.grafts.lanes import Batch
 from graftlm.grafts.mixed import MixedModel, RowsError, Team, newest, newest_traces
-from laws.examples import EXAMPLES, Example, backbone
-from laws.tools import graft_onto, randomise
+from laws.examples import EXAMPLES, Example
+from laws.tools import graft_onto
+from serving.engines import backbone, prompt, trained
 from tiny import LAW_DECODERS, tiny_ids
 
 BIASED = Example(
@@ -59,14 +60,6 @@ def teams(family: str) -> list[Team]:
     return [Team(), *alone, Team((("a", grafts[3]), ("b", grafts[5])))]
 
 
-def trained(family: str, example: Example, seed: int = 1) -> Graft:
-    model = randomise(graft_onto(backbone(family), example), example.spread, seed)
-    model.detach()
-    graft = model.grafts["graft"]
-    assert isinstance(graft, Graft)
-    return graft.eval()
-
-
 @dataclass(frozen=True)
 class Row:
     """A row of a test: who answers, how long its prompt is, how many tokens follow, and when it comes."""
@@ -93,10 +86,6 @@ def alone(family: str, team: Team, length: int, new: int) -> Tensor:
     finally:
         model.detach()
     return torch.stack(found)
-
-
-def prompt(length: int) -> list[int]:
-    return tiny_ids(1, length, seed=length)[0].tolist()
 
 
 def together(model: MixedModel, rows: Sequence[Row], owners: Sequence[Team]) -> list[Tensor]:
@@ -138,13 +127,13 @@ def test_a_row_is_what_it_is_alone(family: str) -> None:
         finally:
             model.detach()
         for row, one, other in zip(rows, found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5, msg=lambda text, row=row: f"{row}: {text}")
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=lambda text, row=row: f"{row}: {text}")
 
     law()
 
 
 def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_that_leave() -> None:
-    model, known = MixedModel(backbone("gemma3")), teams("gemma3")
+    known, model = teams("gemma3"), MixedModel(backbone("gemma3"))
     batch, _ = model.start(known[4], [prompt(15), prompt(3)], ["long", "short"])
     other, _ = model.start(known[0], [prompt(5)], ["bare"])
     third, _ = model.start(known[4], [prompt(4)], ["third"])
@@ -216,18 +205,18 @@ def test_a_failed_pass_leaves_the_batch_as_it_was() -> None:
     batch.keep([0, 1])
     found = model.step(batch, [7, 7])
     again, _ = model.start(known[6], [prompt(12)], ["routed"])
-    torch.testing.assert_close(found[:1], model.step(again, [7]), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found[:1], model.step(again, [7]), atol=1e-9, rtol=1e-9)
     again, _ = model.start(fused, [prompt(3)], ["a"])
-    torch.testing.assert_close(found[1:], model.step(again, [7]), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found[1:], model.step(again, [7]), atol=1e-9, rtol=1e-9)
     model.detach()
 
 
 def test_the_backbone_is_given_back_bit_for_bit() -> None:
-    host = backbone("gpt2")
+    host, team = backbone("gpt2"), teams("gpt2")[4]
     ids = tiny_ids()
     before = host.model(input_ids=ids).logits
     model = MixedModel(host)
-    model.start(teams("gpt2")[4], [prompt(4)], [0])
+    model.start(team, [prompt(4)], [0])
     with pytest.raises(TapConflictError, match="carries grafts already"):
         MixedModel(host)
     assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, expect
 
+from chromium import chromium
 from graftlm.pipelines.summarize.rating import CRITERIA, Ratings, rating_page
 from summarize.rating_pages import items
 
 pytest.importorskip("sentencex")
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with playwright.sync_playwright() as running:
-        found = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield found
-        found.close()
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
-def opened(browser, tmp_path: Path) -> Iterator:
+def opened(browser: Browser, tmp_path: Path) -> Iterator:
     """The page as a file, in a fresh profile; anything that it asks of a network, or complains of, is an error."""
     made = rating_page(items())
     path, _ = made.write(tmp_path / "rate.html")
@@ -56,7 +48,7 @@ def test_all_is_rated_by_keys_and_read_back(opened) -> None:
     page.get_by_label("Your name").fill("Anna B.")
     wanted: dict[str, list[int]] = {}
     for number in range(1, 4):
-        assert page.get_by_role("heading", name=f"Document {number} of 3").is_visible()
+        expect(page.get_by_role("heading", name=f"Document {number} of 3")).to_be_visible()
         count = len(page.get_by_role("group").all())
         rows_of(page)[0].get_by_role("radio").first.focus()
         values = [1 + (number + place) % 5 for place in range(count)]
@@ -67,13 +59,13 @@ def test_all_is_rated_by_keys_and_read_back(opened) -> None:
             wanted[text] = values[4 * place : 4 * place + 4]
         assert page.evaluate("document.activeElement.id") == ("after" if number < 3 else "download")
         page.keyboard.press("Enter") if number < 3 else None
-    assert page.get_by_role("status").inner_text() == "32 of 32 ratings made."
+    expect(page.get_by_role("status")).to_have_text("32 of 32 ratings made.")
     with page.expect_download() as waiting:
         page.keyboard.press("Enter")
     saved = folder / waiting.value.suggested_filename
     waiting.value.save_as(saved)
     assert saved.name == f"ratings-{made.key['page']}-Anna-B-.json"
-    assert page.get_by_role("alert").inner_text() == "Saved, with all ratings."
+    expect(page.get_by_role("alert")).to_have_text("Saved, with all ratings.")
     found = Ratings.read(folder / "rate.key.json", [saved])
     given = {one: [row[name] for name in CRITERIA] for one, row in found.by_rater["Anna B."].items()}
     assert sorted(given.values()) == sorted(wanted.values())
@@ -90,11 +82,11 @@ def test_ratings_survive_a_reload(opened) -> None:
     group.get_by_role("radio", name="4").click()
     page.get_by_role("button", name="Dark colours").click()
     page.reload()
-    assert page.get_by_role("heading", name="Document 2 of 3").is_visible()
+    expect(page.get_by_role("heading", name="Document 2 of 3")).to_be_visible()
     assert page.get_by_label("Your name").input_value() == "Ben"
     group = page.get_by_role("article", name="Summary B").get_by_role("group", name="Fluency")
     assert group.get_by_role("radio", name="4").is_checked()
-    assert page.get_by_role("status").inner_text() == "1 of 32 ratings made."
+    expect(page.get_by_role("status")).to_have_text("1 of 32 ratings made.")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.get_by_label("Document", exact=True).input_value() == "1"
 
@@ -108,7 +100,7 @@ def test_what_is_missing_is_told(opened) -> None:
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Download").click()
     waiting.value.save_as(folder / "cleo.json")
-    assert page.get_by_role("alert").inner_text() == "Saved; 32 of 32 ratings are still missing."
+    expect(page.get_by_role("alert")).to_have_text("Saved; 32 of 32 ratings are still missing.")
     assert Ratings.read(folder / "rate.key.json", [folder / "cleo.json"]).by_rater == {"Cleo": {}}
 
 
@@ -117,7 +109,7 @@ def test_digits_are_digits_where_one_writes(opened) -> None:
     page.get_by_label("Your name").focus()
     page.keyboard.type("R2 D2")
     assert page.get_by_label("Your name").input_value() == "R2 D2"
-    assert page.get_by_role("status").inner_text() == "0 of 32 ratings made."
+    expect(page.get_by_role("status")).to_have_text("0 of 32 ratings made.")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
