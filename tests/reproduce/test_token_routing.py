@@ -16,7 +16,7 @@ from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.reproduce import Options
+from graftlm.reproduce import Options, mini_lm
 from graftlm.reproduce.parents import ENGLISH
 from graftlm.reproduce.token_routing import choose, drift, plan, switch, texts
 from graftlm.reproduce.token_routing.lessons import Lesson
@@ -200,17 +200,17 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 
 def test_the_paper_s_embedder_is_taken_where_it_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out")
-    assert Path(plan.mini_lm(options), "config.json").exists(), "the package's"
-    (tmp_path / plan.MINI_LM).mkdir(parents=True)
-    assert plan.mini_lm(options) == str(tmp_path / plan.MINI_LM)
-    (tmp_path / plan.MINI_LM).rmdir()
-    missing = {plan.MINI_LM_PACKAGE}
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None if name in missing else object())
+    assert Path(plan.embedder_folder(options), "config.json").exists(), "the package's"
+    (tmp_path / mini_lm.MINI_LM).mkdir(parents=True)
+    assert plan.embedder_folder(options) == str(tmp_path / mini_lm.MINI_LM)
+    (tmp_path / mini_lm.MINI_LM).rmdir()
+    missing = {mini_lm.MINI_LM_PACKAGE}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
     with pytest.raises(DataError, match="The paper's embedder is not in .*: put all-MiniLM-L6-v2 there"):
-        plan.mini_lm(options)
+        plan.embedder_folder(options)
     missing.add("sentence_transformers")
     with pytest.raises(MissingExtraError, match="The paper's embedder needs the package sentence-transformers"):
-        plan.mini_lm(options)
+        plan.embedder_folder(options)
 
 
 def test_the_drift_of_a_cache() -> None:

@@ -12,9 +12,10 @@ from graftlm.data.samplers import SamplerConfig
 from graftlm.reproduce import Options
 from graftlm.reproduce.conditional_tasks.cell import Cell, measure, weights_of
 from graftlm.reproduce.conditional_tasks.peer import python_with_adapters, width_of
-from graftlm.reproduce.conditional_tasks.setting import FULL, MODULES, OFF, QUICK, Setting, encoder
+from graftlm.reproduce.conditional_tasks.setting import FULL, MODULES, OFF, QUICK, Setting
 from graftlm.reproduce.conditional_tasks.texts import TASKS, Sizes, rows_of, write_texts
 from graftlm.reproduce.jobs import run_jobs
+from graftlm.reproduce.mini_lm import mini_lm
 from graftlm.training import TrainingConfig
 
 # A row that is another's run.
@@ -52,7 +53,7 @@ class Plan:
         self.options = options
         self.setting: Setting = QUICK if options.quick else FULL
         self.seeds = options.seeds[:1] if options.quick else options.seeds
-        self.encoder = encoder(options)
+        self.encoder = options.backbone or mini_lm(options.data, "The encoder")
         self.peer = python_with_adapters()
         self.rows = [row for row in ROWS if self.peer or row not in PEERS]
 

