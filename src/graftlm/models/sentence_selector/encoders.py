@@ -58,10 +58,14 @@ class RecurrentDocument(nn.Module):
 
 
 class AttentiveDocument(nn.Module):
-    """Vectors d of sentences in their document, by a transformer that knows their places."""
+    """Vectors d of sentences in their document, by a transformer that knows their places.
+
+    Vectors of an encoder have length 1, so a number of theirs is near 1 / √v: normed, or the sines would drown them.
+    """
 
     def __init__(self, config: SentenceSelectorConfig, inputs: int) -> None:
         super().__init__()
+        self.enter = nn.LayerNorm(inputs)
         self.lift = nn.Linear(inputs, config.width)
         layer = nn.TransformerEncoderLayer(
             config.width, config.num_heads, 2 * config.width, config.dropout, "gelu", batch_first=True, norm_first=True
@@ -72,7 +76,7 @@ class AttentiveDocument(nn.Module):
     def forward(self, s_BNw: Tensor, mask_BN: Tensor) -> Tensor:
         """(B, N, w)."""
         places = sinusoids(s_BNw.shape[1], self.lift.out_features, s_BNw.device)
-        return self.norm(self.layers(self.lift(s_BNw) + places, src_key_padding_mask=~mask_BN))
+        return self.norm(self.layers(self.lift(self.enter(s_BNw)) + places, src_key_padding_mask=~mask_BN))
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> Tensor:
