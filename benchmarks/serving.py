@@ -273,7 +273,8 @@ def benchmark(quick: bool) -> Results:
         if aim is not None
     ]
     others: dict[str, Any] = {name: measured[name] for name in (SERIAL, ONE_GRAFT)}
-    details = {"size": vars(size) | {"requests": {str(n): m for n, m in size.requests.items()}}, "beside": others}
+    sizes = vars(size) | {"prompt": list(size.prompt), "requests": {str(n): m for n, m in size.requests.items()}}
+    details = {"size": sizes, "beside": others}
     details |= {"threads": torch.get_num_threads(), "batch_size": Limits().batch_size}
     return Results.here(NAME, rows, seeds=[SEED], aims=aims, details=details)
 

@@ -101,3 +101,20 @@ def test_the_short_name_is_for_people() -> None:
     assert len(first.id) == 12
     assert first.id != second.id
     assert Fingerprint(first.architecture, first.samples).id == first.id
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000, 2**24 - 1, 2**24 + 3, 32_000 * 768])
+def test_the_first_and_the_last_weight_of_a_tensor_of_any_size_count(size: int) -> None:
+    class Large(torch.nn.Module):
+        def __init__(self, places: dict[int, float]) -> None:
+            super().__init__()
+            values = torch.zeros(size, dtype=torch.float16)
+            for place, value in places.items():
+                values[place] = value
+            self.weight = torch.nn.Parameter(values, requires_grad=False)
+            self.config = tiny_model("llama").config
+
+    one, other, same = (fingerprint(Large(places)) for places in ({}, {-1: 1.0}, {-1: 1.0}))  # type: ignore[arg-type]
+    assert one.difference(other) == "its weights differ"
+    assert other.difference(same) is None
+    assert one.difference(fingerprint(Large({0: 1.0}))) == "its weights differ"  # type: ignore[arg-type]

@@ -101,7 +101,8 @@ def _pick(tensor: Tensor) -> Tensor:
     if not plain or tensor.numel() == 0 or tensor.is_meta:
         return torch.full((_PER_TENSOR,), float("nan"))
     flat = tensor.detach().reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, _PER_TENSOR, device=flat.device).long()
+    last = flat.numel() - 1  # integers: a float32 can't tell the places of an embedding of 2^24 numbers apart
+    index = torch.arange(_PER_TENSOR, device=flat.device) * last // (_PER_TENSOR - 1)
     return flat[index].float().cpu()
 
 
