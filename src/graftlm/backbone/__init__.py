@@ -2,6 +2,7 @@
 
 from graftlm.backbone.cache import JoinError, StateLayer, join, slots
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
+from graftlm.backbone.growing import GrowingLayer, growing
 from graftlm.backbone.load import Backbone, BackboneKind, load_backbone
 from graftlm.backbone.parts import Part, PartError, PartWiring
 from graftlm.backbone.sites import FAMILIES, Family, Site, Sites, Span, register_family
@@ -14,6 +15,7 @@ __all__ = [
     "Call",
     "Family",
     "Fingerprint",
+    "GrowingLayer",
     "JoinError",
     "Part",
     "PartError",
@@ -25,6 +27,7 @@ __all__ = [
     "Tap",
     "Wiring",
     "fingerprint",
+    "growing",
     "join",
     "load_backbone",
     "register_family",

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, JoinError, PartError, PartWiring, join
+from graftlm.backbone import Backbone, Call, JoinError, PartError, PartWiring, growing, join
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, Trace
@@ -115,7 +115,7 @@ class MixedModel:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        shared = DynamicCache(config=self._backbone.model.config)
+        shared = growing(DynamicCache(config=self._backbone.model.config))
         lane = Lane.begin(team, len(prompts), shared, self._backbone.sites.n_layers)
         batch = Batch(shared, mask[:, :0].to(device), [lane], list(tags))
         logits = self._run(batch, ids.to(device), mask.to(device))
