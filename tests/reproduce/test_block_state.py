@@ -11,7 +11,7 @@ from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.reproduce import Options, block_state, reproduce
 from graftlm.reproduce.block_state.corpora import CORPORA, FILES, Corpus, make_corpora, packages_of
-from graftlm.reproduce.block_state.run import FULL, QUICK, TABLES, Plan
+from graftlm.reproduce.block_state.run import FULL, LONGER, QUICK, TABLES, Plan
 from graftlm.reproduce.demo.corpus import source_files
 from graftlm.reproduce.parents import read_texts
 from graftlm.reproduce.sequence_rows import LABELS, ROWS, count
@@ -61,8 +61,12 @@ def test_rows_differ_in_nothing_but_their_difference(data: Path, tmp_path: Path)
     own = {"intermediate_size", *(key for row in ROWS.values() for key in row)}
     assert len({str({k: v for k, v in cell.model.items() if k not in own}) for cell in cells}) == 1
     assert len({str(cell.model_dump(exclude={"id", "model"})) for cell in cells}) == 1
-    for table in TABLES:
-        assert {plan.setting.steps} == {cell.steps for line in TABLES[table](plan) for cell in line.cells}
+    for table, lines in TABLES.items():
+        steps = plan.setting.steps * (plan.setting.longer if table == "longer" else 1)
+        assert {steps} == {cell.steps for line in lines(plan) for cell in line.cells}
+    alike = [cell for line in TABLES["longer"](plan) for cell in line.cells if cell.seed == 0]
+    assert len({str(cell.model_dump(exclude={"id", "model"})) for cell in alike}) == 1
+    assert all(cell.model["mixer_layers"] == [1] for cell in alike)
 
 
 @pytest.mark.slow
@@ -82,6 +86,14 @@ def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
         wanted |= {f"bpb_{corpus}" for corpus in CORPORA} | {"train_tokens_per_s", "parameters", "peak_memory_bytes"}
         assert set(row.metrics) == wanted
         assert all(value_of(metric) > 0 for metric in row.metrics.values())
+
+
+def test_some_rows_learn_longer(data: Path, tmp_path: Path) -> None:
+    results = reproduce("block-state", options(data, tmp_path / "out", tables=("longer",)))
+    assert [row.id for row in results.rows] == [f"longer-{row}" for row in LONGER]
+    check_metrics(results, QUICK.lengths)
+    assert [aim.met is not None for aim in results.aims] == [True] * 7
+    assert set(results.details["tokens"].values()) == {QUICK.longer * QUICK.steps * QUICK.batch_size * QUICK.length}
 
 
 def test_what_tables_share_is_measured_once(data: Path, tmp_path: Path) -> None:
