@@ -55,7 +55,7 @@ ROWS = {  # row id -> label, aim
 }
 SERIAL, ONE_GRAFT, THEIRS = "one_at_a_time_16", "one_graft_16", "transformers_serve_16"
 GRAFTS = tuple("abcd")
-_SECONDS = 400  # that all rounds may take; a round that would not fit is left out
+_SECONDS = 900  # that all rounds may take; a round that would not fit is left out
 
 
 @dataclass(frozen=True)
