@@ -31,6 +31,7 @@ ROWS = {
     "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
     "conditional_tasks": ["train_step", "selection", "serve_20_tasks"],
     "summarize": ["selector", "embedding_ranking", "sent_clf", "sent_ptr", "sent_modern", "oracle_labels"],
+    "serving": ["clients_1", "clients_4", "clients_16", "clients_64", "mixed_grafts_4", "transformers_serve_16"],
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
@@ -39,6 +40,7 @@ AIMS = {
     "block_state": [*["ratio"] * 3, "value", "value"],
     "conditional_tasks": ["ratio"] * 2,
     "summarize": ["ratio"],
+    "serving": ["ratio"] * 2,
 }
 
 

@@ -12,6 +12,7 @@ from laws.tools import bare_logits, graft_onto, logits, randomise
 from tiny import tiny_ids
 
 Attach = Callable[..., GraftedModel]
+_seen: set[tuple[str, str]] = set()  # examples on backbones whose random graft is known to change what comes out
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,8 +51,10 @@ def attach() -> Iterator[Attach]:
         attached.append(model)
         if not untrained:
             randomise(model, example.spread)
-            changed = (logits(model, tiny_ids()) - bare).abs().max()
-            assert changed > 0.1, "the random graft changes too little for a law to be broken visibly"
+            if (str(example), name) not in _seen:
+                changed = (logits(model, tiny_ids()) - bare).abs().max()
+                assert changed > 0.1, "the random graft changes too little for a law to be broken visibly"
+                _seen.add((str(example), name))
         return model.eval()
 
     yield attach

@@ -18,7 +18,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5},
     "beam": {"do_sample": False, "num_beams": 3},
-    "beams-of-samples": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
 }
 
 
@@ -71,8 +70,8 @@ def test_two_generators_take_turns(example: Example, name: str, attach: Any) -> 
 
 def test_threads_do_not_mix(example: Example, name: str, attach: Any) -> None:
     model = attach(example, name)
-    starts = [tiny_ids(1, 9 + 4 * i, seed=i) for i in range(3)]
-    how = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW}
+    starts = [tiny_ids(1, 9 + 4 * i, seed=i) for i in range(2)]
+    how = {"do_sample": False, "min_new_tokens": NEW // 2, "max_new_tokens": NEW // 2}
     alone = [model.generate(start, **how).tolist() for start in starts]
     together: dict[int, Any] = {}
     threads = [
@@ -83,4 +82,4 @@ def test_threads_do_not_mix(example: Example, name: str, attach: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [together.get(i) for i in range(3)] == alone
+    assert [together.get(i) for i in range(len(starts))] == alone

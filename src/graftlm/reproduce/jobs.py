@@ -24,13 +24,21 @@ class Job(Config):
 
     Args:
         id: its folder's name, unique in the experiment.
+        after: `digest` of what it begins with that other jobs made: with another, it is another piece of work.
     """
 
     id: str
+    after: str = ""
 
     def key(self) -> str:
         """SHA-256 over all settings but the name."""
-        return hashlib.sha256(self.model_dump_json(exclude={"id"}).encode()).hexdigest()
+        left_out = {"id"} if self.after else {"id", "after"}
+        return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
+
+
+def digest(*values: Any) -> str:
+    """SHA-256 over plain JSON values, such as keys of jobs and what they found."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def run_jobs(

@@ -100,7 +100,7 @@ class Plan:
         return run_cells(cells, self.options.out / "cells", jobs=self.options.jobs, title=title)
 
     def _training(self, rate: float, seed: int) -> TrainingConfig:
-        steps, rows = (8, 4) if self.options.quick else (300, 4)
+        steps, rows = (4, 4) if self.options.quick else (300, 4)
         return TrainingConfig(
             steps=steps,
             batch_size=rows,
@@ -113,8 +113,8 @@ class Plan:
         )
 
     def _evaluation(self) -> EvaluationConfig:
-        tokens = 2_000 if self.options.quick else 10_000
-        return EvaluationConfig(limit_tokens=tokens, decode_prompts=1, decode_tokens=32)
+        tokens, decoded = (600, 8) if self.options.quick else (10_000, 32)
+        return EvaluationConfig(limit_tokens=tokens, decode_prompts=1, decode_tokens=decoded)
 
     def _data(self, p: float, seed: int) -> DataConfig:
         english, french, shakespeare, bible = (str(self.options.data / name) for name in FILES)

@@ -11,7 +11,7 @@ from pydantic import Field
 from graftlm.config import Config
 from graftlm.pipelines.summarize import SelectorTraining, Wording
 from graftlm.reproduce import Options
-from graftlm.reproduce.jobs import run_jobs
+from graftlm.reproduce.jobs import digest, run_jobs
 from graftlm.reproduce.mini_lm import mini_lm
 from graftlm.reproduce.summarize.corpora import Labels, Part, Parts, Sizes, label, load, mean_sentences
 from graftlm.reproduce.summarize.selecting import Gold, Selecting, rank
@@ -56,14 +56,14 @@ class Setting(Config):
 
 
 _LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
-_SHORT = {"steps": 150, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 30, "patience": 3}
+_SHORT = {"steps": 600, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 60, "patience": 3}
 FULL = Setting(
     selectors={
         "sent_clf": SelectorTraining.parse({"kind": "classifier", "model": _LSTM} | _SHORT),
         "sent_ptr": SelectorTraining.parse({"kind": "pointer", "model": _LSTM} | _SHORT),
         "sent_modern": SelectorTraining.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
     },
-    documents=80,
+    documents=400,
     seen=80,
     start="models/english-novels-4m",
     lessons=800,
@@ -147,12 +147,17 @@ class Plan:
 
     def on_training(self, row: str) -> dict[int, dict[str, Any]]:
         """What a trained selector makes of the documents that it was trained on, by seed."""
-        folders = {seed: self.options.out / "jobs" / self._trained(row, seed).id / "selector" for seed in self.seeds}
+        trained = {seed: self._trained(row, seed) for seed in self.seeds}
         jobs = {
             seed: Selecting(
-                id=f"{row}-train_s{seed}", kind="trained", folder=str(folder), parts=("train",), **self._where
+                id=f"{row}-train_s{seed}",
+                after=digest(job.key()),
+                kind="trained",
+                folder=str(self.options.out / "jobs" / job.id / "selector"),
+                parts=("train",),
+                **self._where,
             )
-            for seed, folder in folders.items()
+            for seed, job in trained.items()
         }
         found = self._select(list(jobs.values()), "extracts")
         return {seed: found[job.id] for seed, job in jobs.items()}
@@ -170,7 +175,12 @@ class Plan:
             rankings: dict[Context, Gold] = {"gold": self.gold, "model": chosen[seed]}
             reading = self._reading(seed)
             common[seed] = self._run([reading], read, "the common model")[reading.id]
-            jobs = {context: self._writing(context, seed, common[seed]["folder"]) for context in WRITERS}
+            jobs = {
+                context: self._writing(
+                    context, seed, common[seed]["folder"], digest(reading.key(), [rankings.get(one) for one in tested])
+                )
+                for context, tested in WRITERS.items()
+            }
             found = self._run(list(jobs.values()), partial(write, rankings=rankings), "writers")
             writers |= {(context, seed): found[job.id] for context, job in jobs.items()}
         return common, writers
@@ -202,11 +212,12 @@ class Plan:
         start = None if s.start is None else str(self.options.data / s.start)
         return Reading(id=f"common_s{seed}", start=start, training=training, **sizes, **self._where)
 
-    def _writing(self, context: Context, seed: int, start: str) -> Writing:
+    def _writing(self, context: Context, seed: int, start: str, after: str) -> Writing:
         s = self.setting
         training = s.writing.model_copy(update={"seed": seed, "checkpoint_every": max(1, s.writing.steps // 2)})
         return Writing(
             id=f"writer-{context}_s{seed}",
+            after=after,
             start=start,
             context=context,
             tested=WRITERS[context],
