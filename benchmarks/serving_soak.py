@@ -224,6 +224,8 @@ async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[
         code = await asyncio.to_thread(stop, server)
         after = {path.name: hash_of(path) for path in (folder / "grafts").iterdir() if not path.name.startswith(".")}
     details = {"meddled": dict(done), "alive": alive, "exit_code": code, "grafts_intact": before == after}
+    if clients.tally.wrong:
+        details["log"] = (folder / "log").read_text()[-8000:]
     return clients.tally, memory, details
 
 

@@ -45,17 +45,29 @@ class Cell(Config):
 def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dict[str, Measurement]:
     """Run cells, `jobs` processes at a time with one core each; measurements by cell id.
 
-    A cell that was finished before in `out` with the same settings is read back.
+    A cell that was finished before in `out` with the same settings is read back. One process at a time is this one:
+    another takes longer to start than a small graft to train.
     """
     wanted = {cell.id: cell for cell in cells}
     done: dict[str, Measurement] = {}
-    with progress_bar() as progress, workers(jobs) as pool:
+    with progress_bar() as progress:
         task = progress.add_task(title, total=len(wanted))
-        futures = {pool.submit(_run_cell, cell.model_dump_json(), str(out)): cell.id for cell in wanted.values()}
-        for future in as_completed(futures):
-            done[futures[future]] = Measurement.from_json(json.loads(future.result()))
+        for cell_id, text in _each(wanted, out, jobs):
+            done[cell_id] = Measurement.from_json(json.loads(text))
             progress.advance(task)
     return {cell_id: done[cell_id] for cell_id in wanted}
+
+
+def _each(cells: Mapping[str, Cell], out: Path, jobs: int) -> Iterator[tuple[str, str]]:
+    """The id and the measurement of each cell, as they are done."""
+    if jobs == 1:
+        for cell_id, cell in cells.items():
+            yield cell_id, _run_cell(cell.model_dump_json(), str(out))
+        return
+    with workers(jobs) as pool:
+        futures = {pool.submit(_run_alone, cell.model_dump_json(), str(out)): name for name, cell in cells.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def progress_bar() -> Progress:
@@ -85,8 +97,12 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def _run_cell(text: str, out: str) -> str:
+def _run_alone(text: str, out: str) -> str:
     torch.set_num_threads(1)
+    return _run_cell(text, out)
+
+
+def _run_cell(text: str, out: str) -> str:
     cell = Cell.model_validate_json(text)
     evaluation = cell.evaluation.model_dump_json()
     bench = _bench(cell.backbone, _without_training(cell.data.model_dump_json()), evaluation)
