@@ -91,6 +91,19 @@ def test_who_leaves_is_not_waited_for(engine: BatchingEngine) -> None:
     assert answers(engine, [Ask(prompt(3), "a", max_tokens=2)])[0].end.completion_tokens > 0
 
 
+def test_who_comes_as_all_others_leave_is_answered() -> None:
+    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", Limits(batch_size=4))
+    running = engine.submit(replace(BLOCKING, max_tokens=500))
+    assert Gate.reached.wait(30)
+    running.cancel()
+    coming = engine.submit(Ask(prompt(3), "gate", max_tokens=5))
+    Gate.opened.set()  # the turn that drops the one begins the other
+    found = asyncio.run(read(coming))
+    assert found.told == answers(engine, [Ask(prompt(3), "gate", max_tokens=5)])[0].told
+    assert engine.stats().finished["cancelled"] == 1
+    assert engine.close(10)
+
+
 def test_time_is_limited() -> None:
     engine = BatchingEngine(backbone("llama"), None, "llama", Limits(seconds=1e-9))
     assert answers(engine, [Ask(prompt(3), "llama")])[0].end == End("time", 3, 0)

@@ -149,6 +149,17 @@ def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_th
     model.detach()
 
 
+def test_a_batch_that_all_rows_have_left_takes_no_other() -> None:
+    team, model = teams("llama")[0], MixedModel(backbone("llama"))
+    gone, _ = model.start(team, [prompt(5)], ["gone"])
+    gone.keep([])
+    batch, _ = model.start(team, [prompt(3), prompt(4)], ["a", "b"])
+    assert not gone.join(batch)
+    alone, _ = model.start(team, [prompt(3), prompt(4)], ["a", "b"])
+    torch.testing.assert_close(model.step(batch, [7, 7]), model.step(alone, [7, 7]), atol=0, rtol=0)
+    model.detach()
+
+
 def test_traces_are_those_of_the_row_alone() -> None:
     host, known = backbone("llama"), teams("llama")
     routed, gated, both = known[6], known[4], known[-1]

@@ -188,8 +188,11 @@ class Batch:
         return len(self.tags)
 
     def join(self, other: Batch) -> bool:
-        """Take the rows of another batch, if the backbone's layers can be joined; the other one is used up."""
-        if self.apart or other.apart:
+        """Take the rows of another batch, if the backbone's layers can be joined; the other one is used up.
+
+        A batch that all rows have left takes none: what its cache held of them is still there.
+        """
+        if self.apart or other.apart or not self.tags:
             return False
         width = max(self.mask.shape[1], other.mask.shape[1])
         pads = [width - one.mask.shape[1] for one in (self, other)]
