@@ -54,10 +54,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     chosen = parser.parse_args()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     ray.init(ignore_reinit_error=True)
     serve.start(http_options={"host": chosen.host, "port": chosen.port, "request_timeout_s": 600})
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # after Ray, which sets a handler of its own
     serve.run(application(chosen.backbone, chosen.grafts, chosen.replicas, chosen.cpus, chosen.gpus))
     print(f"serving at http://{chosen.host}:{chosen.port}", flush=True)  # noqa: T201  # what a user waits for
     try:
