@@ -15,7 +15,7 @@ from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
 from laws.examples import Example, backbone
 from tiny import WINDOW, tiny_ids
 
-NEW = 8  # tokens that are generated
+NEW = 6  # tokens that are generated
 LENGTHS = (2 * WINDOW, 5)  # of the prompts: one that fills the sliding windows twice, one that is mostly padding
 
 

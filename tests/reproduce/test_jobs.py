@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from graftlm.reproduce.jobs import MEASURED, Job, digest, run_jobs
-
-
-class Square(Job):
-    number: int
-
-
-def square(job: Square, folder: Path) -> dict[str, Any]:
-    (folder / "ran").parent.mkdir(parents=True, exist_ok=True)
-    with (folder / "ran").open("a") as file:
-        file.write(".")
-    return {"found": job.number**2}
+from graftlm.reproduce.jobs import MEASURED, digest, run_jobs
+from reproduce.squares import Square, square
 
 
 def run(out: Path, *jobs: Square, processes: int = 1) -> list[tuple[int, int]]:
