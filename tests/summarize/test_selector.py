@@ -239,3 +239,13 @@ def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     again = load_selector(found.save(tmp_path / "modern"), device="cpu")
     assert again.rank(read_text(TEA, ".md")) == found.rank(read_text(TEA, ".md"))
+
+
+def test_in_half_precision_it_learns_alike() -> None:
+    wanted = training("classifier", steps=30, evaluate_every=10, learning_rate=1e-2)
+    plain = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
+    assert [loss for _, *pair in half for loss in pair] == pytest.approx(
+        [loss for _, *p in plain for loss in p], rel=0.1
+    )

@@ -152,6 +152,7 @@ def _train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
+        torch.clear_autocast_cache()  # an autocast around all of this keeps the weights that it first saw
         if step % training.evaluate_every == 0 or step == training.steps:
             found = _loss(model, kept, training.batch_size)
             losses.append([step, loss.item(), found])
