@@ -225,7 +225,7 @@ async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[
         after = {path.name: hash_of(path) for path in (folder / "grafts").iterdir() if not path.name.startswith(".")}
     details = {"meddled": dict(done), "alive": alive, "exit_code": code, "grafts_intact": before == after}
     if clients.tally.wrong:
-        details["log"] = (folder / "log").read_text()[-8000:]
+        print((folder / "log").read_text()[-8000:], file=sys.stderr)
     return clients.tally, memory, details
 
 

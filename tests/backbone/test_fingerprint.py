@@ -114,7 +114,10 @@ def test_the_first_and_the_last_weight_of_a_tensor_of_any_size_count(size: int) 
             self.weight = torch.nn.Parameter(values, requires_grad=False)
             self.config = tiny_model("llama").config
 
-    one, other, same = (fingerprint(Large(places)) for places in ({}, {-1: 1.0}, {-1: 1.0}))  # type: ignore[arg-type]
+    def of(places: dict[int, float]) -> Fingerprint:
+        return fingerprint(Large(places))  # type: ignore[arg-type]  # it has what a fingerprint reads of a model
+
+    one, other, same = of({}), of({-1: 1.0}), of({-1: 1.0})
     assert one.difference(other) == "its weights differ"
     assert other.difference(same) is None
-    assert one.difference(fingerprint(Large({0: 1.0}))) == "its weights differ"  # type: ignore[arg-type]
+    assert one.difference(of({0: 1.0})) == "its weights differ"

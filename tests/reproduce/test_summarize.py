@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,10 @@ import pytest
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.reproduce import Options, reproduce, summarize
+from graftlm.reproduce.jobs import Job
 from graftlm.reproduce.summarize.corpora import CORPORA, FILES, Sizes, in_time, load, sample_of
 from graftlm.reproduce.summarize.measuring import distance
-from graftlm.reproduce.summarize.plan import TRAINED, UNTRAINED
+from graftlm.reproduce.summarize.plan import TRAINED, UNTRAINED, Plan
 from graftlm.reproduce.summarize.run import LABELS, WRITTEN
 
 pytest.importorskip("sentencex")
@@ -126,6 +127,24 @@ def check_metrics(results: Results) -> None:
         assert all(0 <= value_of(value) <= 100 for value in shares)
     assert value_of(results.row("gold_extract").metrics["copy_1"]) == 100
     assert [aim.metric for aim in results.aims[-4:]] == ["rouge1", "rouge2", "abstract_nll", "copy"]
+
+
+def test_a_writer_is_another_one_where_it_is_given_other_extracts(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, keys = Plan(options(data, tmp_path)), []
+    vars(plan).update(gold={"a": [0]}, extract_size=1)
+
+    def note(jobs: Sequence[Job], work: object, title: str) -> dict[str, dict[str, str]]:
+        keys.append({job.id: job.key() for job in jobs})
+        return {job.id: {"folder": ""} for job in jobs}
+
+    monkeypatch.setattr(plan, "_run", note)
+    for place in (1, 1, 2):
+        plan.written({0: {"a": [place]}})
+    first, same, other = keys[1::2]
+    assert first == same
+    assert {job for job in first if first[job] != other[job]} == {"writer-gold_s0", "writer-model_s0"}
 
 
 def test_the_distance_of_curves_is_over_the_lengths_of_both() -> None:

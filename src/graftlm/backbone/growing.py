@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone.cache import joined_columns
+from graftlm.errors import GraftError
 
 _MORE = 64  # tokens that there is room for, at least; or a quarter of those that are there
 
@@ -55,10 +56,10 @@ class GrowingLayer(DynamicLayer):
         """Append (B, H, T, d) keys and values, and give all of them.
 
         Raises:
-            RuntimeError: gradients are asked for, which what is written in place has none of.
+            GraftError: gradients are asked for, which what is written in place has none of.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
+            raise GraftError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
         if self.get_seq_length() == 0:
             return super().update(key_states, value_states)
         assert self.keys is not None

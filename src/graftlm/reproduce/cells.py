@@ -45,8 +45,8 @@ class Cell(Config):
 def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, title: str) -> dict[str, Measurement]:
     """Run cells, `jobs` processes at a time with one core each; measurements by cell id.
 
-    A cell that was finished before in `out` with the same settings is read back. One process at a time is this one:
-    another takes longer to start than a small graft to train.
+    A cell that was finished before in `out` with the same settings is read back. One process at a time is this one,
+    with the cores that torch takes: another takes longer to start than a small graft to train.
     """
     wanted = {cell.id: cell for cell in cells}
     done: dict[str, Measurement] = {}

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.errors import RecipeError, did_you_mean
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import by_length
 from graftlm.evaluation.report import write_report
@@ -139,11 +138,9 @@ def run(options: Options) -> Results:
         RecipeError: there is no such table.
         DataError: the data folder lacks a file.
     """
-    for table in options.tables:
-        if table not in TABLES:
-            raise RecipeError(f"There is no table {table!r} in this reproduction{did_you_mean(table, TABLES)}.")
+    tables = options.chosen(tuple(TABLES), BY_DEFAULT)
     plan = Plan(options)
-    lines = [line for table in options.tables or BY_DEFAULT for line in TABLES[table](plan)]
+    lines = [line for table in tables for line in TABLES[table](plan)]
     started = time.perf_counter()
     measured = _measured([cell for line in lines for cell in line.cells], options)
     rows = [_row(line, measured) for line in lines]

@@ -9,7 +9,6 @@ from pydantic import Field
 from graftlm.config import Config
 from graftlm.reproduce.conditional_tasks.texts import TASKS
 
-# The encoder: a folder of the data, or a package that carries it.
 LADDER = ("multi_task", "+attention", "+bottleneck", "+alignment_cln")
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 MODULES: dict[str, dict[str, Any]] = {

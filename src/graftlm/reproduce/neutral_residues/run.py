@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.errors import DataError
 from graftlm.evaluation import Aim, PaperRow, Results, Row, value_of
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
@@ -18,6 +17,7 @@ from graftlm.evaluation.report import write_report
 from graftlm.grafts import graft_config
 from graftlm.reproduce import Options
 from graftlm.reproduce.cells import Cell, metric, over_seeds, run_cells
+from graftlm.reproduce.composed import check_files
 from graftlm.reproduce.neutral_residues import paper
 from graftlm.training import TrainingConfig
 from graftlm.training.bench import Measurement
@@ -146,7 +146,7 @@ def run(options: Options) -> Results:
         RecipeError: there is no such table.
     """
     tables = options.chosen(TABLES)
-    _check_files(options)
+    check_files(options, FILES)
     plan = Plan(options)
     bare = plan.run([plan.bare()], "the backbone")["backbone"]
     tuning, choices = tune(plan)
@@ -341,11 +341,3 @@ def _paper_table_2() -> list[PaperRow]:
     for method, (with_old, without) in paper.TABLE_2.items():
         rows += [paper.row(method, with_old, "Table 2"), paper.row(f"{method}-p0", without, "Table 2")]
     return rows
-
-
-def _check_files(options: Options) -> None:
-    for name in FILES:
-        if not (options.data / name).exists():
-            raise DataError(
-                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(FILES)}."
-            )
