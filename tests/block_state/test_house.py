@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from block_state import tools
 from graftlm.errors import GraftError, RecipeError
-from graftlm.models.block_state import BlockStateConfig
+from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
@@ -92,6 +92,19 @@ def test_a_compiled_model_is_the_same() -> None:
     wanted = model(ids, use_cache=False).logits
     found = torch.compile(model)(ids, use_cache=False).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["s4d", "unstructured"])
+def test_fresh_positions_say_nothing_and_learn(kernel: str) -> None:
+    torch.manual_seed(0)
+    model, ids = BlockStateForCausalLM(tools.config(f"sh-{kernel}")), tools.ids(2, 9)
+    found, positions = model(ids, labels=ids, use_cache=False), model.model.positions
+    model.model.positions = None
+    assert torch.equal(found.logits, model(ids, use_cache=False).logits)
+    found.loss.backward()
+    assert positions is not None
+    assert positions.lift.weight.grad is not None
+    assert float(positions.lift.weight.grad.abs().min()) > 0
 
 
 def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:

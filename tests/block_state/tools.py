@@ -56,10 +56,10 @@ def classifier(variant: str, **settings: Any) -> BlockStateForSequenceClassifica
 
 
 def _stirred(found: Any) -> Any:
-    """Norms, gates and steps with noise, so that none of them can be left out unseen."""
+    """Norms, gates, steps and what begins silent with noise, so that none of them can be left out unseen."""
     with torch.no_grad():
         for name, weight in found.named_parameters():
-            if weight.dim() == 1 or "log_" in name:
+            if weight.dim() == 1 or "log_" in name or "positions.lift" in name:
                 weight.add_(0.3 * torch.randn_like(weight))
     return found.double().eval()
 

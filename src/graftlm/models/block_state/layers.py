@@ -78,6 +78,10 @@ class BlockStateLayer(GradientCheckpointingLayer):
         return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
 
 
+class Silent(nn.Linear):
+    """A projection whose fresh weights are zero."""
+
+
 class Positions(nn.Module):
     """A state space behind the embeddings: x + lift(SSM(down(norm(x)))), which tells where a token stands."""
 
@@ -86,7 +90,7 @@ class Positions(nn.Module):
         self.norm = Norm(config.hidden_size, config)
         self.down = nn.Linear(config.hidden_size, config.state_width, bias=False)
         self.ssm = token_outputs(config, 1, "positions")
-        self.lift = nn.Linear(config.state_width, config.hidden_size, bias=False)
+        self.lift = Silent(config.state_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, T, d)."""

@@ -24,7 +24,7 @@ from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state.attention import Norm
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterContext, TokenContext
-from graftlm.models.block_state.layers import BlockStateLayer, Positions
+from graftlm.models.block_state.layers import BlockStateLayer, Positions, Silent
 from graftlm.models.block_state.memory import LayerMemory, memories, restored, saved
 from graftlm.models.block_state.passes import Pass, refuse_packed
 from graftlm.models.block_state.recurrent import RecurrentContext
@@ -91,6 +91,8 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, Structured | Unstructured):
             module.reset_parameters()
+        elif isinstance(module, Silent):
+            module.weight.zero_()
         elif isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
 from graftlm.evaluation.perplexity import evaluating
@@ -26,19 +27,32 @@ from graftlm.training.language_model import LanguageModel
 from graftlm.training.loop import HISTORY
 
 
+class Stage(Config):
+    """A part of training: so many steps on texts of one length.
+
+    Args:
+        length: tokens of a text.
+        steps: with fresh examples; the rate rises and falls in each stage anew.
+    """
+
+    length: int = Field(ge=8)
+    steps: int = Field(ge=1)
+
+
 class Cell(Job):
     """One row of the table on one task, with one learning rate and seed.
 
     Args:
         model: its config, with `model_type`.
-        steps, batch_size: of training; every row of a batch is a fresh example.
+        stages: of training, one behind the other.
+        batch_size: of training; every row of a batch is a fresh example.
         tested: fresh examples of the test, and as many for validation.
     """
 
     task: Task
     model: dict[str, Any]
     rate: float = Field(gt=0)
-    steps: int = Field(ge=1)
+    stages: tuple[Stage, ...] = Field(min_length=1)
     batch_size: int = Field(ge=1)
     tested: int = Field(ge=1)
     seed: int = 0
@@ -50,28 +64,37 @@ def learn(cell: Cell, folder: Path) -> Mapping[str, Any]:
     values = {key: value for key, value in cell.model.items() if key != "model_type"}
     torch.manual_seed(cell.seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[cell.model["model_type"]](**values))
-    training = TrainingConfig(
-        steps=cell.steps,
-        batch_size=cell.batch_size,
-        learning_rate=cell.rate,
-        warmup_steps=max(1, cell.steps // 20),
-        seed=cell.seed,
-        checkpoint_every=max(1, cell.steps // 4),
-        keep_checkpoints=1,
-        log_every=max(1, cell.steps // 100),
-    )
-    rows = make_rows(cell.task, cell.steps * cell.batch_size, cell.seed, "train")
-    mixture = Mixture({NEW: blocks(rows)}, {NEW: 1.0}, cell.batch_size, cell.seed)
     started = time.process_time()
-    train(LanguageModel(model), mixture, training, folder, identity={"cell": cell.key()}, progress=False)
+    losses: list[list[float]] = []
+    for number, stage in enumerate(cell.stages):
+        losses += _teach(model, cell, stage, folder / f"stage-{number}", sum(one.steps for one in cell.stages[:number]))
     seconds = time.process_time() - started
     parts = {part: make_rows(cell.task, cell.tested, cell.seed, part) for part in ("validation", "test")}
     return {
         "accuracy": {part: accuracy(model, rows, cell.batch_size) for part, rows in parts.items()},
         "parameters": count_weights(model.parameters()),
         "training_cpu_s": round(seconds, 1),
-        "losses": [[line["step"], line["loss"]] for line in read_history(folder / HISTORY)],
+        "losses": losses,
     }
+
+
+def _teach(model: Any, cell: Cell, stage: Stage, folder: Path, before: int) -> list[list[float]]:
+    """Train for one stage, `before` so many steps; its losses by step."""
+    training = TrainingConfig(
+        steps=stage.steps,
+        batch_size=cell.batch_size,
+        learning_rate=cell.rate,
+        warmup_steps=max(1, stage.steps // 20),
+        seed=cell.seed,
+        checkpoint_every=stage.steps,
+        keep_checkpoints=1,
+        log_every=max(1, stage.steps // 20),
+    )
+    task = cell.task.model_copy(update={"length": stage.length})
+    rows = make_rows(task, stage.steps * cell.batch_size, cell.seed, f"train-{stage.length}")
+    mixture = Mixture({NEW: blocks(rows)}, {NEW: 1.0}, cell.batch_size, cell.seed)
+    train(LanguageModel(model), mixture, training, folder, identity={"cell": cell.key()}, progress=False)
+    return [[before + line["step"], line["loss"]] for line in read_history(folder / HISTORY)]
 
 
 def blocks(rows: Rows) -> TokenBlocks:

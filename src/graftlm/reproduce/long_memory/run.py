@@ -21,7 +21,7 @@ from graftlm.reproduce import Options
 from graftlm.reproduce.composed import bars
 from graftlm.reproduce.jobs import run_jobs
 from graftlm.reproduce.long_memory import paper
-from graftlm.reproduce.long_memory.cell import Cell, learn
+from graftlm.reproduce.long_memory.cell import Cell, Stage, learn
 from graftlm.reproduce.long_memory.data import Task
 from graftlm.reproduce.sequence_rows import BLOCK_STATE, LABELS, model_of
 
@@ -31,10 +31,10 @@ SOLVED, UNSOLVED = 90.0, 2.0  # percent right; times chance
 
 
 class Lesson(Config):
-    """A task, and how long it is learned."""
+    """A task, and how it is learned: in stages, on texts that grow."""
 
     task: Task
-    steps: int = Field(ge=1)
+    stages: tuple[Stage, ...] = Field(min_length=1)
     batch_size: int = Field(ge=1)
 
 
@@ -56,8 +56,15 @@ class Setting(Config):
     tested: int = 256
 
 
+def _stages(steps: Mapping[int, int]) -> tuple[Stage, ...]:
+    """So many steps at each length."""
+    return tuple(Stage(length=length, steps=count) for length, count in steps.items())
+
+
+_GROWING = _stages({24: 700, 32: 200, 40: 200, 48: 200, 64: 200, 96: 200, 128: 300})
 _SHAPE = {
     "hidden_size": 64,
+    "state_width": 64,  # a fourth of the width, as elsewhere, would be 16 numbers for all that is remembered
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "mixer_layers": [1],
@@ -66,20 +73,22 @@ _SHAPE = {
 }
 FULL = Setting(
     lessons={
-        "recall": Lesson(task=Task(name="recall"), steps=350, batch_size=32),
-        "copy": Lesson(task=Task(name="copy"), steps=150, batch_size=32),
-        "listops": Lesson(task=Task(name="listops", length=2000, window=64), steps=60, batch_size=4),
+        "recall": Lesson(task=Task(name="recall"), stages=_GROWING, batch_size=32),
+        "copy": Lesson(task=Task(name="copy"), stages=_GROWING, batch_size=32),
+        "listops": Lesson(task=Task(name="listops", length=2000, window=64), stages=_stages({2000: 60}), batch_size=4),
     },
     shape=_SHAPE,
     parameters=130_000,
 )
 QUICK = Setting(
     lessons={
-        "recall": Lesson(task=Task(name="recall", length=64, window=8), steps=2, batch_size=2),
-        "copy": Lesson(task=Task(name="copy", length=64, window=8), steps=2, batch_size=2),
-        "listops": Lesson(task=Task(name="listops", length=64, window=8, shortest=10), steps=2, batch_size=2),
+        "recall": Lesson(task=Task(name="recall", length=64), stages=_stages({24: 1, 64: 1}), batch_size=2),
+        "copy": Lesson(task=Task(name="copy", length=64), stages=_stages({24: 1, 64: 1}), batch_size=2),
+        "listops": Lesson(
+            task=Task(name="listops", length=64, window=8, shortest=10), stages=_stages({64: 2}), batch_size=2
+        ),
     },
-    shape=_SHAPE | {"hidden_size": 16, "num_attention_heads": 2, "filters": 4},
+    shape=_SHAPE | {"hidden_size": 16, "state_width": 4, "num_attention_heads": 2, "filters": 4},
     parameters=12_000,
     rates=RATES[:1],
     tested=4,
@@ -104,7 +113,7 @@ class Plan:
             task=lesson.task,
             model=model_of(row, self.setting.shape | own, self.setting.parameters),
             rate=rate,
-            steps=lesson.steps,
+            stages=lesson.stages,
             batch_size=lesson.batch_size,
             tested=self.setting.tested,
             seed=seed,
