@@ -82,8 +82,8 @@ class BandedAttention(torch.autograd.Function):
             keys = torch.cat([far_k[:, before], k[:, own]], 1)
             values = torch.cat([far_v[:, before], v[:, own]], 1)
             p = _scores(q[:, mine], keys, bias, edge, number).softmax(-1)
-            d_p = torch.bmm(d_out[:, mine], values.transpose(1, 2))
-            d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype)
+            weighted = torch.bmm(d_out[:, mine], values.transpose(1, 2)).mul_(p)  # P * dP
+            d_scores = torch.addcmul(weighted, p, weighted.sum(-1, keepdim=True), value=-1)
             d_bias += d_scores
             d_q[:, mine] = torch.bmm(d_scores, keys)
             earlier = before.stop - before.start

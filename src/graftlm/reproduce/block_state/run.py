@@ -28,8 +28,8 @@ from graftlm.reproduce.sequence_rows import BLOCK_STATE, LABELS, model_of
 NAME = "block-state"
 BY_DEFAULT = ("1",)
 FASTER = 1.5
-LONGER = ("slide", "block_recurrent", "bst_sh_s4d", "bst_sh_unstructured")
-ONCE = ("bst_sh_unstructured",)  # of these, with the first seed alone
+LONGER = ("slide", "block_recurrent", "bst_sh_s4d", "bst_mf_unstructured")
+ONCE = ("bst_mf_unstructured",)  # of these, with the first seed alone
 
 
 class Setting(Config):
