@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from graftlm.backbone import Backbone
 from graftlm.serving.pages import FOLDER
@@ -53,6 +53,27 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
     assert {(ask.model, ask.seed, ask.temperature, ask.max_tokens) for ask in engine.asks} == {
         (model, 7, 0.5, 80) for model in ("tiny", "danish", "danish+router")
     }
+
+
+def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.reload()
+    expect(page.get_by_role("button", name="Generate")).to_be_disabled()
+    expect(page.get_by_role("button", name="Add a model")).to_be_disabled()
+    page.get_by_label("Text to continue").fill("Hello. ")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#compare-error")).to_contain_text("has not said yet what it serves")
+    for name, asks in {"Clarify": "Begin", "Summarize": "Summarise"}.items():
+        view(page, name)
+        expect(page.get_by_role("button", name=asks)).to_be_disabled()
+    (models,) = held
+    models.continue_()
+    for name, asks in {"Summarize": "Summarise", "Clarify": "Begin", "Compare": "Generate"}.items():
+        view(page, name)
+        expect(page.get_by_role("button", name=asks)).to_be_enabled()
+    page.get_by_role("button", name="Generate").click()
+    expect(column(page, "danish").get_by_role("status")).to_contain_text("It ended by itself")
 
 
 def test_tokens_are_coloured_by_what_wrote_them_with_values_on_hover_and_focus(page: Page) -> None:

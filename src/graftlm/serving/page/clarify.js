@@ -39,6 +39,7 @@ export class Clarify {
     this.offerTargets();
     this.refill();
     if (this.state?.found) this.draw();
+    if (!this.running) this.busy("");
   }
 
   offerTargets() {

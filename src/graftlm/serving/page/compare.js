@@ -40,6 +40,7 @@ export class Compare {
     this.columns = [];
     byId("columns").replaceChildren();
     for (const names of wished.slice(0, MOST_COLUMNS)) this.add(Array.isArray(names) ? names.filter((name) => known.includes(name)) : []);
+    this.busy(Boolean(this.running));
   }
 
   add(chosen) {
@@ -59,8 +60,8 @@ export class Compare {
   }
 
   store() {
-    byId("add-column").disabled = this.columns.length >= MOST_COLUMNS;
     if (!this.served) return;
+    byId("add-column").disabled = this.columns.length >= MOST_COLUMNS;
     keep(forever, "columns", this.columns.map((column) => column.chosen));
     const settings = Object.fromEntries(FIELDS.map((id) => [id, byId(id).value]));
     keep(forever, "compare", { ...settings, mode: this.mode });

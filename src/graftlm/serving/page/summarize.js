@@ -33,6 +33,7 @@ export class Summarize {
 
   serve() {
     this.shown();
+    if (!this.running) this.busy("");
   }
 
   shown() {
