@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.block_state.attention import NEVER, Norm, Remembered, attend, heads, merge, windowed
+from graftlm.models.block_state.attention import NEVER, Norm, Remembered, attend, attend_so_far, heads, merge, windowed
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.memory import LayerMemory
 from graftlm.models.block_state.passes import Pass
@@ -46,17 +46,22 @@ class TokenContext(nn.Module):
 
     def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, d) for each slot, of hidden states; `kv_BG` is not read."""
-        every = self.remembered.extend(self._contexts(x_BTd, now, memory), now, memory, self.training)
-        q = now.onto_grid(self.q(x_BTd))
-        if now.step:
-            place = now.row_numbers([n % self.window for n in now.past])[:, None]
-            seen = torch.arange(self.window - 1, -1, -1, device=q.device) <= place
-            k, v = every.chunk(2, dim=-1)
-            bias = torch.where(seen, 0.0, NEVER)[:, None, None]
-            return merge(attend(heads(q, self.count), heads(k, self.count), heads(v, self.count), bias))
+        q, kv = now.onto_grid(self.q(x_BTd)), self._contexts(x_BTd, now, memory)
+        if now.step and memory is not None:
+            return self._step(q, self.remembered.step(kv, memory, self.training), now)
+        _, grid = self.remembered.extend(kv, now, memory, self.training)
         width = min(self.window, now.slots)
-        k, v = (heads(windowed(one, width), self.count) for one in every[:, self.window :].chunk(2, dim=-1))
-        return merge(attend(heads(windowed(q, width), self.count), k, v, self._seen(now, width))).flatten(1, 2)
+        q, k, v = (heads(windowed(one, width), self.count) for one in (q, *grid.chunk(2, dim=-1)))
+        out = self._seeing_both_ways(q, k, v, now) if self.bidirectional else attend_so_far(q, k, v)
+        return out.flatten(1, 2)
+
+    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
+        """(B, 1, d): attention to the states of the token's window among the last W."""
+        place = now.row_numbers([n % self.window for n in now.past])[:, None]
+        seen = torch.arange(self.window - 1, -1, -1, device=q_B1d.device) <= place
+        bias = torch.where(seen, 0.0, NEVER)[:, None, None]
+        k, v = every.chunk(2, dim=-1)
+        return merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
 
     def _contexts(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, 2d): keys and values."""
@@ -77,12 +82,10 @@ class TokenContext(nn.Module):
     def _normed(self, y_BTEH: Tensor) -> Tensor:
         return self.norm(y_BTEH.transpose(-1, -2)).transpose(-1, -2)
 
-    def _seen(self, now: Pass, width: int) -> Tensor:
-        """(w, w) which states of its window a token sees; (B, I, 1, 1, w) where tokens see both ways."""
-        if self.bidirectional:
-            return torch.where(windowed(now.holds, width), 0.0, NEVER)[:, :, None, None]
-        slot = torch.arange(width, device=now.device)
-        return torch.where(slot <= slot[:, None], 0.0, NEVER)
+    def _seeing_both_ways(self, q: Tensor, k: Tensor, v: Tensor, now: Pass) -> Tensor:
+        """(B, I, w, d): attention to the states of all tokens of a window."""
+        there = torch.where(windowed(now.holds, q.shape[-2]), 0.0, NEVER)
+        return merge(attend(q, k, v, there[:, :, None, None]))
 
 
 class FilterContext(nn.Module):

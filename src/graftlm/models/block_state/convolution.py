@@ -3,13 +3,13 @@
     y_t = sum over j = 0..t of K_j u_{t-j}                x_t = a x_{t-1} + u_t
 
 Shape suffixes: B rows, T tokens, E channels, C outputs of each channel, P conjugate pairs of a state, n chunks, c
-tokens of a chunk.
+tokens of a chunk, N = B n chunks of all rows, M systems side by side.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def convolve(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
@@ -20,15 +20,6 @@ def convolve(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
     k_f = torch.fft.rfft(kernel_CET[..., :length], n=size)  # (C, E, f)
     y = torch.fft.irfft(u_f[:, None] * k_f, n=size)[..., :length]  # (B, C, E, T)
     return y.permute(0, 3, 2, 1)
-
-
-def convolve_short(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
-    """(B, T, E, C) by a product with each channel's Toeplitz matrix: O(T^2), and nothing of later tokens."""
-    length = u_BTE.shape[1]
-    back = torch.arange(length, device=u_BTE.device)
-    back = back - back[:, None]  # (token j, token t): t - j
-    matrix = kernel_CET[..., back.clamp(min=0)] * (back >= 0)  # (C, E, j, t)
-    return torch.einsum("bje,cejt->btec", u_BTE, matrix)
 
 
 def last_output(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
@@ -60,19 +51,24 @@ def powers(log_a: Tensor, count: int, start: int = 0) -> Tensor:
     return torch.exp(log_a[..., None] * torch.arange(start, start + count, device=log_a.device))
 
 
-def end_states(u_BncE: Tensor, log_a_EP: Tensor) -> Tensor:
-    """(B, n, E, P) complex: what each chunk alone leaves behind, sum over j of a^(c-1-j) u_j."""
-    weights = torch.view_as_real(powers(log_a_EP, u_BncE.shape[2]).flip(-1))  # (E, P, c, 2)
-    found = torch.einsum("bnce,epck->bnepk", u_BncE, weights)
-    return torch.view_as_complex(found.contiguous())
+def channels_first(u_BTE: Tensor, chunk: int) -> Tensor:
+    """(E, N, c): the chunks of all rows, whose tokens fill a whole number of them."""
+    return u_BTE.reshape(-1, chunk, u_BTE.shape[-1]).permute(2, 0, 1).contiguous()
 
 
-def carry(ends_BnEP: Tensor, log_a_EP: Tensor, length: int, first_BEP: Tensor | None) -> Tensor:
-    """(B, n + 1, E, P): the state before each chunk of `length` tokens, and behind the last."""
-    factor = torch.exp(log_a_EP * length)
-    state = torch.zeros_like(ends_BnEP[:, 0]) if first_BEP is None else first_BEP
+def end_states(u_ENc: Tensor, powers_MEPc: Tensor) -> Tensor:
+    """(N, M, E, P) complex: what each chunk alone leaves behind in each system, sum over j of a^(c-1-j) u_j."""
+    weights = torch.view_as_real(powers_MEPc.flip(-1)).permute(1, 3, 0, 2, 4)  # (E, c, M, P, 2)
+    found = torch.bmm(u_ENc, weights.flatten(2)).unflatten(-1, weights.shape[2:])
+    return torch.view_as_complex(found).permute(1, 2, 0, 3)
+
+
+def carry(ends_BnMEP: Tensor, log_a_MEP: Tensor, length: int, first_BMEP: Tensor | None) -> Tensor:
+    """(B, n + 1, M, E, P): the state before each chunk of `length` tokens, and behind the last."""
+    factor = torch.exp(log_a_MEP * length)
+    state = torch.zeros_like(ends_BnMEP[:, 0]) if first_BMEP is None else first_BMEP
     states = [state]
-    for end in ends_BnEP.unbind(1):
+    for end in ends_BnMEP.unbind(1):
         state = factor * state + end
         states.append(state)
     return torch.stack(states, dim=1)
@@ -80,6 +76,51 @@ def carry(ends_BnEP: Tensor, log_a_EP: Tensor, length: int, first_BEP: Tensor | 
 
 def read_states(states_BnEP: Tensor, c_CEP: Tensor, log_a_EP: Tensor, count: int) -> Tensor:
     """(B, n, count, E, C): what a state before `count` tokens adds to the output at each, 2 Re(c a^(t+1) x)."""
-    weights = torch.view_as_real(c_CEP[..., None] * powers(log_a_EP, count, 1)).clone()  # (C, E, P, count, 2)
-    weights[..., 1] *= -1
-    return 2 * torch.einsum("bnepk,ceptk->bntec", torch.view_as_real(states_BnEP), weights)
+    weights = read_outs(c_CEP, powers(log_a_EP, count, 1))
+    return torch.einsum("bnepk,ceptk->bntec", torch.view_as_real(states_BnEP), weights)
+
+
+def read_outs(c_CEP: Tensor, powers_EPt: Tensor) -> Tensor:
+    """(C, E, P, t, 2): what either part of a state adds to outputs, 2 Re(c a^t x) as two products."""
+    weights = 2 * c_CEP[..., None] * powers_EPt
+    return torch.stack([weights.real, -weights.imag], dim=-1)
+
+
+def in_chunks(
+    u_BTE: Tensor, c_CEP: Tensor, d_CE: Tensor, log_a_EP: Tensor, first_BEP: Tensor | None, chunk: int
+) -> Tensor:
+    """(B, T, E, C): outputs of a system at every token, some tokens at a time: O(T), and nothing of later tokens.
+
+    Within a chunk it is a product with each channel's Toeplitz matrix, from chunk to chunk a state x is carried:
+
+        y_t = sum over j of u_j M_jt + 2 Re(c a^(t+1) x)        M_jt = 2 Re(c a^(t-j)) for t >= j, and d more for t = j
+
+    All products have the channels in front, so that what is added lies alike in memory.
+
+    Args:
+        u_BTE: inputs.
+        c_CEP: complex, the read-out of states.
+        d_CE: of the input.
+        log_a_EP: complex.
+        first_BEP: complex, the state before all tokens; zero where absent.
+        chunk: c.
+    """
+    rows, length, width = u_BTE.shape
+    steps = powers(log_a_EP, chunk + 1)
+    padded = nn.functional.pad(u_BTE, (0, 0, 0, -length % chunk))
+    u_ENc = channels_first(padded, chunk)
+    ends = end_states(u_ENc, steps[None, ..., :-1])[:, 0].unflatten(0, (rows, -1))
+    states = carry(ends, log_a_EP, chunk, first_BEP)[:, :-1]
+    states_EN = torch.view_as_real(states.permute(2, 0, 1, 3).contiguous()).flatten(1, 2).flatten(-2)  # (E, N, 2 P)
+    reads = read_outs(c_CEP, steps[..., 1:]).permute(1, 2, 4, 3, 0).flatten(1, 2).flatten(-2)  # (E, 2 P, c C)
+    y = torch.baddbmm(torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, steps[..., :-1])), states_EN, reads)
+    return y.reshape(width, rows, -1, c_CEP.shape[0]).permute(1, 2, 0, 3)[:, :length]
+
+
+def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
+    """(E, c, c C): by which a chunk's inputs are multiplied."""
+    kernel = 2 * torch.einsum("cep,ept->cet", c_CEP, powers_EPc).real
+    kernel = torch.cat([kernel[..., :1] + d_CE[..., None], kernel[..., 1:]], dim=-1)
+    back = torch.arange(kernel.shape[-1], device=kernel.device)
+    back = back - back[:, None]  # (token j, token t): t - j
+    return (kernel[..., back.clamp(min=0)] * (back >= 0)).permute(1, 2, 3, 0).flatten(-2)

@@ -18,6 +18,7 @@ from graftlm.models.block_state.state_space import (
     final_state,
     read,
     run_structured,
+    states_behind_chunks,
     step_structured,
     wide,
 )
@@ -113,9 +114,7 @@ class StructuredEnds(WindowOutputs):
         """(B, I + 1, M, E, P): states before the grid's first window (zero), and behind each."""
         log_a, _ = self.kernels.discrete()
         windows, width = u_BIwE.shape[1:3]
-        states = torch.stack(
-            [convolution.carry(convolution.end_states(u_BIwE, system), system, width, None) for system in log_a], dim=2
-        )
+        states = states_behind_chunks(log_a, u_BIwE.flatten(1, 2), width)
         if first is None:
             return states
         behind = torch.arange(windows + 1, device=u_BIwE.device) * width - now.row_numbers(now.phases)[:, None]

@@ -127,27 +127,14 @@ def run_structured(kernels: Structured, u_BTE: Tensor, first_BEP: Tensor | None,
         form: `chunks`, a product within each chunk and a state from chunk to chunk; or `transform`, one Fourier
             transform over all tokens, as published.
     """
-    length = u_BTE.shape[1]
-    if form == "transform":
-        y = convolution.convolve(u_BTE, kernels.kernel(length)[:, 0])
-        if first_BEP is not None:
-            log_a, c = kernels.discrete()
-            y = y + convolution.read_states(first_BEP[:, None], c[:, 0], log_a[0], length)[:, 0]
-    else:
-        y = _in_chunks(kernels, u_BTE, first_BEP)
-    return y + u_BTE[..., None] * kernels.d[:, 0].T
-
-
-def _in_chunks(kernels: Structured, u_BTE: Tensor, first_BEP: Tensor | None) -> Tensor:
-    rows, length, width = u_BTE.shape
-    padded = nn.functional.pad(u_BTE, (0, 0, 0, -length % CHUNK))
     log_a, c = kernels.discrete()
-    chunks = padded.reshape(rows, -1, CHUNK, width)
-    states = convolution.carry(convolution.end_states(chunks, log_a[0]), log_a[0], CHUNK, first_BEP)
-    inner = convolution.convolve_short(chunks.flatten(0, 1), kernels.kernel(CHUNK)[:, 0])
-    y = inner.reshape(rows, -1, CHUNK, width, kernels.outputs)
-    y = y + convolution.read_states(states[:, :-1], c[:, 0], log_a[0], CHUNK)
-    return y.flatten(1, 2)[:, :length]
+    if form == "chunks":
+        return convolution.in_chunks(u_BTE, c[:, 0], kernels.d[:, 0], log_a[0], first_BEP, CHUNK)
+    length = u_BTE.shape[1]
+    y = convolution.convolve(u_BTE, kernels.kernel(length)[:, 0])
+    if first_BEP is not None:
+        y = y + convolution.read_states(first_BEP[:, None], c[:, 0], log_a[0], length)[:, 0]
+    return y + u_BTE[..., None] * kernels.d[:, 0].T
 
 
 def final_state(kernels: Structured, u_BTE: Tensor, first_BMEP: Tensor | None, steps_B: Tensor) -> Tensor:
@@ -159,18 +146,20 @@ def final_state(kernels: Structured, u_BTE: Tensor, first_BMEP: Tensor | None, s
         first_BMEP: the state before them.
         steps_B: how many each row has.
     """
-    rows, length, width = u_BTE.shape
+    length = u_BTE.shape[1]
     log_a, _ = kernels.discrete()
     padded = nn.functional.pad(u_BTE, (0, 0, -length % CHUNK, 0)) if length > CHUNK else u_BTE
-    chunks = padded.reshape(rows, -1, min(length, CHUNK), width)
-    found = []
-    for system in log_a:
-        ends = convolution.end_states(chunks, system)
-        found.append(convolution.carry(ends, system, chunks.shape[2], None)[:, -1])
-    state = torch.stack(found, dim=1)
+    state = states_behind_chunks(log_a, padded, min(length, CHUNK))[:, -1]
     if first_BMEP is None:
         return state
     return state + torch.exp(log_a * steps_B[:, None, None, None]) * first_BMEP
+
+
+def states_behind_chunks(log_a_MEP: Tensor, u_BTE: Tensor, chunk: int) -> Tensor:
+    """(B, n + 1, M, E, P) complex: zero, and the state behind each of n chunks of so many tokens."""
+    powers = convolution.powers(log_a_MEP, chunk)
+    ends = convolution.end_states(convolution.channels_first(u_BTE, chunk), powers)
+    return convolution.carry(ends.unflatten(0, (len(u_BTE), -1)), log_a_MEP, chunk, None)
 
 
 def step_structured(kernels: Structured, u_BE: Tensor, state_BMEP: Tensor) -> tuple[Tensor, Tensor]:
