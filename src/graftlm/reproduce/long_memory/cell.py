@@ -31,12 +31,14 @@ class Stage(Config):
     """A part of training: so many steps on texts of one length.
 
     Args:
-        length: tokens of a text.
-        steps: with fresh examples; the rate rises and falls in each stage anew.
+        length: tokens of a text; of listops, the most, and a fourth of it the fewest.
+        steps: the rate rises and falls in each stage anew.
+        batch_size: texts of a step; every one is a fresh example.
     """
 
-    length: int = Field(ge=8)
+    length: int = Field(ge=16)
     steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
 
 
 class Cell(Job):
@@ -45,7 +47,6 @@ class Cell(Job):
     Args:
         model: its config, with `model_type`.
         stages: of training, one behind the other.
-        batch_size: of training; every row of a batch is a fresh example.
         tested: fresh examples of the test, and as many for validation.
     """
 
@@ -53,7 +54,6 @@ class Cell(Job):
     model: dict[str, Any]
     rate: float = Field(gt=0)
     stages: tuple[Stage, ...] = Field(min_length=1)
-    batch_size: int = Field(ge=1)
     tested: int = Field(ge=1)
     seed: int = 0
 
@@ -70,8 +70,9 @@ def learn(cell: Cell, folder: Path) -> Mapping[str, Any]:
         losses += _teach(model, cell, stage, folder / f"stage-{number}", sum(one.steps for one in cell.stages[:number]))
     seconds = time.process_time() - started
     parts = {part: make_rows(cell.task, cell.tested, cell.seed, part) for part in ("validation", "test")}
+    together = cell.stages[-1].batch_size
     return {
-        "accuracy": {part: accuracy(model, rows, cell.batch_size) for part, rows in parts.items()},
+        "accuracy": {part: accuracy(model, rows, together) for part, rows in parts.items()},
         "parameters": count_weights(model.parameters()),
         "training_cpu_s": round(seconds, 1),
         "losses": losses,
@@ -82,7 +83,7 @@ def _teach(model: Any, cell: Cell, stage: Stage, folder: Path, before: int) -> l
     """Train for one stage, `before` so many steps; its losses by step."""
     training = TrainingConfig(
         steps=stage.steps,
-        batch_size=cell.batch_size,
+        batch_size=stage.batch_size,
         learning_rate=cell.rate,
         warmup_steps=max(1, stage.steps // 20),
         seed=cell.seed,
@@ -90,9 +91,10 @@ def _teach(model: Any, cell: Cell, stage: Stage, folder: Path, before: int) -> l
         keep_checkpoints=1,
         log_every=max(1, stage.steps // 20),
     )
-    task = cell.task.model_copy(update={"length": stage.length})
-    rows = make_rows(task, stage.steps * cell.batch_size, cell.seed, f"train-{stage.length}")
-    mixture = Mixture({NEW: blocks(rows)}, {NEW: 1.0}, cell.batch_size, cell.seed)
+    shortest = min(cell.task.shortest, stage.length // 4)
+    task = cell.task.model_copy(update={"length": stage.length, "shortest": shortest})
+    rows = make_rows(task, stage.steps * stage.batch_size, cell.seed, f"train-{stage.length}")
+    mixture = Mixture({NEW: blocks(rows)}, {NEW: 1.0}, stage.batch_size, cell.seed)
     train(LanguageModel(model), mixture, training, folder, identity={"cell": cell.key()}, progress=False)
     return [[before + line["step"], line["loss"]] for line in read_history(folder / HISTORY)]
 

@@ -35,7 +35,6 @@ class Lesson(Config):
 
     task: Task
     stages: tuple[Stage, ...] = Field(min_length=1)
-    batch_size: int = Field(ge=1)
 
 
 class Setting(Config):
@@ -56,12 +55,18 @@ class Setting(Config):
     tested: int = 256
 
 
-def _stages(steps: Mapping[int, int]) -> tuple[Stage, ...]:
-    """So many steps at each length."""
-    return tuple(Stage(length=length, steps=count) for length, count in steps.items())
+def _stages(*each: tuple[int, int, int]) -> tuple[Stage, ...]:
+    """Of (length, steps, texts of a step)."""
+    return tuple(Stage(length=length, steps=steps, batch_size=texts) for length, steps, texts in each)
 
 
-_GROWING = _stages({24: 700, 32: 200, 40: 200, 48: 200, 64: 200, 96: 200, 128: 300})
+_GROWING = _stages(
+    (24, 700, 32), (32, 200, 32), (40, 200, 32), (48, 200, 32), (64, 200, 32), (96, 200, 32), (128, 300, 32)
+)
+_NESTED = _stages(
+    (16, 400, 32), (32, 400, 32), (64, 400, 32), (128, 300, 32), (256, 300, 32), (512, 200, 16), (1024, 150, 16),
+    (2000, 150, 16),
+)  # fmt: skip
 _SHAPE = {
     "hidden_size": 64,
     "state_width": 64,  # a fourth of the width, as elsewhere, would be 16 numbers for all that is remembered
@@ -73,19 +78,19 @@ _SHAPE = {
 }
 FULL = Setting(
     lessons={
-        "recall": Lesson(task=Task(name="recall"), stages=_GROWING, batch_size=32),
-        "copy": Lesson(task=Task(name="copy"), stages=_GROWING, batch_size=32),
-        "listops": Lesson(task=Task(name="listops", length=2000, window=64), stages=_stages({2000: 60}), batch_size=4),
+        "recall": Lesson(task=Task(name="recall"), stages=_GROWING),
+        "copy": Lesson(task=Task(name="copy"), stages=_GROWING),
+        "listops": Lesson(task=Task(name="listops", length=2000, window=64), stages=_NESTED),
     },
     shape=_SHAPE,
     parameters=130_000,
 )
 QUICK = Setting(
     lessons={
-        "recall": Lesson(task=Task(name="recall", length=64), stages=_stages({24: 1, 64: 1}), batch_size=2),
-        "copy": Lesson(task=Task(name="copy", length=64), stages=_stages({24: 1, 64: 1}), batch_size=2),
+        "recall": Lesson(task=Task(name="recall", length=64), stages=_stages((24, 1, 2), (64, 1, 2))),
+        "copy": Lesson(task=Task(name="copy", length=64), stages=_stages((24, 1, 2), (64, 1, 2))),
         "listops": Lesson(
-            task=Task(name="listops", length=64, window=8, shortest=10), stages=_stages({64: 2}), batch_size=2
+            task=Task(name="listops", length=64, window=8, shortest=10), stages=_stages((16, 1, 2), (64, 1, 2))
         ),
     },
     shape=_SHAPE | {"hidden_size": 16, "state_width": 4, "num_attention_heads": 2, "filters": 4},
@@ -114,7 +119,6 @@ class Plan:
             model=model_of(row, self.setting.shape | own, self.setting.parameters),
             rate=rate,
             stages=lesson.stages,
-            batch_size=lesson.batch_size,
             tested=self.setting.tested,
             seed=seed,
         )
