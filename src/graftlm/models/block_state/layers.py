@@ -54,6 +54,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
+        if isinstance(self.act, nn.ReLU):
+            self.act.inplace = True  # nobody else reads what W_1 gives, the largest tensor of a layer
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
