@@ -8,6 +8,8 @@ tokens of a chunk, N = B n chunks of all rows, M systems side by side.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -47,8 +49,15 @@ def window_ends(u_BTE: Tensor, kernel_CET: Tensor, window: int) -> Tensor:
 
 
 def powers(log_a: Tensor, count: int, start: int = 0) -> Tensor:
-    """(..., count) a^start, a^(start+1), ..., of complex numbers given by their logarithms."""
-    return torch.exp(log_a[..., None] * torch.arange(start, start + count, device=log_a.device))
+    """(..., count) a^start, a^(start+1), ..., of complex numbers given by their logarithms.
+
+    As a^(start + m i) a^j with j < m, about the root of `count`: an exponential costs many times a product.
+    """
+    fine = math.isqrt(max(1, count) - 1) + 1
+    coarse = -(-count // fine)
+    jumps = torch.exp(log_a[..., None] * (start + fine * torch.arange(coarse, device=log_a.device)))
+    steps = torch.exp(log_a[..., None] * torch.arange(fine, device=log_a.device))
+    return (jumps[..., None] * steps[..., None, :]).flatten(-2)[..., :count]
 
 
 def channels_first(u_BTE: Tensor, chunk: int) -> Tensor:

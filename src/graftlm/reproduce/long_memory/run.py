@@ -52,7 +52,7 @@ class Setting(Config):
     shape: dict[str, Any]
     parameters: int
     rates: tuple[float, ...] = RATES
-    tested: int = 256
+    tested: int = 512
 
 
 def _stages(*each: tuple[int, int, int]) -> tuple[Stage, ...]:
