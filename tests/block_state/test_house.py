@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from block_state import tools
 from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM
+from graftlm.models.block_state.passes import Pass
+from graftlm.models.block_state.sequence_ssm import token_outputs, window_outputs
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
@@ -83,6 +86,22 @@ def test_a_model_in_half_precision_keeps_its_state_spaces_exact(tmp_path: Path) 
     assert {kind for name, kind in kept.items() if "kernels" in name} == {torch.float32}
     assert {kind for name, kind in kept.items() if "kernels" not in name} == {torch.bfloat16}
     assert torch.isfinite(model(tools.ids(1, 9)).logits).all()
+
+
+@pytest.mark.parametrize("kind", [token_outputs, window_outputs])
+@pytest.mark.parametrize("kernel", ["s4d", "unstructured"])
+def test_autocast_leaves_state_spaces_exact(kind: Callable[..., torch.nn.Module], kernel: str) -> None:
+    config = tools.config(f"mf-{kernel}")
+    ssm = kind(config, 2, "state") if kind is token_outputs else kind(config, "state")
+    for part in ssm.modules():
+        getattr(part, "reset_parameters", lambda: None)()
+    length = 4 * config.window
+    u, now = torch.randn(2, length, config.state_width), Pass.over((2, length), None, None, config.window)
+    wanted = ssm(u, now, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ssm(u, now, None)
+    assert torch.equal(found, wanted)
+    assert found.dtype == torch.float32
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def in_chunks(
         first_BEP: complex, the state before all tokens; zero where absent.
         chunk: c.
     """
-    rows, length, width = u_BTE.shape
+    rows, length, _ = u_BTE.shape
     steps = powers(log_a_EP, chunk + 1)
     padded = nn.functional.pad(u_BTE, (0, 0, 0, -length % chunk))
     u_ENc = channels_first(padded, chunk)
@@ -122,8 +122,9 @@ def in_chunks(
     states = carry(ends, log_a_EP, chunk, first_BEP)[:, :-1]
     states_EN = torch.view_as_real(states.permute(2, 0, 1, 3).contiguous()).flatten(1, 2).flatten(-2)  # (E, N, 2 P)
     reads = read_outs(c_CEP, steps[..., 1:]).permute(1, 2, 4, 3, 0).flatten(1, 2).flatten(-2)  # (E, 2 P, c C)
-    y = torch.baddbmm(torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, steps[..., :-1])), states_EN, reads)
-    return y.reshape(width, rows, -1, c_CEP.shape[0]).permute(1, 2, 0, 3)[:, :length]
+    y = torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, steps[..., :-1])).baddbmm_(states_EN, reads)
+    y = y.flatten(1).T.contiguous()  # (N c C, E)
+    return y.unflatten(0, (rows, -1, c_CEP.shape[0])).transpose(-1, -2)[:, :length]
 
 
 def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:

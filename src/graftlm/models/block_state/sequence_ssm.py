@@ -34,7 +34,8 @@ class TokenOutputs(nn.Module):
     def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, E, C), at least in float32; slots without a token hold anything."""
         u, phases = wide(u_BGE), now.phases
-        y = self.run(take(u, phases, now.slots - min(phases)), now, memory)
+        with torch.autocast(u.device.type, enabled=False):
+            y = self.run(take(u, phases, now.slots - min(phases)), now, memory)
         return take(y, tuple(-phase for phase in phases), now.slots)
 
     def run(self, u_BTE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
@@ -87,6 +88,11 @@ class WindowOutputs(nn.Module):
 
     def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, I, M, E), at least in float32; of windows that have not ended, anything."""
+        with torch.autocast(u_BGE.device.type, enabled=False):
+            return self.run(wide(u_BGE), now, memory)
+
+    def run(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        """The same of inputs that are wide enough."""
         raise NotImplementedError
 
 
@@ -95,8 +101,8 @@ class StructuredEnds(WindowOutputs):
 
     kernels: Structured
 
-    def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        u, first = wide(u_BGE), _state(memory, self.name)
+    def run(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        u, first = u_BGE, _state(memory, self.name)
         if now.step and memory is not None and first is not None:
             y, state = step_structured(self.kernels, u[:, 0], first)
             memory.keep(self.name, torch.view_as_real(state), detach=self.training)
@@ -138,8 +144,8 @@ class UnstructuredEnds(WindowOutputs):
 
     kernels: Unstructured
 
-    def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        u, phases, window = wide(u_BGE), now.phases, self.window
+    def run(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
+        u, phases, window = u_BGE, now.phases, self.window
         line = take(u, phases, now.slots - min(phases))
         every = _extended(line, now, memory, self.name, self.training)
         if not any(now.ended):
