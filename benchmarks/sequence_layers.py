@@ -39,8 +39,8 @@ class Size:
     others_up_to: int = 16_384
     """On longer texts single-head, block-recurrent and sliding layers alone are timed."""
     training_up_to: int = 4096
-    forward_rounds: int = 3
-    training_rounds: int = 3
+    forward_rounds: int = 7
+    training_rounds: int = 5
     decode: tuple[int, int] = (1024, 65_536)
     decode_rounds: int = 9
     steps: int = 16

@@ -39,7 +39,8 @@ class Norm(nn.RMSNorm):
             return super().forward(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square() / x.shape[-1]
-        return (x * torch.rsqrt(square + self.eps)).to(x.dtype) * self.weight
+        found = (x * torch.rsqrt(square + self.eps)).to(x.dtype)
+        return found * self.weight if torch.is_grad_enabled() else found.mul_(self.weight)
 
 
 class RelativeBias(nn.Module):
@@ -118,8 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
     return functional.scaled_dot_product_attention(*flat, attn_mask=bias).unflatten(0, lead)
 
 
-def attend_so_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(..., w, d): attention of each of w queries (..., H, w, K) to the keys up to its own place.
+def attend_so_far(q: Tensor, k: Tensor, v: Tensor) -> Pieces:
+    """(B, I, w, d): attention of each of a window's queries (B, I, H, w, K) to the keys up to its own place.
 
     On a CPU in at most four pieces, each of which reads no more keys than its last query sees: 5/8 of all scores.
     """
@@ -131,7 +132,39 @@ def attend_so_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for start in range(0, count, piece):
         some, seen = slice(start, start + piece), slice(min(count, start + piece))
         out.append(merge(attend(q[..., some, :], k[..., seen, :], v[..., seen, :], bias[some, seen])))
-    return torch.cat(out, dim=-2)
+    return Pieces(out, dim=2)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """(B, I, w, d) in parts that stand side by side along `dim`: not joined before it is known where they belong."""
+
+    parts: list[Tensor]
+    dim: int = 1
+
+    def joined(self) -> Tensor:
+        """(B, G, d)."""
+        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=self.dim)).flatten(1, 2)
+
+    def write(self, out_BGd: Tensor) -> None:
+        """Copy all parts to their places."""
+        width = sum(part.shape[2] for part in self.parts) if self.dim == 2 else self.parts[0].shape[2]
+        sizes = [part.shape[self.dim] for part in self.parts]
+        for place, part in zip(windowed(out_BGd, width).split(sizes, dim=self.dim), self.parts, strict=True):
+            place.copy_(part)
+
+
+def beside(*each: Pieces) -> Tensor:
+    """(B, G, n d): n outputs beside each other, copied once where nothing has gradients."""
+    if torch.is_grad_enabled() or len(each) == 1:
+        found = [one.joined() for one in each]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    first = each[0].parts[0]
+    slots = sum(part.shape[1] * part.shape[2] for part in each[0].parts)
+    out = first.new_empty(first.shape[0], slots, len(each) * first.shape[-1])
+    for one, place in zip(each, out.chunk(len(each), dim=-1), strict=True):
+        one.write(place)
+    return out
 
 
 def heads(x: Tensor, count: int) -> Tensor:
@@ -171,8 +204,8 @@ class WindowAttention(nn.Module):
         self.remembered = Remembered("tokens", config.span)
         self.bias = RelativeBias(config)
 
-    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Tensor, Tensor]:
-        """(B, G, d), and keys with values of every slot of the grid (B, G, 2d), also of those before the pass."""
+    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Pieces, Tensor]:
+        """(B, blocks, c, d); and keys with values of all slots of the grid (B, G, 2d), also of those before the pass."""
         q, kv = now.onto_grid(self.q(x_BTd)), now.onto_grid(self.kv(x_BTd))
         if now.step and memory is not None:
             every = self.remembered.step(kv, memory, self.training)
@@ -191,14 +224,13 @@ class WindowAttention(nn.Module):
             again = torch.where(now.holds[..., None], again, grid)
         return again
 
-    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
+    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Pieces:
         back = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
         there = back <= now.row_numbers(now.past)[:, None]  # (B, span)
         bias = self.bias(back)[None, :, None] + torch.where(there, 0.0, NEVER)[:, None, None]
-        k, v = every.chunk(2, dim=-1)
-        return merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
+        return Pieces([self._attend(q_B1d, every, bias)[:, None]])
 
-    def _windows(self, q_BGd: Tensor, before: Tensor, grid: Tensor, far: Tensor, now: Pass) -> Tensor:
+    def _windows(self, q_BGd: Tensor, before: Tensor, grid: Tensor, far: Tensor, now: Pass) -> Pieces:
         """(B, G, d) for keys and values before the grid and on it; queries of later windows see those of `far`."""
         banded = self._learns_bias_on_cpu(now)
         size = min(now.window, now.slots) if far is not grid and not banded else _block(now)
@@ -206,14 +238,15 @@ class WindowAttention(nn.Module):
         shared, edge = self._biases(now, size, after)
         if banded:
             every = torch.cat([before, grid], dim=1)
-            return self._banded(q_BGd, every, every if far is grid else torch.cat([before, far], dim=1), shared, edge)
+            far = every if far is grid else torch.cat([before, far], dim=1)
+            return Pieces([self._banded(q_BGd, every, far, shared, edge)[:, None]])
         q = windowed(q_BGd, size)  # (B, blocks, c, d)
         first = edge.shape[1]
         kv, others = self._seen(before, grid, far, size, first, after)
         out = [self._attend(q[:, :first], kv, shared + edge[:, :, None, None])]
         if others is not None:
             out.append(self._attend(q[:, first:], others, shared))
-        return torch.cat(out, dim=1).flatten(1, 2)
+        return Pieces(out)
 
     def _seen(
         self, before: Tensor, grid: Tensor, far: Tensor, size: int, first: int, after: int
@@ -228,7 +261,7 @@ class WindowAttention(nn.Module):
         return spans(functional.pad(begin, (0, 0, 0, after)), size, self.span, after), others
 
     def _attend(self, q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
-        """(B, blocks, c, d) of queries (B, blocks, c, d) to keys and values (B, blocks, keys, 2d)."""
+        """(..., c, d) of queries (..., c, d) to keys and values (..., keys, 2d)."""
         k, v = kv.chunk(2, dim=-1)
         return merge(attend(heads(q, self.count), heads(k, self.count), heads(v, self.count), bias))
 

@@ -15,7 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.block_state.attention import NEVER, Norm, Remembered, attend, attend_so_far, heads, merge, windowed
+from graftlm.models.block_state.attention import (
+    NEVER,
+    Norm,
+    Pieces,
+    Remembered,
+    attend,
+    attend_so_far,
+    heads,
+    merge,
+    windowed,
+)
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.memory import LayerMemory
 from graftlm.models.block_state.passes import Pass
@@ -44,24 +54,24 @@ class TokenContext(nn.Module):
         self.multi = multi
         self.remembered = Remembered("contexts", config.window)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each slot, of hidden states; `kv_BG` is not read."""
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Pieces:
+        """(B, I, w, d) for each slot, of hidden states; `kv_BG` is not read."""
         q, kv = now.onto_grid(self.q(x_BTd)), self._contexts(x_BTd, now, memory)
         if now.step and memory is not None:
             return self._step(q, self.remembered.step(kv, memory, self.training), now)
         _, grid = self.remembered.extend(kv, now, memory, self.training)
         width = min(self.window, now.slots)
         q, k, v = (heads(windowed(one, width), self.count) for one in (q, *grid.chunk(2, dim=-1)))
-        out = self._seeing_both_ways(q, k, v, now) if self.bidirectional else attend_so_far(q, k, v)
-        return out.flatten(1, 2)
+        return self._seeing_both_ways(q, k, v, now) if self.bidirectional else attend_so_far(q, k, v)
 
-    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Tensor:
-        """(B, 1, d): attention to the states of the token's window among the last W."""
+    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Pieces:
+        """(B, 1, 1, d): attention to the states of the token's window among the last W."""
         place = now.row_numbers([n % self.window for n in now.past])[:, None]
         seen = torch.arange(self.window - 1, -1, -1, device=q_B1d.device) <= place
         bias = torch.where(seen, 0.0, NEVER)[:, None, None]
         k, v = every.chunk(2, dim=-1)
-        return merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
+        out = merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
+        return Pieces([out[:, None]])
 
     def _contexts(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, 2d): keys and values."""
@@ -82,10 +92,10 @@ class TokenContext(nn.Module):
     def _normed(self, y_BTEH: Tensor) -> Tensor:
         return self.norm(y_BTEH.transpose(-1, -2)).transpose(-1, -2)
 
-    def _seeing_both_ways(self, q: Tensor, k: Tensor, v: Tensor, now: Pass) -> Tensor:
+    def _seeing_both_ways(self, q: Tensor, k: Tensor, v: Tensor, now: Pass) -> Pieces:
         """(B, I, w, d): attention to the states of all tokens of a window."""
         there = torch.where(windowed(now.holds, q.shape[-2]), 0.0, NEVER)
-        return merge(attend(q, k, v, there[:, :, None, None]))
+        return Pieces([merge(attend(q, k, v, there[:, :, None, None]))])
 
 
 class FilterContext(nn.Module):
@@ -104,8 +114,8 @@ class FilterContext(nn.Module):
         self.ids = nn.Parameter(torch.empty(config.filters * (2 if config.bidirectional else 1), width))
         self.reader = StateReader(config)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each slot, of hidden states; `kv_BG` is not read."""
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Pieces:
+        """(B, I, w, d) for each slot, of hidden states; `kv_BG` is not read."""
         u = now.onto_grid(self.down(x_BTd))
         ends = self.ssm(u, now, memory).to(x_BTd.dtype)  # (B, I, S, E)
         states = before_windows(ends, self.first, now, memory, "context", self.training)
@@ -148,12 +158,12 @@ class StateReader(nn.Module):
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, states_BISd: Tensor, now: Pass) -> Tensor:
-        """(B, G, d)."""
+    def forward(self, x_BTd: Tensor, states_BISd: Tensor, now: Pass) -> Pieces:
+        """(B, I, w, d)."""
         return self.read(x_BTd, self.kv(states_BISd), now)
 
-    def read(self, x_BTd: Tensor, kv_BIS: Tensor, now: Pass) -> Tensor:
-        """(B, G, d) of the states' keys and values (B, I, S, 2d)."""
+    def read(self, x_BTd: Tensor, kv_BIS: Tensor, now: Pass) -> Pieces:
+        """(B, I, w, d) of the states' keys and values (B, I, S, 2d)."""
         q = heads(windowed(now.onto_grid(self.q(x_BTd)), min(self.window, now.slots)), self.count)
         k, v = (heads(one, self.count) for one in kv_BIS.chunk(2, dim=-1))
-        return merge(attend(q, k, v)).flatten(1, 2)
+        return Pieces([merge(attend(q, k, v))])

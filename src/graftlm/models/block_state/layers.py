@@ -9,12 +9,11 @@ Shape suffixes: B rows, T columns of a pass, G slots of its grid, E channels, d 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from graftlm.models.block_state.attention import Norm, WindowAttention
+from graftlm.models.block_state.attention import Norm, WindowAttention, beside
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterContext, TokenContext
 from graftlm.models.block_state.memory import LayerMemory
@@ -35,9 +34,8 @@ class Mixing(nn.Module):
 
     def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, T, d)."""
-        out, kv = self.attention(x_BTd, now, memory)
-        if self.context is not None:
-            out = torch.cat([out, self.context(x_BTd, kv, now, memory)], dim=-1)
+        seen, kv = self.attention(x_BTd, now, memory)
+        out = beside(seen) if self.context is None else beside(seen, self.context(x_BTd, kv, now, memory))
         return self.out(now.off_grid(out, x_BTd.shape[1]))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.block_state.attention import Norm, attend, heads, merge, windowed
+from graftlm.models.block_state.attention import Norm, Pieces, attend, heads, merge, windowed
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import StateReader, before_windows
 from graftlm.models.block_state.memory import LayerMemory
@@ -36,8 +36,8 @@ class RecurrentContext(nn.Module):
         self.out = nn.Linear(2 * width, width, bias=False)
         self.gate = nn.Parameter(torch.empty(width))
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, d) for each slot, of hidden states and the keys and values of all tokens of its window (B, G, 2d)."""
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Pieces:
+        """(B, I, w, d) for each slot, of hidden states and all keys and values of its window (B, G, 2d)."""
         states = self._states(kv_BG, now, memory).to(x_BTd.dtype)
         return self.reader.read(x_BTd, self.reader.kv(self._said(states)), now)
 
