@@ -205,7 +205,7 @@ class WindowAttention(nn.Module):
         self.bias = RelativeBias(config)
 
     def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Pieces, Tensor]:
-        """(B, blocks, c, d); and keys with values of all slots of the grid (B, G, 2d), also of those before the pass."""
+        """(B, blocks, c, d); and keys with values of all slots of the grid (B, G, 2d), those before the pass too."""
         q, kv = now.onto_grid(self.q(x_BTd)), now.onto_grid(self.kv(x_BTd))
         if now.step and memory is not None:
             every = self.remembered.step(kv, memory, self.training)
