@@ -29,8 +29,9 @@ class LayerMemory(CacheLayerMixin):
         self.columns = 0
 
     def keep(self, name: str, value: Tensor, *, detach: bool) -> None:
-        """Remember a tensor (B, ...) under a name; without its gradients while a model trains."""
-        self.tensors[name] = value.detach() if detach else value
+        """Remember a tensor (B, ...) under a name, and nothing that it is a view of; `detach`: no gradients."""
+        value = value.detach() if detach else value
+        self.tensors[name] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
         if not self.is_initialized:
             self.lazy_initialization(value)
 
