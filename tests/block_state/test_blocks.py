@@ -74,3 +74,41 @@ def test_windows_without_a_fitting_part_are_read_whole() -> None:
 
     assert [block(128, 512), block(512, 1024), block(96, 960), block(8, 64)] == [64, 64, 48, 8]
     assert [block(127, 254), block(128, 100)] == [127, 100]
+
+
+@settings(max_examples=30)
+@given(slots=st.integers(1, 150), windows=st.integers(1, 3))
+def test_pieces_of_a_window_attend_as_all_of_it(slots: int, windows: int) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    shape = (2, windows, 3, slots, 4)  # (B, I, H, w, K)
+    q, k, v = (torch.randn(shape, dtype=torch.double, generator=generator).requires_grad_() for _ in range(3))
+    place = torch.arange(slots)
+    scores = (q @ k.transpose(-1, -2) / 2).masked_fill(place > place[:, None], -torch.inf)
+    wanted = attention.merge(scores.softmax(-1) @ v).flatten(1, 2)
+    found = attention.attend_so_far(q, k, v).joined()
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    weights = torch.randn(wanted.shape, dtype=torch.double, generator=generator)
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), (q, k, v)),
+        torch.autograd.grad((wanted * weights).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@given(
+    blocks=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)
+def test_outputs_stand_beside_each_other_alike_with_and_without_gradients(blocks: list[int], slots: list[int]) -> None:
+    rows, width, total = 2, 5, sum(blocks) * sum(slots)
+    each = [
+        attention.Pieces([torch.randn(rows, count, sum(slots), width) for count in blocks], dim=1),
+        attention.Pieces([torch.randn(rows, sum(blocks), count, width) for count in slots], dim=2),
+    ]
+    found = attention.beside(*each)
+    assert found.shape == (rows, total, 2 * width)
+    assert torch.equal(found, torch.cat([each[0].joined(), each[1].joined()], dim=-1))
+    with torch.no_grad():
+        assert torch.equal(attention.beside(*each), found)
+        assert torch.equal(attention.beside(each[1]), each[1].joined())
