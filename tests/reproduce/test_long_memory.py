@@ -15,7 +15,7 @@ from graftlm.errors import RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.reproduce import Options, long_memory, reproduce
 from graftlm.reproduce.long_memory.cell import accuracy, blocks
-from graftlm.reproduce.long_memory.data import FILL, Task, make_rows
+from graftlm.reproduce.long_memory.data import FILL, Task, informed_guesses, make_rows
 from graftlm.reproduce.long_memory.listops import ANSWER, CLOSE, DIGIT, NAMES, expressions, spelled
 from graftlm.reproduce.long_memory.run import FULL, QUICK, Plan
 from graftlm.reproduce.sequence_rows import LABELS, ROWS, count, model_of
@@ -69,6 +69,12 @@ def test_listops_results_are_those_of_python(seed: int) -> None:
                 stack[-1].append(one - DIGIT)
         assert stack == [[result]]
         assert spelled([*ids, ANSWER + result]).endswith(f"] = {result}")
+
+
+def test_guesses_know_the_outermost_operation() -> None:
+    task = Task(name="listops", length=40, window=8, shortest=4)
+    found = informed_guesses(task, 400, 200, 0)
+    assert 10 < found["the commonest result"] < found["that of the outermost operation"] < 60
 
 
 def test_training_and_tests_have_other_examples() -> None:

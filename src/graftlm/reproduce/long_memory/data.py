@@ -74,6 +74,25 @@ def make_rows(task: Task, count: int, seed: int, part: str) -> Rows:
     return {"recall": _recall, "copy": _copy, "listops": _listops}[task.name](task, count, random)
 
 
+def informed_guesses(task: Task, examples: int, tested: int, seed: int) -> dict[str, float]:
+    """Percent of a listops test that is answered right without reading on than to its outermost operation.
+
+    Args:
+        task: listops.
+        examples: in which results are counted; those that are commonest are guessed.
+        tested: examples of the test.
+        seed: of both.
+    """
+    known, test = make_rows(task, examples, seed, "guesses"), make_rows(task, tested, seed, "test")
+    results, wanted = known.ids[known.answers], test.ids[test.answers]
+    guess = {first: np.bincount(results[known.ids[:, 0] == first]).argmax() for first in np.unique(known.ids[:, 0])}
+    by_operation = np.array([guess.get(first, FILL) for first in test.ids[:, 0]])
+    return {
+        "the commonest result": 100 * float((wanted == np.bincount(results).argmax()).mean()),
+        "that of the outermost operation": 100 * float((wanted == by_operation).mean()),
+    }
+
+
 def _recall(task: Task, count: int, random: np.random.Generator) -> Rows:
     ids = _noise(task, count, random)
     keys = _chosen(random, count, task.keys, task.pairs)

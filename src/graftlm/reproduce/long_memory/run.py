@@ -22,7 +22,7 @@ from graftlm.reproduce.composed import bars
 from graftlm.reproduce.jobs import run_jobs
 from graftlm.reproduce.long_memory import paper
 from graftlm.reproduce.long_memory.cell import Cell, Stage, learn
-from graftlm.reproduce.long_memory.data import Task
+from graftlm.reproduce.long_memory.data import Task, informed_guesses
 from graftlm.reproduce.sequence_rows import BLOCK_STATE, LABELS, model_of
 
 NAME = "long-memory"
@@ -151,6 +151,7 @@ def run(options: Options) -> Results:
         "validation": tried,
         "rates": {f"{row} {task}": rate for (row, task), rate in best.items()},
         "losses": _losses(plan, cells, measured),
+        "listops_guesses": _guesses(plan),
     }
     published = paper.rows({row.id for row in rows}) if "listops" in plan.tasks else []
     results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=published, details=details)
@@ -202,6 +203,14 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         Aim(text=solved, metric="recall", aim=SOLVED, measured=best, met=best >= SOLVED),
         Aim(text=unsolved, metric="recall", aim=bound, measured=slide, met=slide < bound),
     ]
+
+
+def _guesses(plan: Plan) -> dict[str, float]:
+    """What ListOps is worth to those who do not read it, with the first seed."""
+    if "listops" not in plan.tasks:
+        return {}
+    task, tested = plan.setting.lessons["listops"].task, plan.setting.tested
+    return informed_guesses(task, 8 * tested, tested, plan.seeds[0])
 
 
 def _losses(
