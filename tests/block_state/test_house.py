@@ -109,8 +109,17 @@ def test_autocast_leaves_state_spaces_exact(kind: Callable[..., torch.nn.Module]
 def test_a_compiled_model_is_the_same() -> None:
     model, ids = tools.model("sh-s4d").float(), tools.ids(2, 12)
     wanted = model(ids, use_cache=False).logits
-    found = torch.compile(model)(ids, use_cache=False).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(model)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, use_cache=True).logits, wanted.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["sh-s4d", "mf-s4d", "sh-unstructured"])
+def test_shapes_are_found_without_memory(variant: str) -> None:
+    with torch.device("meta"):
+        model, ids = BlockStateForCausalLM(tools.config(variant)), torch.zeros(2, 12, dtype=torch.long)
+    assert model(ids, use_cache=True).logits.shape == (2, 12, model.config.vocab_size)
 
 
 @pytest.mark.parametrize("kernel", ["s4d", "unstructured"])

@@ -72,6 +72,7 @@ def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Pa
     for name, asks in {"Summarize": "Summarise", "Clarify": "Begin", "Compare": "Generate"}.items():
         view(page, name)
         expect(page.get_by_role("button", name=asks)).to_be_enabled()
+    expect(page.locator("#compare-error")).to_be_hidden()
     page.get_by_role("button", name="Generate").click()
     expect(column(page, "danish").get_by_role("status")).to_contain_text("It ended by itself")
 

@@ -211,10 +211,7 @@ class WindowAttention(nn.Module):
             every = self.remembered.step(kv, memory, self.training)
             return self._step(q, every, now), every[:, -now.window :]
         before, grid = self.remembered.extend(kv, now, memory, self.training)
-        if self.frozen_past and torch.is_grad_enabled():
-            far = self._frozen(x_BTd, grid, now)
-        else:
-            far = grid
+        far = self._frozen(x_BTd, grid, now) if self.frozen_past and torch.is_grad_enabled() else grid
         return self._windows(q, before, grid, far, now), grid
 
     def _frozen(self, x_BTd: Tensor, grid: Tensor, now: Pass) -> Tensor:
@@ -231,7 +228,7 @@ class WindowAttention(nn.Module):
         return Pieces([self._attend(q_B1d, every, bias)[:, None]])
 
     def _windows(self, q_BGd: Tensor, before: Tensor, grid: Tensor, far: Tensor, now: Pass) -> Pieces:
-        """(B, G, d) for keys and values before the grid and on it; queries of later windows see those of `far`."""
+        """(B, blocks, c, d) for keys and values before the grid and on it; those of `far` are seen by later windows."""
         banded = self._learns_bias_on_cpu(now)
         size = min(now.window, now.slots) if far is not grid and not banded else _block(now)
         after = min(now.window, now.slots) if self.bidirectional else 0

@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
         if isinstance(self.act, nn.ReLU):
-            self.act.inplace = True  # nobody else reads what W_1 gives, the largest tensor of a layer
+            self.act.inplace = True  # on W_1's output, the largest tensor of a layer
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ class LayerMemory(CacheLayerMixin):
     def keep(self, name: str, value: Tensor, *, detach: bool) -> None:
         """Remember a tensor (B, ...) under a name, and nothing that it is a view of; `detach`: no gradients."""
         value = value.detach() if detach else value
-        self.tensors[name] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        if not torch.compiler.is_compiling() and value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()
+        self.tensors[name] = value
         if not self.is_initialized:
             self.lazy_initialization(value)
 

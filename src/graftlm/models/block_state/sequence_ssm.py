@@ -5,6 +5,8 @@ Shape suffixes: B rows, G slots of the grid, T tokens in line, E channels, C out
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ class TokenOutputs(nn.Module):
     def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, G, E, C), at least in float32; slots without a token hold anything."""
         u, phases = wide(u_BGE), now.phases
-        with torch.autocast(u.device.type, enabled=False):
+        with _without_autocast(u.device):
             y = self.run(take(u, phases, now.slots - min(phases)), now, memory)
         return take(y, tuple(-phase for phase in phases), now.slots)
 
@@ -88,7 +90,7 @@ class WindowOutputs(nn.Module):
 
     def forward(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
         """(B, I, M, E), at least in float32; of windows that have not ended, anything."""
-        with torch.autocast(u_BGE.device.type, enabled=False):
+        with _without_autocast(u_BGE.device):
             return self.run(wide(u_BGE), now, memory)
 
     def run(self, u_BGE: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
@@ -157,6 +159,12 @@ class UnstructuredEnds(WindowOutputs):
         ends = convolution.window_ends(left, self.kernels.kernel(count * window), window)  # (B, count, E, M)
         ends = ends.transpose(2, 3) + left[:, window - 1 :: window, None] * self.kernels.d[:, 0]
         return take(ends, tuple(n // window for n in now.past), max(1, now.slots // window))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Products in the dtype of their factors; devices without autocast, such as meta, know none other."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def token_outputs(config: BlockStateConfig, outputs: int, name: str) -> TokenOutputs:

@@ -31,7 +31,7 @@ class Stage(Config):
     """A part of training: so many steps on texts of one length.
 
     Args:
-        length: tokens of a text; of listops, the most, and a fourth of it the fewest.
+        length: tokens of a text; of listops the most, and a fourth of it the fewest, but no more than the task's.
         steps: the rate rises and falls in each stage anew.
         batch_size: texts of a step; every one is a fresh example.
     """

@@ -75,7 +75,7 @@ def make_rows(task: Task, count: int, seed: int, part: str) -> Rows:
 
 
 def informed_guesses(task: Task, examples: int, tested: int, seed: int) -> dict[str, float]:
-    """Percent of a listops test that is answered right without reading on than to its outermost operation.
+    """Percent of a listops test that is right by one who reads no further than the outermost operation, or not at all.
 
     Args:
         task: listops.

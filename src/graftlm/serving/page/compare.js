@@ -41,6 +41,7 @@ export class Compare {
     byId("columns").replaceChildren();
     for (const names of wished.slice(0, MOST_COLUMNS)) this.add(Array.isArray(names) ? names.filter((name) => known.includes(name)) : []);
     this.busy(Boolean(this.running));
+    complain(byId("compare-error"));
   }
 
   add(chosen) {
