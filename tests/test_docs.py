@@ -28,7 +28,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def test_the_tutorial_s_recipe_is_one() -> None:
-    from graftlm.training.recipe import load_recipe
+    from graftlm.runs.recipe import load_recipe
 
     recipe = load_recipe(RECIPE, ["training.steps=100"])
     assert recipe.graft is not None
@@ -36,7 +36,7 @@ def test_the_tutorial_s_recipe_is_one() -> None:
 
 
 def test_the_tutorial_s_comparison_fits_its_recipe(tmp_path: Path) -> None:
-    from graftlm.training.recipe import Recipe
+    from graftlm.runs.recipe import Recipe
 
     methods = next(code for page, code in blocks("yaml") if "add-a-language" in page and code.startswith("methods:"))
     (tmp_path / "methods.yaml").write_text(methods)
@@ -76,7 +76,7 @@ def test_every_command_exists() -> None:
 
 
 def test_a_typing_mistake_in_the_recipe_gets_the_hint_that_the_tutorial_promises() -> None:
-    from graftlm.training.recipe import load_recipe
+    from graftlm.runs.recipe import load_recipe
 
     with pytest.raises(RecipeError, match=r"did you mean capacity\?"):
         load_recipe(RECIPE, ["graft.capcity=0.2"])

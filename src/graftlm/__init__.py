@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from graftlm.backbone import load_backbone
     from graftlm.errors import GraftError
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
-    from graftlm.training.experiment import compare_recipe, run_recipe
-    from graftlm.training.recipe import load_recipe
+    from graftlm.runs.experiment import compare_recipe, run_recipe
+    from graftlm.runs.recipe import load_recipe
 
 _HOMES = {
     "Graft": "graftlm.grafts",
     "GraftError": "graftlm.errors",
     "GraftedModel": "graftlm.grafts",
     "build_graft": "graftlm.grafts",
-    "compare_recipe": "graftlm.training.experiment",
+    "compare_recipe": "graftlm.runs.experiment",
     "graft_config": "graftlm.grafts",
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
-    "load_recipe": "graftlm.training.recipe",
-    "run_recipe": "graftlm.training.experiment",
+    "load_recipe": "graftlm.runs.recipe",
+    "run_recipe": "graftlm.runs.experiment",
     "save_graft": "graftlm.artifact",
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
 from graftlm.config import Config, apply_override
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
+from graftlm.io import put_in_place, sync
 from graftlm.version import __version__
 
 FORMAT = 1
@@ -288,30 +288,6 @@ def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card:
     (draft / CARD_NAME).write_text(card, encoding="utf-8")
     for path in (*draft.iterdir(), draft):
         sync(path)
-
-
-def put_in_place(draft: Path, folder: Path) -> None:
-    """Rename a folder that is whole over one that may be there; if that fails, the old one stays."""
-    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        draft.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

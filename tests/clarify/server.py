@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from experiments.clarify.server import Handler, choice
 from graftlm.pipelines.clarify import Conversation
 from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.pipelines.clarify.roles import Reply
 from graftlm.pipelines.clarify.turns import Cost
-from graftlm.reproduce.clarify.server import Handler, choice
 
 FRENCH = {
     "a friend or relative": "Es-tu sûre ?",

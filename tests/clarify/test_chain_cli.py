@@ -16,8 +16,8 @@ import pytest
 from clarify.server import FRENCH, PLAIN, Bad, translator
 from clarify.test_chain_templates import own_template
 from cli.tools import Outcome, invoke
+from experiments.clarify.server import Server, serving
 from graftlm.pipelines.clarify import Conversation
-from graftlm.reproduce.clarify.server import Server, serving
 from tiny import BackboneFolder
 
 FRIEND, POLITE = FRENCH

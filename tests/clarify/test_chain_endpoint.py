@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from clarify.server import FRENCH, QUESTION, Bad, translator
+from experiments.clarify.server import Server, serving
 from graftlm.errors import EndpointError, MissingExtraError, RecipeError
-from graftlm.generation import Decoding, generate_text
+from graftlm.generation.generate import Decoding, generate_text
 from graftlm.pipelines.clarify import (
     Chain,
     Conversation,
@@ -24,7 +25,6 @@ from graftlm.pipelines.clarify import (
     load_template,
     prompts,
 )
-from graftlm.reproduce.clarify.server import Server, serving
 from tiny import tiny_model, tiny_tokenizer
 
 PROMPT = prompts.ask(load_template("translate"), "fr", "Are you sure?")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from clarify.server import FRENCH, QUESTION, Bad, translator
 from cli.tools import invoke
+from experiments.clarify.server import serving
 from graftlm.pipelines.clarify import Conversation, Endpoint, EndpointConfig, Local, Shown, load_template, prompts
-from graftlm.reproduce.clarify.server import serving
 from tiny import tiny_model, tiny_tokenizer
 
 FRIEND, POLITE = FRENCH

@@ -172,14 +172,6 @@ CASES = {
         ("generate", "GRAFT", "x", "--device", "meat"),
         "The device meat can't be used (",
     ),
-    "no such reproduction": (
-        ("reproduce", "neutral-residue", "--data", "."),
-        "There is no reproduction 'neutral-residue' (did you mean neutral-residues?).",
-    ),
-    "seeds that are no numbers": (
-        ("reproduce", "neutral-residues", "--data", ".", "--seeds", "0,one"),
-        "graft reproduce: seeds.1: the value should be a valid integer, but found 'one'.",
-    ),
     "a file where a folder is to be": (
         ("train", "recipe.yaml", "--out", "old/test.txt", "--quiet"),
         "old/test.txt/recipe.yaml can't be written (File exists): free some space or name another folder.",
@@ -213,7 +205,6 @@ def test_a_prompt_that_is_not_utf_8(graft: Graft, trained: str) -> None:
         (("tran",), "No such command 'tran'"),
         (("train",), "Missing argument 'RECIPE'"),
         (("train", "recipe.yaml", "--steps", "3"), "No such option: --steps"),
-        (("reproduce", "neutral-residues"), "Missing option '--data'"),
         (("generate", "GRAFT", "x", "--num-beams", "0"), "Invalid value for '--num-beams'"),
     ],
 )
@@ -304,7 +295,7 @@ def test_a_place_that_may_not_be_written(graft: Graft, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/else")
 
-    monkeypatch.setattr("graftlm.training.experiment.run_recipe", refuse)
+    monkeypatch.setattr("graftlm.runs.experiment.run_recipe", refuse)
     monkeypatch.delitem(__import__("graftlm").__dict__, "run_recipe", raising=False)
     outcome = graft("train", "recipe.yaml")
     sentence = "error: somewhere/else can't be read or written (Permission denied): mend that, or name another place.\n"
@@ -315,6 +306,6 @@ def test_our_own_mistakes_keep_their_traceback(graft: Graft, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("graftlm.inspection.methods", fail)
+    monkeypatch.setattr("graftlm.generation.inspect.methods", fail)
     with pytest.raises(ZeroDivisionError):
         graft("methods")

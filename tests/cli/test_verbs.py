@@ -15,7 +15,7 @@ from graftlm.artifact import read_manifest
 from graftlm.evaluation import Results, Row
 from graftlm.grafts import kinds
 
-VERBS = ("train", "compare", "eval", "generate", "predict", "inspect", "reproduce", "demo", "methods", "schema")
+VERBS = ("train", "compare", "eval", "generate", "predict", "inspect", "demo", "methods", "schema")
 TEXTS = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--limit-tokens", "200", "--length", "32")
 
 
@@ -79,7 +79,7 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
         asked.append((type(model).__name__, names, limit))
         return {"arc_easy": {"acc": 0.25 * len(asked)}}
 
-    monkeypatch.setattr("graftlm.inspection.evaluate_tasks", tasks)
+    monkeypatch.setattr("graftlm.generation.inspect.evaluate_tasks", tasks)
     document = json.loads(graft("eval", trained, "--tasks", "arc_easy", "--limit", "3", "--json").out)
     assert asked == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]
@@ -121,7 +121,7 @@ def test_generate_is_greedy_unless_asked(graft: Graft, trained: str) -> None:
 
 def test_generate_bare_is_the_backbone(graft: Graft, trained: str, home: Path) -> None:
     from graftlm import load_backbone
-    from graftlm.generation import Decoding, generate_text
+    from graftlm.generation.generate import Decoding, generate_text
 
     backbone = load_backbone(home / "llama")
     expected = generate_text(backbone.model, backbone.need_tokenizer(), "a dog", Decoding(max_new_tokens=6))
@@ -171,7 +171,7 @@ def test_methods_lists_every_kind_with_its_keys(graft: Graft) -> None:
 
 
 def test_schema_is_written_or_printed(graft: Graft, home: Path) -> None:
-    from graftlm.training.recipe import recipe_schema
+    from graftlm.runs.recipe import recipe_schema
 
     assert json.loads(graft("schema").out) == json.loads(graft("schema", "--json").out) == recipe_schema()
     assert graft("schema", "--out", "runs/recipe.schema.json").out == "runs/recipe.schema.json\n"
@@ -184,33 +184,14 @@ def results(out: Path) -> Results:
     return made
 
 
-def test_reproduce_passes_its_options_on(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def reproduce(name: str, options: Any) -> Results:
-        seen.append((name, options.model_dump(mode="json")))
-        return results(options.out)
-
-    monkeypatch.setattr("graftlm.reproduce.reproduce", reproduce)
-    shown = graft("reproduce", "some-paper", "--data", "texts", "--quick")
-    assert "runs/reproduce-some-paper/results.json" in shown.out
-    more = ("--seeds", "3,4", "--table", "2", "--table", "7", "--jobs", "1", "--out", "runs/some", "--device", "cpu")
-    assert json.loads(graft("reproduce", "some-paper", "--data", "texts", *more, "--json").out)["results"]["rows"]
-    default = {"data": "texts", "out": "runs/reproduce-some-paper", "seeds": [0, 1, 2], "tables": [], "quick": True}
-    other = {"out": "runs/some", "seeds": [3, 4], "tables": ["2", "7"], "quick": False, "jobs": 1, "device": "cpu"}
-    unset = {"jobs": 2, "device": None, "backbone": None, "endpoint": None, "models": [], "scorers": []}
-    assert seen[0] == ("some-paper", default | unset)
-    assert seen[1][1] == seen[0][1] | other
-
-
 def test_demo_runs_the_demo(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
-    import graftlm.reproduce.demo
+    import graftlm.demo
 
     def run_demo(out: Path, *, quick: bool, seed: int, say: Any, progress: bool) -> Results:
         say(f"{out} {quick} {seed} {progress}")
         return results(out)
 
-    monkeypatch.setattr(graftlm.reproduce.demo, "run_demo", run_demo)
+    monkeypatch.setattr(graftlm.demo, "run_demo", run_demo)
     outcome = graft("demo", "--quick", "--seed", "5")
     assert outcome.err == "runs/demo True 5 True\n"
     assert "runs/demo/results.json" in outcome.out

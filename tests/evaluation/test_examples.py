@@ -26,7 +26,7 @@ from graftlm.evaluation import (
     score_answers,
 )
 from graftlm.evaluation.examples import chrf_counts, chrf_of
-from graftlm.generation import Decoding, generate_text
+from graftlm.generation.generate import Decoding, generate_text
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from stories import convert_stories
 from tiny import BOS, EOS, PAD, tiny_model

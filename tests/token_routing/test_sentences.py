@@ -11,7 +11,7 @@ import torch
 
 from graftlm.artifact import load_graft, save_graft
 from graftlm.errors import ArtifactError, BackboneError
-from graftlm.generation import Decoding, generate_text
+from graftlm.generation.generate import Decoding, generate_text
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
 from token_routing.tools import backbone

@@ -13,9 +13,9 @@ from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel
-from graftlm.training.bench import Bench
-from graftlm.training.experiment import compare_recipe, load_tests, run_recipe
-from graftlm.training.recipe import Recipe, recipe_schema
+from graftlm.runs.bench import Bench
+from graftlm.runs.experiment import compare_recipe, load_tests, run_recipe
+from graftlm.runs.recipe import Recipe, recipe_schema
 
 OLD, NEW = "the river ran under the old house and the garden. ", "le vieux jardin dormait sous la lune blanche. "
 

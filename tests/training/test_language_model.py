@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from graftlm.data import Mixture, TokenBlocks, build_documents
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results, score, value_of
+from graftlm.runs.experiment import compare_recipe, run_recipe
+from graftlm.runs.language_recipe import LanguageModelRecipe
+from graftlm.runs.recipe import load_recipe
 from graftlm.training import TrainingConfig
-from graftlm.training.experiment import compare_recipe, run_recipe
 from graftlm.training.lanes import Lanes
 from graftlm.training.language_model import LanguageModel, new_model
-from graftlm.training.language_recipe import LanguageModelRecipe
 from graftlm.training.pieces import train_pieces
-from graftlm.training.recipe import load_recipe
 from graftlm.training.schedule import keeping, make_optimiser
 from tiny import tiny_tokenizer
 

@@ -159,7 +159,7 @@ def full_disk_to_safetensors(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("fail", [full_disk, full_disk_to_safetensors])
-@pytest.mark.parametrize("step_name", ["save_file", "_sync"])
+@pytest.mark.parametrize("step_name", ["save_file", "sync"])
 def test_a_full_disk_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], step_name: str
 ) -> None:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from graftlm.artifact import read_manifest
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
-from graftlm.prediction import evaluate_rows, load_task_graft
-from graftlm.training.experiment import compare_recipe, run_recipe
-from graftlm.training.recipe import Recipe, load_recipe, recipe_schema
-from graftlm.training.task_recipe import TaskRecipe
+from graftlm.generation.predict import evaluate_rows, load_task_graft
+from graftlm.runs.experiment import compare_recipe, run_recipe
+from graftlm.runs.recipe import Recipe, load_recipe, recipe_schema
+from graftlm.runs.task_recipe import TaskRecipe
 from tiny import BackboneFolder
 from training.tasks import task_recipe, tasks_of, write_rows
 

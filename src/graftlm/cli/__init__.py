@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, experiments, grafts, rating, serve, summarize, tasks, training
+from graftlm.cli import about, clarify, demo, grafts, rating, serve, summarize, tasks, training
 from graftlm.cli.common import note
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
-_RESUMED = ("train", "compare", "reproduce", "demo")
+_RESUMED = ("train", "compare", "demo")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
@@ -79,8 +79,7 @@ app.command()(rating.rate)
 app.command()(rating.ratings)
 app.command()(clarify.clarify)
 app.command()(serve.serve)
-app.command()(experiments.reproduce)
-app.command()(experiments.demo)
+app.command()(demo.demo)
 app.command()(about.methods)
 app.command()(about.schema)
 

@@ -14,7 +14,7 @@ from graftlm.cli.common import AsJson, display, emit, settle, stdout
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft, and the keys of each."""
     settle()
-    from graftlm.inspection import methods as registered
+    from graftlm.generation.inspect import methods as registered
 
     found = registered()
     emit([one.model_dump(mode="json") for one in found], as_json, lambda: display().print_methods(found, stdout()))
@@ -26,8 +26,8 @@ def schema(
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
     settle()
-    from graftlm.evaluation.results import write_atomically
-    from graftlm.training.recipe import recipe_schema
+    from graftlm.io import write_atomically
+    from graftlm.runs.recipe import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=2)
     if out is None:

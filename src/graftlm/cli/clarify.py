@@ -50,7 +50,7 @@ def clarify(
 ) -> None:
     """Ask what a text leaves open, then translate or rewrite it."""
     settle()
-    from graftlm.generation import read_prompt
+    from graftlm.generation.generate import read_prompt
     from graftlm.pipelines import pipeline
 
     room = pipeline("clarify")

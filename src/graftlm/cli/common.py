@@ -85,7 +85,7 @@ def emit(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
 def report(results: Results, folder: Path, as_json: bool) -> None:
     """Print a run's table and where everything is."""
     from graftlm.evaluation import print_table
-    from graftlm.inspection import files_of
+    from graftlm.generation.inspect import files_of
 
     files = files_of(folder)
 
@@ -108,6 +108,6 @@ def stdout() -> Any:
 
 def display() -> Any:
     """The module of tables, imported when one is shown."""
-    from graftlm import display
+    from graftlm.cli import display
 
     return display

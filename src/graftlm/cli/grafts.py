@@ -23,7 +23,7 @@ from graftlm.cli.common import (
 from graftlm.cli.tasks import evaluate_on_rows
 
 if TYPE_CHECKING:
-    from graftlm.generation import Generation
+    from graftlm.generation.generate import Generation
 
 
 def evaluate(
@@ -91,8 +91,8 @@ def evaluate(
     settle()
     from graftlm.errors import DataError
     from graftlm.evaluation import write_report
-    from graftlm.inspection import evaluate_graft, files_by_name, read_tasks, read_texts
-    from graftlm.training.recipe import EvaluationConfig
+    from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
+    from graftlm.runs.recipe import EvaluationConfig
 
     where: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
     where |= {"trust_remote_code": trust_remote_code}
@@ -151,7 +151,7 @@ def generate(
     """Continue a prompt with a graft on its backbone, or a model."""
     settle()
     from graftlm.artifact import backbone_of, is_model, load_graft
-    from graftlm.generation import Decoding, generate_text, read_prompt
+    from graftlm.generation.generate import Decoding, generate_text, read_prompt
     from graftlm.grafts import GraftedModel
 
     chosen = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "seed": seed}
@@ -165,15 +165,15 @@ def generate(
     on_text = None if as_json or traced else lambda piece: typer.echo(piece, nl=False)
     found = generate_text(model, live.need_tokenizer(), text, decoding, on_text=on_text, trace=traced)
     if trace_html is not None:
-        from graftlm.evaluation.results import write_atomically
-        from graftlm.traces import trace_page
+        from graftlm.generation.traces import trace_page
+        from graftlm.io import write_atomically
 
         write_atomically(trace_html, trace_page(found).encode())
     emit(found.to_json(), as_json, lambda: _show_trace(found) if traced else typer.echo())
 
 
 def _show_trace(found: Generation) -> None:
-    from graftlm.traces import print_trace
+    from graftlm.generation.traces import print_trace
 
     print_trace(found, stdout())
 
@@ -199,7 +199,7 @@ def inspect(
     """Say what a graft's folder holds, or show a report's table."""
     settle()
     from graftlm.evaluation import Results, print_table
-    from graftlm.inspection import inspect_graft, is_results, read_texts
+    from graftlm.generation.inspect import inspect_graft, is_results, read_texts
 
     if is_results(folder):
         results = Results.read(folder)

@@ -32,7 +32,7 @@ def predict(
 ) -> None:
     """Say what a graft's head predicts for rows, one JSON a line."""
     settle()
-    from graftlm.prediction import load_task_graft, predict_rows, read_questions
+    from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     found = load_task_graft(
         graft, backbone=backbone, changes=changes or (), device=device, trust_remote_code=trust_remote_code
@@ -52,7 +52,7 @@ def evaluate_on_rows(
 ) -> None:
     """`graft eval --rows`; `where` says where backbone and device are."""
     from graftlm.evaluation import write_report
-    from graftlm.prediction import evaluate_rows, load_task_graft
+    from graftlm.generation.predict import evaluate_rows, load_task_graft
 
     results = evaluate_rows(load_task_graft(graft, **where), files, batch_size=batch_size)
     if out is not None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
 from graftlm.evaluation.perplexity import Scores, paired_difference
-from graftlm.evaluation.results import Interval, Results, Row, write_atomically
+from graftlm.evaluation.results import Interval, Results, Row
 from graftlm.evaluation.tables import render_markdown
+from graftlm.io import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

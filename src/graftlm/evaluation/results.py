@@ -22,6 +22,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from graftlm.config import Config
 from graftlm.errors import EvaluationError, did_you_mean
+from graftlm.io import write_atomically
 
 FILE_NAME = "results.json"
 
@@ -167,30 +168,6 @@ class Results(Config):
                 f"{path} is not valid JSON, but a {FILE_NAME} is expected: run the report again."
             ) from None
         return cls.parse(values, where=str(path))
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file through a temporary one beside it, flushed to the disk before it takes the name.
-
-    Raises:
-        EvaluationError: the place can't be written to.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise EvaluationError(
-            f"{path} can't be written ({error.strerror}): free some space or name another folder."
-        ) from None
-    finally:
-        if part.parent.is_dir():
-            part.unlink(missing_ok=True)
-    return path
 
 
 def combine_seeds(values: Sequence[Metric]) -> Interval:

@@ -13,9 +13,9 @@ from graftlm.artifact import Manifest
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric
+from graftlm.runs.bench import graft_label
 from graftlm.serving.service import Service
 from graftlm.serving.shelf import Entry
-from graftlm.training.bench import graft_label
 
 _GRAFT = "graft"  # the folder in a run's folder that holds its graft
 _LARGEST = 32 * 2**20  # bytes of a report that is read

@@ -11,9 +11,7 @@ at the next start. Random numbers need no state: every step seeds its own. No pi
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graftlm.errors import TrainingError
+from graftlm.io import file_digest, sync
 from graftlm.training.sharding import like, whole
 
 TENSORS, OPTIMISER, STATE = "tensors.safetensors", "optimiser.safetensors", "state.json"
@@ -60,7 +59,7 @@ def write_checkpoint(
         if _read(target) is None:
             _write_draft(draft, tensors, moments, state)
             draft.replace(target)
-            _sync(folder)
+            sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
@@ -83,26 +82,17 @@ def _write_draft(
     save_file(dict(moments), draft / OPTIMISER)
     files = {name: _seal(draft / name) for name in (TENSORS, OPTIMISER)}
     (draft / STATE).write_text(json.dumps({**state, "files": files}, indent=1), encoding="utf-8")
-    _sync(draft / STATE)
-    _sync(draft)
+    sync(draft / STATE)
+    sync(draft)
 
 
 def _seal(path: Path) -> dict[str, Any]:
-    _sync(path)
+    sync(path)
     return _measure(path)
 
 
 def _measure(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graftlm.artifact import put_in_place, sync
 from graftlm.data.batch import check_apart
 from graftlm.data.packing import Boundaries, leading_bos
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.model import GraftedOutput, language_modelling_loss
+from graftlm.io import put_in_place, sync
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
 

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation.results import write_atomically
+from graftlm.io import write_atomically
 from graftlm.pipelines.clarify.language import check_language
 from graftlm.pipelines.clarify.templates import load_template
 from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, Question, Refused, Skipped, Turn, Written

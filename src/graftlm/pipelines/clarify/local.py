@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from graftlm.data.packing import leading_bos
 from graftlm.evaluation.examples import Example, score_answers
-from graftlm.generation import Decoding, generate_text
+from graftlm.generation.generate import Decoding, generate_text
 from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.pipelines.clarify.roles import Reply
 from graftlm.pipelines.clarify.turns import Cost

@@ -21,7 +21,7 @@ from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as Text
 from graftlm.data.packing import filled, pad_id_of, row_end
 from graftlm.errors import DataError
-from graftlm.evaluation.results import write_atomically
+from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import Document
 from graftlm.pipelines.summarize.select import Extract
 from graftlm.pipelines.summarize.write import LAYOUT_NAME, LanguageModelWriter, opening_of

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from graftlm.artifact import put_in_place, sync
 from graftlm.errors import ArtifactError, BackboneError, GraftError, MissingExtraError
+from graftlm.io import put_in_place, sync
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import Document
 from graftlm.pipelines.summarize.select import Ranked

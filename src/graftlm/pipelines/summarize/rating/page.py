@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
-from graftlm.evaluation.results import write_atomically
+from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import Document
 
 SCALE = 5

@@ -1,0 +1,80 @@
+"""Published tables, run again: one folder each, with its committed results beside the paper's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from pydantic import Field
+
+from graftlm.config import Config
+from graftlm.errors import RecipeError, did_you_mean
+from graftlm.evaluation import Results
+
+EXPERIMENTS: dict[str, str] = {
+    "neutral-residues": "experiments.neutral_residues",
+    "kv-arithmetic": "experiments.kv_arithmetic",
+    "composition-language": "experiments.composition_language",
+    "composition-code": "experiments.composition_code",
+    "token-routing": "experiments.token_routing",
+    "long-memory": "experiments.long_memory",
+    "block-state": "experiments.block_state",
+    "clarify": "experiments.clarify",
+    "ambiguity-checkers": "experiments.ambiguity_checkers",
+    "conditional-tasks": "experiments.conditional_tasks",
+    "summarize": "experiments.summarize",
+}
+
+
+class Options(Config):
+    """What every reproduction can be told.
+
+    Args:
+        data: the folder of data sets.
+        out: where cells, results, report and plots go; finished cells there are read back.
+        seeds: one run of every row for each.
+        tables: which of the paper's tables; all when empty.
+        quick: a smaller run of the same form.
+        jobs: processes at a time, one core each.
+        device: where models run; None takes the fastest there is.
+        backbone: another backbone than the experiment's own.
+        endpoint: the server of an experiment that asks models over the network.
+        models: of that server.
+        scorers: metrics of the user's own, each NAME=COMMAND, where an experiment has texts to score.
+    """
+
+    data: Path
+    out: Path
+    seeds: tuple[int, ...] = (0, 1, 2)
+    tables: tuple[str, ...] = ()
+    quick: bool = False
+    jobs: int = Field(2, ge=1)
+    device: str | None = None
+    backbone: str | None = None
+    endpoint: str | None = None
+    models: tuple[str, ...] = ()
+    scorers: tuple[str, ...] = ()
+
+    def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
+        """The asked tables; without any the default ones, or all that are known.
+
+        Raises:
+            RecipeError: a table is not known.
+        """
+        for table in self.tables:
+            if table not in known:
+                raise RecipeError(f"There is no table {table!r} in this experiment{did_you_mean(table, known)}.")
+        return self.tables or tuple(default or known)
+
+
+def reproduce(name: str, options: Options) -> Results:
+    """Run one experiment; gives its results, which are written to `options.out` as well.
+
+    Raises:
+        RecipeError: there is no such experiment, or it has no such table.
+        DataError: the data folder lacks a file.
+    """
+    if name not in EXPERIMENTS:
+        raise RecipeError(f"There is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}.")
+    return import_module(EXPERIMENTS[name]).run(options)

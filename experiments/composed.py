@@ -1,0 +1,331 @@
+"""What the compositions on real text share: trained rows, how their rates are chosen, and tasks with a prompt.
+
+A row is trained and its texts are measured as in other reproductions; its tasks are measured afterwards, from the
+graft on the disk. Both are kept, so an interrupted run goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from transformers import AutoTokenizer
+
+from experiments import Options
+from experiments.cells import Cell, over_seeds, workers
+from experiments.tasks import Task, kept_tasks
+from graftlm.artifact import load_graft
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.data import DataConfig, Mixture, SourceConfig, build_documents, build_mixture
+from graftlm.errors import DataError
+from graftlm.evaluation import Aim, Interval, Row, value_of
+from graftlm.evaluation.plots import PALETTE
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.runs.bench import Bench, Measurement, count_weights
+from graftlm.runs.recipe import BackboneConfig, EvaluationConfig
+from graftlm.training import TrainingConfig
+
+# Of the rows that compositions are trained on: English that the anchor has read.
+OLD_SHARE = 0.2
+# Learning rates to try, by kind of graft.
+RATES = {"composition": (3e-3,), "lora": (1e-2,)}
+
+Measured = dict[str, Measurement]
+
+
+class Trained(NamedTuple):
+    """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate.
+
+    `times` the study's steps, at one of `rates`, which are those of its kind of graft where it has none.
+    """
+
+    id: str
+    label: str
+    graft: Mapping[str, Any]
+    data: DataConfig
+    chosen_by: tuple[str, ...]
+    times: int = 1
+    rates: tuple[float, ...] = ()
+
+
+class Study:
+    """One experiment's anchor, settings and folders.
+
+    Args:
+        anchor: folder of the model that every row is trained on.
+        steps: of every row.
+        sets: what the bare models are measured on as well.
+        validation: tasks that choose, measured for every cell.
+        tasks: measured for the chosen cells.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        anchor: Path,
+        *,
+        steps: int,
+        batch_size: int,
+        sets: DataConfig,
+        validation: Sequence[Task] = (),
+        tasks: Sequence[Task] = (),
+    ) -> None:
+        self.options, self.anchor = options, anchor
+        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        self.steps, self.batch_size = steps, batch_size
+        self.evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
+        self.sets, self.validation, self.tasks = sets, validation, tasks
+
+    def training(self, rate: float, seed: int, times: int = 1) -> TrainingConfig:
+        """The numbers of one run of so many times the study's steps."""
+        steps = times * self.steps
+        return TrainingConfig(
+            steps=steps,
+            batch_size=self.batch_size,
+            learning_rate=rate,
+            warmup_steps=max(1, min(10, steps // 4)),
+            precision="bf16",
+            seed=seed,
+            checkpoint_every=self.steps,
+            keep_checkpoints=1,
+        )
+
+    def cell(self, row: Trained, rate: float, seed: int) -> Cell:
+        """One run of a row."""
+        return Cell(
+            id=f"{row.id}_lr{rate:g}_s{seed}",
+            label=row.label,
+            backbone=self._model(self.anchor),
+            graft=graft_config(dict(row.graft)),
+            data=row.data.model_copy(update={"seed": seed}),
+            training=self.training(rate, seed, row.times),
+            evaluation=self.evaluation,
+        )
+
+    def bare(self, name: str, folder: Path) -> Cell:
+        """A model as it is."""
+        data, training = self.sets, self.training(1e-3, 0)
+        return Cell(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
+
+    def run(self, cells: Sequence[Cell], tasks: Sequence[Task], title: str) -> Measured:
+        """Train and measure cells and their tasks, several at a time with one core each."""
+        said = [task.model_dump_json() for task in tasks]
+        wanted = {cell.id: cell.model_dump_json() for cell in cells}
+        found: Measured = {}
+        out = str(self.options.out / "cells")
+        if self.options.jobs == 1:  # a process of its own takes longer to start than a small cell to run
+            return {name: Measurement.from_json(json.loads(_run(cell, said, out))) for name, cell in wanted.items()}
+        with Progress() as progress, workers(self.options.jobs) as pool:
+            bar = progress.add_task(title, total=len(wanted))
+            futures = {pool.submit(_run, cell, said, out): cell_id for cell_id, cell in wanted.items()}
+            for future in as_completed(futures):
+                found[futures[future]] = Measurement.from_json(json.loads(future.result()))
+                progress.advance(bar)
+        return {cell_id: found[cell_id] for cell_id in wanted}
+
+    def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
+        """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
+        seed = self.seeds[0]
+        rates = {row.id: row.rates or RATES[row.graft["kind"]] for row in rows}
+        choices = [row for row in rows if len(rates[row.id]) > 1]
+        tried = {row.id: {rate: self.cell(row, rate, seed) for rate in rates[row.id]} for row in choices}
+        cells = [cell for of_row in tried.values() for cell in of_row.values()]
+        measured = self.run(cells, self.validation, "learning rates") if cells else {}
+        best = {
+            row.id: min(tried[row.id], key=lambda rate: total(measured[tried[row.id][rate].id], row.chosen_by))
+            for row in choices
+        }
+        return measured, {name: best.get(name, of_row[0]) for name, of_row in rates.items()}
+
+    def try_out(self, rows: Sequence[Trained], rate: float) -> Measured:
+        """Rows at one learning rate with the first seed, on validation text."""
+        return self.run([self.cell(row, rate, self.seeds[0]) for row in rows], self.validation, "variants")
+
+    def measure(self, rows: Sequence[Trained], rates: Mapping[str, float], title: str) -> dict[str, list[Measurement]]:
+        """Every row at its rate, one measurement a seed."""
+        cells = {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
+        flat = [cell for of_row in cells.values() for cell in of_row]
+        measured = self.run(flat, [*self.validation, *self.tasks], title)
+        return {row_id: [measured[cell.id] for cell in of_row] for row_id, of_row in cells.items()}
+
+    def measure_bare(self, models: Mapping[str, Path]) -> Measured:
+        """Models as they are."""
+        cells = [self.bare(name, folder) for name, folder in models.items()]
+        return self.run(cells, [*self.validation, *self.tasks], "the parents")
+
+    def setting(self) -> dict[str, Any]:
+        """What a reader needs to know beside the rows."""
+        training = self.training(1e-3, 0).model_dump(mode="json", exclude={"learning_rate", "seed"})
+        return {
+            "training": training,
+            "rates": {kind: list(rates) for kind, rates in RATES.items()},
+            "old_share": OLD_SHARE,
+        }
+
+    def _model(self, folder: Path) -> BackboneConfig:
+        return BackboneConfig(name=str(folder), device=self.options.device)
+
+
+def total(measured: Measurement, names: Iterable[str]) -> float:
+    """The sum of some metrics."""
+    return sum(value_of(measured.row.metrics[name]) for name in names)
+
+
+def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
+    """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
+    models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
+    settings = {"stride": 1, "positions": "local", "norm": "pre"}
+    return {"kind": "composition", "augmenting": models, **settings, **more}
+
+
+def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
+    """The graft section of LoRA with as many trainable parameters as another graft, up to the rounding of its rank."""
+    backbone = load_backbone(str(anchor))
+    extra = count_weights(build_graft(graft_config(dict(graft)), backbone).parameters())
+    return {"kind": "lora", "capacity": extra / count_weights(backbone.model.parameters())}
+
+
+def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Measurement) -> Row:
+    """One row over seeds, with what was forgotten in bits per byte as well."""
+    for one in measured:
+        if "forgotten" in one.row.metrics:
+            lost = total(one, ["old_bpb"]) - total(anchor, ["old_bpb"])
+            more = {"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)}
+            one.row = one.row.model_copy(update={"metrics": one.row.metrics | more})
+    return over_seeds(measured, row_id, label)
+
+
+def rows_of(
+    bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]], labels: Mapping[str, str]
+) -> list[Row]:
+    """The rows of all tables: the bare models, the anchor `m_b` among them, and what was trained."""
+    anchor = bare["m_b"]
+    rows = [row_of([one], name, labels[name], anchor) for name, one in bare.items()]
+    return rows + [row_of(measured, name, labels[name], anchor) for name, measured in main.items()]
+
+
+def details_of(
+    rates: Mapping[str, float],
+    tuning: Measured,
+    main: Mapping[str, Sequence[Measurement]],
+    setting: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What stands beside the rows: rates and what chose them, and the first seed's statistics and losses."""
+    return {
+        "rates": dict(rates),
+        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
+        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
+        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
+        "setting": dict(setting),
+    }
+
+
+def plain(measured: Measurement, starts: tuple[str, ...]) -> dict[str, float]:
+    """The plain numbers of the metrics whose names start so."""
+    return {name: value_of(metric) for name, metric in measured.row.metrics.items() if name.startswith(starts)}
+
+
+def only(row: Row, *endings: str) -> Row:
+    """A row with those metrics alone whose names end so."""
+    return row.model_copy(update={"metrics": {k: v for k, v in row.metrics.items() if k.endswith(endings)}})
+
+
+def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
+    """The aim that a composition forgets no more than LoRA; a difference, for either may have gained."""
+    found = {row.id: value_of(row.metrics["forgotten"]) for row in rows if "forgotten" in row.metrics}
+    if not {"composition", "lora"} <= found.keys():
+        return []
+    more = found["composition"] - found["lora"]
+    text = "English forgotten beyond LoRA's, nats per token"
+    return [Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0)]
+
+
+def source(texts: Path, name: str, **more: Any) -> SourceConfig:
+    """One of the experiment's own texts."""
+    return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
+
+
+def check_files(options: Options, names: Sequence[str]) -> None:
+    """Raise a `DataError` that names the first missing file."""
+    for name in names:
+        if not (options.data / name).exists():
+            raise DataError(
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
+            )
+
+
+def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
+    """One group of bars a row, one bar a metric (by its name, with what to call it), with their intervals."""
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(metrics)
+    for index, (name, label) in enumerate(metrics.items()):
+        shown = [(place, row.metrics[name]) for place, row in enumerate(rows) if name in row.metrics]
+        values = [value_of(metric) for _, metric in shown]
+        ends = [(m.mean - m.low, m.high - m.mean) if isinstance(m, Interval) else (0.0, 0.0) for _, m in shown]
+        places = [place + (index - (len(metrics) - 1) / 2) * height for place, _ in shown]
+        errors = [list(side) for side in zip(*ends, strict=True)]
+        axes.barh(places, values, height, xerr=errors, color=PALETTE[index], label=label, ecolor="#222222")
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(metrics), frameon=False)
+    return figure
+
+
+def _run(cell_json: str, tasks_json: list[str], out: str) -> str:
+    """One cell with its tasks, as JSON; what was measured before is read back."""
+    torch.set_num_threads(1)
+    cell = Cell.model_validate_json(cell_json)
+    folder = Path(out) / cell.id
+    tests = json.dumps(cell.data.model_dump(mode="json", include={"test"})["test"])
+    bench = _bench(cell.backbone.model_dump_json(), tests, cell.data.length, cell.evaluation.model_dump_json())
+    values = _measured(cell, bench, folder).to_json()
+    tasks = [Task.model_validate_json(one) for one in tasks_json]
+    values["row"]["metrics"] |= _answered(cell, bench.backbone, tasks, folder)
+    return json.dumps(values)
+
+
+def _measured(cell: Cell, bench: Bench, folder: Path) -> Measurement:
+    """A cell's training and its texts."""
+    if cell.graft is None:
+        return bench.backbone_measurement()
+    mixture = _mixture(cell.backbone.model_dump_json(), cell.data.model_dump_json(), cell.training.batch_size)
+    return bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
+
+
+def _answered(cell: Cell, backbone: Backbone, tasks: Sequence[Task], folder: Path) -> dict[str, Any]:
+    """The metrics of a cell's tasks."""
+    tokenizer = backbone.need_tokenizer()
+    if cell.graft is None:
+        weights = Path(cell.backbone.name) / "model.safetensors"
+        return kept_tasks(lambda: nullcontext(backbone.model), tokenizer, tasks, folder, [weights])
+    graft = folder / "graft"
+    weights = sorted(graft.glob("*.safetensors"))
+    return kept_tasks(
+        lambda: GraftedModel(backbone, {"graft": load_graft(graft, backbone)}), tokenizer, tasks, folder, weights
+    )
+
+
+@lru_cache(maxsize=2)
+def _bench(backbone: str, tests: str, length: int, evaluation: str) -> Bench:
+    """One loaded model with its scores, kept for the next cells of this process."""
+    documents = {name: build_documents(map(SourceConfig.parse, found)) for name, found in json.loads(tests).items()}
+    settings = EvaluationConfig.model_validate_json(evaluation)
+    return Bench(BackboneConfig.model_validate_json(backbone).load(), documents, settings, length)
+
+
+@lru_cache(maxsize=2)
+def _mixture(backbone: str, data: str, batch_size: int) -> Mixture:
+    """Packed rows, kept likewise."""
+    tokenizer = AutoTokenizer.from_pretrained(BackboneConfig.model_validate_json(backbone).name)
+    return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)

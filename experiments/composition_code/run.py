@@ -1,0 +1,197 @@
+"""An English anchor and a Python specialist, composed with a twentieth of the specialist's text and some functions.
+
+Every trained row takes as many steps of as many rows, at the learning rate that validation text chose from the same
+values. The modules of the test took no part in any choice, and no model has read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from experiments import Options
+from experiments.composed import (
+    OLD_SHARE,
+    Study,
+    Trained,
+    bars,
+    check_files,
+    composition,
+    details_of,
+    equal_lora,
+    more_forgotten,
+    rows_of,
+    source,
+)
+from experiments.composition_code import paper
+from experiments.composition_code.functions import code_of, docstring_of, functions
+from experiments.parents import FILES, Parents, Size, make_parents, read_texts
+from experiments.parents import QUICK as QUICK_SIZE
+from experiments.tasks import Task
+from experiments.texts import fitting, held_out, old_part, part, pieces, spaced, write_examples
+from graftlm.config import Config
+from graftlm.data import DataConfig
+from graftlm.demo.corpus import write_documents
+from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation.report import write_report
+
+NAME = "composition-code"
+ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
+TABLES = {"4": ("composition",), "5": ("composition", *ABLATIONS)}
+LABELS = {
+    "m_b": "anchor m_B",
+    "m_a": "code specialist m_A",
+    "composition": "composition",
+    "lora": "LoRA, equal parameters",
+    "vanilla_m_a": "with vanilla m_A",
+    "random_m_a": "with random m_A",
+    "encoder_m_a": "m_A as encoder",
+}
+VALIDATION = ("validation_c2t", "validation_t2c")
+
+
+class Amounts(Config):
+    """How much of each text.
+
+    Args:
+        share: of each of the specialist's modules that compositions are trained on.
+        old: characters of each of the anchor's novels in the old share; of its other documents a twelfth of that.
+        functions: of training modules, half of them docstring from function, half the other way round.
+        tested: characters of each set of test texts; validation takes a third.
+        examples: of each task; validation takes half.
+        answers: of the first ones, for chrF.
+    """
+
+    share: float = 0.05
+    old: int = 18_000
+    functions: int = 800
+    tested: int = 9_000
+    examples: int = 80
+    answers: int = 16
+
+
+QUICK = Amounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6, answers=2)
+
+
+def run(options: Options) -> Results:
+    """Run the asked tables and write `results.json`, `report.md` and plots.
+
+    Raises:
+        DataError: the data folder lacks a file.
+        RecipeError: there is no such table.
+    """
+    wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
+    check_files(options, FILES)
+    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
+    parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
+    texts = options.out / "texts"
+    counts = write_texts(options.data, parents, texts, amounts, size.length)
+    study = study_of(options, parents, texts, size, amounts)
+    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
+    bare = study.measure_bare({"m_b": parents.anchor, "m_a": parents.code})
+    tuning, rates = study.tune(trained)
+    main = study.measure(trained, rates, "the chosen rates, every seed")
+    rows = rows_of(bare, main, LABELS)
+    setting = study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries()}
+    details = details_of(rates, tuning, main, setting)
+    seeds, published = study.seeds, paper.rows()
+    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
+    shown = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
+    write_report(results, options.out, plots={"bits-per-byte": bars(rows, shown, "bits per byte")})
+    return results
+
+
+def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, length: int) -> dict[str, int]:
+    """Write every text and task into `folder`; gives the characters and examples of what is trained on.
+
+    All of it is cut or chosen so that every example is whole in a row of `length` tokens.
+    """
+    corpus, tokenizer = parents.corpus, AutoTokenizer.from_pretrained(parents.anchor)
+    held_out(data, corpus, folder, amounts.tested)
+    python = part(read_texts(corpus / "python-train.jsonl"), amounts.share)
+    english = old_part(read_texts(corpus / "english.jsonl"), amounts.old)
+    for name, found in {"python": python, "english": english}.items():
+        write_documents(folder / f"{name}-part.jsonl", pieces(found, tokenizer, length))
+    kinds = {
+        name: [
+            one
+            for one in functions(read_texts(corpus / f"python-{name}.jsonl"))
+            if len(fitting([docstring_of(one), code_of(one)], tokenizer, length)) == 2
+        ]
+        for name in ("train", "validation", "test")
+    }
+    some = spaced(kinds["train"], amounts.functions)
+    both = [docstring_of(one) if index % 2 else code_of(one) for index, one in enumerate(some)]
+    write_examples(folder / "functions.jsonl", both)
+    for name, start, count in (("validation", "validation_", amounts.examples // 2), ("test", "", amounts.examples)):
+        chosen = spaced(kinds[name], count)
+        write_examples(folder / f"task-{start}c2t.jsonl", map(docstring_of, chosen))
+        write_examples(folder / f"task-{start}t2c.jsonl", map(code_of, chosen))
+    trained_on = {"specialist's text, characters": sum(map(len, python)), "functions": len(both)}
+    return trained_on | {f"functions of {name} modules": len(found) for name, found in kinds.items()}
+
+
+def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: Amounts) -> Study:
+    """The settings that all rows share."""
+
+    def task(name: str, answers: int = 0) -> Task:
+        # A docstring is one line; a function ends before the first line that is not indented.
+        stop = ("\n",) if name.endswith("c2t") else ("\n\n", "\n#", "\ndef", "\nclass")
+        tokens = 48 if name.endswith("c2t") else 80
+        path = str(texts / f"task-{name}.jsonl")
+        return Task(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
+
+    return Study(
+        options,
+        parents.anchor,
+        steps=3 if options.quick else 400,
+        batch_size=2 if options.quick else 4,
+        sets=data_of(texts, size),
+        validation=[task(name) for name in VALIDATION],
+        tasks=[task("c2t", amounts.answers), task("t2c", amounts.answers)],
+    )
+
+
+def data_of(texts: Path, size: Size) -> DataConfig:
+    """What every row is trained and measured on."""
+    # Here the new domain is Python.
+    sets = {"old": "old", "new": "python", "validation_old": "validation_old", "validation_new": "validation_python"}
+    return DataConfig(
+        new=[source(texts, "python-part"), source(texts, "functions", prompt_column="prompt")],
+        old=[source(texts, "english-part")],
+        old_share=OLD_SHARE,
+        length=size.length,
+        boundaries="whole",
+        test={name: [source(texts, file)] for name, file in sets.items()},
+    )
+
+
+def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
+    """Every trained row, all on the same data."""
+    pair = composition({"code": parents.code})
+    grafts: dict[str, Mapping[str, Any]] = {
+        "composition": pair,
+        "lora": equal_lora(parents.anchor, pair),
+        "vanilla_m_a": composition({"code": parents.vanilla}),
+        "random_m_a": composition({"code": parents.random}),
+        "encoder_m_a": {**pair, "refresh": "prompt"},
+    }
+    data = data_of(texts, size)
+    return [Trained(name, LABELS[name], graft, data, VALIDATION) for name, graft in grafts.items()]
+
+
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """The composition over both parents, on both tasks, and what it forgets beside LoRA."""
+    found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    words = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
+    pairs = [(f"{text}, bits per byte", name, other) for name, text in words.items() for other in ("m_b", "m_a")]
+    ratios = [
+        Aim(text=f"{text}, over {LABELS[other]}'s", metric=metric, aim=1.0, measured=ratio, met=ratio < 1)
+        for text, metric, other in pairs
+        if {"composition", other} <= found.keys()
+        for ratio in [found["composition"][metric] / found[other][metric]]
+    ]
+    return [*ratios, *more_forgotten(rows)]

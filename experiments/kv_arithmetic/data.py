@@ -1,0 +1,230 @@
+"""Keys, their values, expressions over them, and the sets that models are trained and tested on.
+
+The three sets of the paper, over one kind of expression:
+
+    KV-SUBS     abc+def  ->  12+34            NUM-MATH    12+34  ->  46            KV-MATH    abc+def  ->  46
+
+Written for a model that reads characters, a prompt and what completes it:
+
+    substitution   abc+def>   210+430           numeric      210+430=   640
+    scratchpad     abc+def>   210+430=640       direct       abc+def=   640
+
+A number has as many digits as the largest value, zeros included, and is written with its ones first. The one rule of
+expressions: the result lies in the range of the values, and so does every number that is computed on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase, digits
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from experiments.kv_arithmetic.operands import Operands
+from graftlm.config import Config
+from graftlm.data import Document
+from graftlm.errors import DataError
+
+Form = Literal["substitution", "scratchpad", "direct", "numeric"]
+SUBSTITUTE, COMPUTE, END = ">", "=", "\n"
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "*": lambda a, b: a * b,
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+}
+_PAD = "<|pad|>"
+_TRIES = 1000
+
+
+class World(Config):
+    """What keys, numbers and expressions look like.
+
+    Args:
+        keys: how many; their values are the integers from 1 to this, in random order.
+        letters: fewest and most in a key, each length as likely while there are names of it left.
+        ones_first: write the ones first and the highest digit last.
+        operands: fewest and most in an expression, each number as likely.
+        operations: each as likely as the others.
+        held_in: share of the keys that the joint data may name.
+    """
+
+    keys: int = Field(500, ge=10)
+    letters: tuple[int, int] = (3, 3)
+    ones_first: bool = True
+    operands: tuple[int, int] = (2, 2)
+    operations: str = "+-*"
+    held_in: float = Field(0.2, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, least, (fewest, most) in (("letters", 1, self.letters), ("operands", 2, self.operands)):
+            if not least <= fewest <= most:
+                raise ValueError(f"{name} are {fewest} to {most}: give the fewest, at least {least}, before the most")
+        names = sum(len(ascii_lowercase) ** n for n in range(self.letters[0], self.letters[1] + 1))
+        if names < 2 * self.keys:  # half of them name nothing
+            raise ValueError(f"{self.keys} keys take {2 * self.keys} names, and there are {names}: allow more letters")
+        return self
+
+    @property
+    def digits(self) -> int:
+        """How many a number is written with."""
+        return len(str(self.keys))
+
+    def number(self, value: int) -> str:
+        """A number as it is written."""
+        text = f"{value:0{self.digits}}"
+        return text[::-1] if self.ones_first else text
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Operands with an operation between each two: of keys, or of numbers as they are written."""
+
+    operands: tuple[str, ...]
+    operations: str
+
+    def __str__(self) -> str:
+        pairs = zip(self.operands[1:], self.operations, strict=True)
+        return self.operands[0] + "".join(operation + operand for operand, operation in pairs)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All keys with their values, and which of them the joint data may name."""
+
+    values: dict[str, int]
+    held_in: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """An expression over keys with its values put in, and its result."""
+
+    keys: Expression
+    numbers: Expression
+    result: str
+
+    def prompt(self, form: Form) -> str:
+        """What a model is given."""
+        ends = {"substitution": SUBSTITUTE, "scratchpad": SUBSTITUTE, "direct": COMPUTE, "numeric": COMPUTE}
+        return f"{self.numbers if form == 'numeric' else self.keys}{ends[form]}"
+
+    def completion(self, form: Form) -> str:
+        """What it should write, without the end of the line."""
+        substituted = f"{self.numbers}"
+        return {
+            "substitution": substituted,
+            "scratchpad": f"{substituted}{COMPUTE}{self.result}",
+            "direct": self.result,
+            "numeric": self.result,
+        }[form]
+
+    def document(self, form: Form) -> Document:
+        """Both, for training."""
+        return Document(self.completion(form) + END, prompt=self.prompt(form))
+
+
+def make_pairs(world: World, seed: int) -> Pairs:
+    """Random keys with unique values from 1 to their number; a share of them is held in, spread over the values.
+
+    Were it left to chance, a seed might hold in hardly any small values, of which all products are made.
+    """
+    source = random.Random(f"pairs {seed}")
+    names: dict[str, None] = {}
+    while len(names) < world.keys:
+        names[word(world, source)] = None
+    numbers = list(range(1, world.keys + 1))
+    source.shuffle(numbers)
+    values = dict(zip(names, numbers, strict=True))
+    ordered = sorted(values, key=lambda key: values[key])
+    count = round(world.held_in * world.keys)
+    chosen = {ordered[source.randrange(i * world.keys // count, (i + 1) * world.keys // count)] for i in range(count)}
+    return Pairs(
+        values, tuple(key for key in values if key in chosen), tuple(key for key in values if key not in chosen)
+    )
+
+
+def compute(values: Sequence[int], operations: str) -> list[int]:
+    """Every number on the way to the result, which is the last: products first, then from the left."""
+    stack, found, signs = [values[0]], [], []
+    for operation, value in zip(operations, values[1:], strict=True):
+        if operation == "*":
+            stack[-1] *= value
+            found.append(stack[-1])
+        else:
+            stack.append(value)
+            signs.append(operation)
+    total = stack[0]
+    for operation, value in zip(signs, stack[1:], strict=True):
+        total = OPERATIONS[operation](total, value)
+        found.append(total)
+    return found
+
+
+def tasks(
+    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Container[Expression] = ()
+) -> Iterator[Task]:
+    """Endless tasks over some keys; expressions in `without`, of keys or of numbers, do not come up.
+
+    Raises:
+        DataError: the keys allow no other expression, or next to none.
+    """
+    operands = Operands([pairs.values[key] for key in keys], world.keys, source.getrandbits(64))
+    while True:
+        for _ in range(_TRIES):
+            task = _task(world, pairs, keys, source, operands)
+            if task is not None and task.keys not in without and task.numbers not in without:
+                break
+        else:
+            raise DataError(f"{len(keys)} keys allow too few expressions: make more keys, or ask for less.")
+        yield task
+
+
+def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands) -> Task | None:
+    """A task whose operations were drawn before its operands, so that each is as likely, whatever the rule leaves.
+
+    None where no operands were found, since few keys may have none that the rule allows.
+    """
+    operations = _operations(world, source)
+    places = operands.draw(operations)
+    if places is None:
+        return None
+    chosen = tuple(keys[place] for place in places)
+    values = [pairs.values[key] for key in chosen]
+    numbers = Expression(tuple(map(world.number, values)), operations)
+    return Task(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
+
+
+def _operations(world: World, source: random.Random) -> str:
+    return "".join(source.choice(world.operations) for _ in range(source.randint(*world.operands) - 1))
+
+
+def noise(world: World, source: random.Random, names: Container[str]) -> str:
+    """Text before a sum that says nothing about it: an expression over words that are no keys."""
+    operations = _operations(world, source)
+    words = tuple(word(world, source, names) for _ in range(len(operations) + 1))
+    return f"{Expression(words, operations)}{SUBSTITUTE}"
+
+
+def word(world: World, source: random.Random, names: Container[str] = ()) -> str:
+    """Letters like a key's, and none of `names`."""
+    while True:
+        found = "".join(source.choice(ascii_lowercase) for _ in range(source.randint(*world.letters)))
+        if found not in names:
+            return found
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character that texts are made of."""
+    characters = [END, *ascii_lowercase, *digits, *OPERATIONS, SUBSTITUTE, COMPUTE]
+    vocabulary = {token: number for number, token in enumerate([_PAD, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD)

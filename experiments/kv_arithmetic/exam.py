@@ -1,0 +1,124 @@
+"""What every row is asked: expressions that no model was trained on, and how its answers are marked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from experiments.kv_arithmetic.data import COMPUTE, END, Expression, Form, Pairs, Task, World, tasks
+from graftlm.config import Config
+from graftlm.evaluation.examples import generate_answers
+
+METRICS = (
+    "subs_held_in",
+    "subs_held_out",
+    "num_math",
+    "kv_math_held_in",
+    "kv_math_held_out",
+    "kv_math_direct_held_out",
+)
+
+
+class Exam(Config):
+    """How many different expressions are asked, over keys held in and over keys held out.
+
+    Args:
+        validation: for choosing settings, over keys held out; they are asked for nothing else.
+    """
+
+    expressions: int = Field(300, ge=1)
+    validation: int = Field(200, ge=1)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The tasks of one seed."""
+
+    held_in: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+    validation: tuple[Task, ...]
+
+    def expressions(self) -> set[Expression]:
+        """All that no model may be trained on, of keys and of numbers."""
+        asked = (*self.held_in, *self.held_out, *self.validation)
+        return {task.keys for task in asked} | {task.numbers for task in asked}
+
+
+def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
+    """The same questions for the same seed."""
+    source = random.Random(f"exam {seed}")
+    held_in = _different(world, pairs, pairs.held_in, source, exam.expressions)
+    held_out = _different(world, pairs, pairs.held_out, source, exam.expressions + exam.validation)
+    return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
+
+
+def _different(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int) -> tuple[Task, ...]:
+    found: dict[Expression, Task] = {}
+    drawn = tasks(world, pairs, keys, source, found)
+    while len(found) < count:
+        task = next(drawn)
+        found[task.keys] = task
+    return tuple(found.values())
+
+
+def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
+    """Percentages by metric, and `operations`: of the tests of arithmetic, by operation or number of operands."""
+    written = {
+        "held_in": _ask(model, tokenizer, questions.held_in, "scratchpad"),
+        "held_out": _ask(model, tokenizer, questions.held_out, "scratchpad"),
+    }
+    marks: dict[str, list[bool]] = {}
+    for name, asked in (("held_in", questions.held_in), ("held_out", questions.held_out)):
+        pairs = list(zip(asked, written[name], strict=True))
+        marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in pairs]
+        marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in pairs]
+    alone: dict[str, Form] = {"num_math": "numeric", "kv_math_direct_held_out": "direct"}
+    for name, form in alone.items():
+        answers = _ask(model, tokenizer, questions.held_out, form)
+        marks[name] = [answer == task.result for task, answer in zip(questions.held_out, answers, strict=True)]
+    of_operations = {name: marks[name] for name in METRICS if "math" in name and name != "kv_math_held_in"}
+    return {name: percent(marks[name]) for name in METRICS} | {
+        "operations": {n: _by_kind(questions.held_out, m) for n, m in of_operations.items()}
+    }
+
+
+def validate(model: Any, tokenizer: Any, questions: Questions, form: Form = "scratchpad") -> float:
+    """Percent of the validation expressions whose result is right."""
+    answers = _ask(model, tokenizer, questions.validation, form)
+    return percent([result(a) == task.result for task, a in zip(questions.validation, answers, strict=True)])
+
+
+def percent(marks: Sequence[bool]) -> float:
+    """The share of True, out of 100."""
+    return 100 * float(np.mean(marks))
+
+
+def substituted(answer: str) -> str:
+    """What an answer put in for the keys: all of it before the result."""
+    return answer.split(COMPUTE, 1)[0]
+
+
+def result(answer: str) -> str:
+    """The number at which an answer arrived: what follows its last equals sign, or all of it."""
+    return answer.rsplit(COMPUTE, 1)[-1]
+
+
+def _ask(model: Any, tokenizer: Any, asked: Sequence[Task], form: Form) -> list[str]:
+    prompts = [task.prompt(form) for task in asked]
+    longest = max(len(task.completion(form)) for task in asked) + len(END)
+    return generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
+
+
+def _by_kind(asked: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
+    """Percentages by operation, or by the number of operands where some have more than two."""
+    of_two = all(len(task.keys.operands) == 2 for task in asked)
+    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in asked]
+    return {
+        kind: percent([mark for own, mark in zip(kinds, marks, strict=True) if own == kind])
+        for kind in sorted(set(kinds))
+    }

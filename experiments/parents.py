@@ -1,0 +1,278 @@
+"""The anchor and the specialists of the compositions: their texts, their tokenizers, their training.
+
+Texts are written once into a folder, whole documents a line: English documentation without its code, and the source
+of the Python installation's standard library, its modules dealt out to training, validation and test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from experiments.cells import workers
+from experiments.pretrain import DONE, Pretraining, pretrain
+from graftlm.config import Config
+from graftlm.data import SourceConfig
+from graftlm.demo.corpus import deal, source_files, split_source, write_documents
+from graftlm.demo.run import train_tokenizer
+
+ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
+DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
+FILES = (ENGLISH, FRENCH, *DOCUMENTS)
+# What a specialist-sized model reads of the anchor's English.
+SMALL_SHARE = 0.6
+_LETTERS = re.compile(r"[A-Za-z ,.;:'()\"-]")
+_NO_PROSE = re.compile(r"\s{3,}|\t|\||\+-|:?[A-Z][\w-]*:")
+
+
+class Size(Config):
+    """How large models and texts are.
+
+    Args:
+        novel: characters of each English novel for the anchor; the small models read two thirds of it.
+        documentation: characters of documentation for the anchor, likewise.
+        french: characters of each French novel.
+        mixed: characters that the anchor reads last: English, French and code, a third each.
+        code: characters of source code to read.
+        module: of a module at most, longer ones are left out.
+        modules: how modules are dealt out, of so many in a fixed order that mixes packages.
+    """
+
+    vocabulary: int = 512
+    anchor_width: int = 192
+    anchor_layers: int = 8
+    width: int = 128
+    layers: int = 4
+    length: int = 384
+    batch_size: int = 6
+    novel: int = 200_000
+    english_novels: int = 23
+    french_novels: int = 27
+    documentation: int = 2_400_000
+    french: int = 300_000
+    mixed: int = 3_000_000
+    code: int = 7_000_000
+    module: int = 1_000_000
+    modules: dict[str, int] = {"train": 17, "validation": 1, "test": 2}
+
+
+QUICK = Size(
+    vocabulary=320,
+    anchor_width=32,
+    anchor_layers=4,
+    width=16,
+    layers=2,
+    length=224,
+    batch_size=2,
+    novel=3_000,
+    english_novels=3,
+    french_novels=3,
+    documentation=4_000,
+    french=3_000,
+    mixed=3_000,
+    code=200_000,
+    module=4_000,
+    modules={"train": 2, "validation": 1, "test": 1},
+)
+
+
+class Parents(NamedTuple):
+    """Folders of the finished models, and of the texts they were made of."""
+
+    anchor: Path
+    vanilla: Path
+    french: Path
+    code: Path
+    random: Path
+    own: Path
+    corpus: Path
+
+    def summaries(self) -> dict[str, Any]:
+        """Of every model: parameters, tokens, steps and the last step's loss, as its training left them."""
+        found = {}
+        for name, folder in self._asdict().items():
+            if name != "corpus":
+                found[name] = json.loads((folder / DONE).read_text(encoding="utf-8"))
+                del found[name]["settings"]
+        return found
+
+
+def make_parents(data: Path, folder: Path, size: Size, jobs: int) -> Parents:
+    """Make every parent that `folder` lacks, `jobs` processes at a time with one core each."""
+    corpus = make_corpus(data, folder / "corpus", size)
+    tokenizers = make_tokenizers(corpus, folder / "tokenizers", size)
+    wanted = parents_of(corpus, tokenizers, size)
+    found = _pretrain_all(wanted, folder / "models", jobs)
+    return Parents(corpus=corpus, **found)
+
+
+def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[str, Pretraining]:
+    """The config of every parent, by its name in `Parents`."""
+    shared, own = str(tokenizers["shared"]), str(tokenizers["own"])
+
+    def texts(name: str) -> list[SourceConfig]:
+        return [SourceConfig(path=str(corpus / f"{name}.jsonl"))]
+
+    def further(name: str, start: Pretraining, sources: list[SourceConfig]) -> Pretraining:
+        return start.model_copy(update={"name": name, "start": start, "sources": sources, "learning_rate": 2e-3})
+
+    vanilla = Pretraining(
+        name="vanilla",
+        tokenizer=shared,
+        sources=texts("english-some"),
+        width=size.width,
+        layers=size.layers,
+        length=size.length,
+        batch_size=size.batch_size,
+    )
+    wider = {"name": "english", "width": size.anchor_width, "layers": size.anchor_layers}
+    english = vanilla.model_copy(update={"sources": texts("english"), **wider})
+    own_vanilla = vanilla.model_copy(update={"name": "own-vanilla", "tokenizer": own})
+    return {
+        "anchor": further("anchor", english, texts("mixed")),
+        "vanilla": vanilla,
+        "french": further("french", vanilla, texts("french")),
+        "own": further("own", own_vanilla, texts("french")),
+        "code": further("code", vanilla, texts("python-train")),
+        "random": vanilla.model_copy(update={"name": "random", "sources": []}),
+    }
+
+
+def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
+    """The tokenizer that all models share, and the French specialist's own, unless they are there."""
+    texts = {"shared": ("english", "french", "python-train"), "own": ("french", "english-some")}
+    for name, files in texts.items():
+        if not (folder / name / "tokenizer.json").exists():
+            paths = [corpus / f"{file}.jsonl" for file in files]
+            train_tokenizer(paths, size.vocabulary).save_pretrained(folder / name)
+    return {name: folder / name for name in texts}
+
+
+def make_corpus(data: Path, folder: Path, size: Size) -> Path:
+    """Write the texts that the parents read, and the modules that none of them reads, unless they are there."""
+    done = folder / "corpus.json"
+    wanted = size.model_dump(mode="json")
+    if done.exists() and json.loads(done.read_text()) == wanted:
+        return folder
+    modules = deal([str(path) for path in _modules(size)], size.modules)
+    for name, paths in modules.items():
+        write_documents(folder / f"python-{name}.jsonl", [_read(path) for path in paths])
+    docs = list(_documentation(data, modules["train"]))
+    novels = read_texts(data / ENGLISH)[: size.english_novels]
+    write_documents(folder / "english.jsonl", _english(novels, docs, size, 1.0))
+    write_documents(folder / "english-some.jsonl", _english(novels, docs, size, SMALL_SHARE))
+    french = read_texts(data / FRENCH)[: size.french_novels]
+    write_documents(folder / "french.jsonl", [text[: size.french] for text in french])
+    write_documents(folder / "mixed.jsonl", _mixed(novels, french, [_read(path) for path in modules["train"]], size))
+    done.write_text(json.dumps(wanted))
+    return folder
+
+
+def prose(text: str) -> str:
+    """A reST or Markdown document without what is no running text: code, tables, headers, indented lines."""
+    text = re.sub(r"```.*?(```|\Z)", "", text, flags=re.DOTALL)
+    blocks = [block.strip("\n").split("\n") for block in re.split(r"\n\s*\n", text)]
+    kept = [" ".join(line.strip() for line in lines) for lines in blocks if not any(map(_NO_PROSE.match, lines))]
+    return "\n".join(one for one in kept if len(one) > 80 and len(_LETTERS.findall(one)) > 0.93 * len(one))
+
+
+def _english(novels: Sequence[str], docs: Sequence[str], size: Size, share: float) -> list[str]:
+    """The start of every novel, and documentation up to its size."""
+    return [
+        *(novel[: int(share * size.novel)] for novel in novels),
+        *up_to(docs, int(share * size.documentation)),
+    ]
+
+
+def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
+    """What the anchor reads last: English beyond what it has read, with French and code among it, as the web has."""
+    share = size.mixed // 3
+    english = up_to((text[size.novel :][: size.novel // 5] for text in novels), share)
+    foreign = up_to((text[size.french :][: size.french // 5] for text in french), share)
+    code = up_to((text[len(text) // 2 :][: size.novel // 50] for text in modules), share)
+    return [text for kind in (english, foreign, code) for text in kind if text.strip()]
+
+
+def _documentation(data: Path, modules: Sequence[str]) -> Iterator[str]:
+    """Documents' prose, and between them the docstrings and comments of modules."""
+    collections = zip(*(read_texts(data / name) for name in DOCUMENTS), strict=False)
+    proses = (found for documents in collections for one in documents if (found := prose(one)))
+    words = (found[0] for path in modules if (found := split_source(Path(path).read_bytes())) and found[0])
+    for pair in zip(proses, words, strict=False):
+        yield from pair
+
+
+def up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first texts of at least so many characters in all, each cut to what is left."""
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def _modules(size: Size) -> Iterator[Path]:
+    """The standard library's modules until enough characters were read."""
+    left = size.code
+    for path in source_files():
+        characters = len(_read(path))
+        if characters > size.module:
+            continue
+        left -= characters
+        if left < 0:
+            return
+        yield path
+
+
+def _read(path: str | Path) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def read_texts(file: Path) -> list[str]:
+    """The texts of a JSON Lines file."""
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def _pretrain_all(wanted: Mapping[str, Pretraining], models: Path, jobs: int) -> dict[str, Path]:
+    """Train every model whose start is there, `jobs` at a time, until all are; folders by name."""
+    if jobs == 1:  # a process of its own takes longer to start than a small model to train
+        return {name: pretrain(config, models) for name, config in wanted.items()}
+    if all((config.folder(models) / DONE).exists() for config in wanted.values()):
+        return {name: config.folder(models) for name, config in wanted.items()}
+    waiting = _with_starts(wanted)
+    running: dict[Future[str], str] = {}
+    with workers(jobs) as pool:
+        while waiting or running:
+            ready = [
+                key for key, one in waiting.items() if one.start is None or (one.start.folder(models) / DONE).exists()
+            ]
+            for key in ready:
+                running[pool.submit(_pretrain, waiting.pop(key).model_dump_json(), str(models))] = key
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                del running[future]
+    return {name: config.folder(models) for name, config in wanted.items()}
+
+
+def _with_starts(wanted: Mapping[str, Pretraining]) -> dict[str, Pretraining]:
+    """All models to make, by key: those that others start from too."""
+    found: dict[str, Pretraining] = {}
+    for config in wanted.values():
+        one: Pretraining | None = config
+        while one is not None:
+            found.setdefault(one.key(), one)
+            one = one.start
+    return found
+
+
+def _pretrain(text: str, models: str) -> str:
+    torch.set_num_threads(1)
+    return str(pretrain(Pretraining.model_validate_json(text), Path(models)))

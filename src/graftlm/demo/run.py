@@ -1,0 +1,195 @@
+"""The main job from nothing: pretrain a tiny Llama on English, freeze it, teach it Python with each method, report.
+
+All of it is left in the folder: corpus, backbone, grafts, report, and the recipe, to imitate with one's own text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.config import Config
+from graftlm.data import DataConfig, SourceConfig, build_mixture
+from graftlm.demo.corpus import deal, read_installation, write_documents
+from graftlm.evaluation import Results
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.runs.experiment import compare_recipe
+from graftlm.runs.recipe import Recipe
+from graftlm.training import TrainingConfig, train
+from graftlm.training.pieces import train_pieces
+
+
+class Size(Config):
+    """How large the demo is.
+
+    Args:
+        characters: of code to read.
+        pretraining_steps, steps: of the backbone, and of each method.
+    """
+
+    characters: int = 3_000_000
+    vocabulary: int = 4096
+    width: int = 128
+    layers: int = 4
+    length: int = 256
+    batch_size: int = Field(8, ge=1)
+    pretraining_steps: int = 300
+    steps: int = 100
+    scored_tokens: int = 12_000
+
+
+QUICK = Size(
+    characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000
+)
+
+# The learning rates are those that the experiment neutral-residues chose on validation text. Alpha is lower: English
+# about code is closer to code than English novels to French, and there are fewer steps.
+METHODS: dict[str, dict[str, Any]] = {
+    "finetune": {"graft": {"kind": "finetune"}, "training": {"learning_rate": 1e-3}},
+    "lora": {"graft": {"kind": "lora"}, "training": {"learning_rate": 3e-3}},
+    "adapter": {"graft": {"kind": "adapter"}, "training": {"learning_rate": 1e-3}},
+    "neutral-residues": {
+        "graft": {"kind": "neutral-residues", "alpha": 1.0},
+        "training": {"learning_rate": 3e-3},
+    },
+}
+
+
+def run_demo(
+    out: str | Path = "runs/demo",
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+    say: Callable[[str], None] = print,
+) -> Results:
+    """Run the demo in a folder; a backbone that an earlier run left there is used again."""
+    out, size = Path(out), QUICK if quick else Size()
+    corpus = make_corpus(out / "corpus", size, say)
+    make_backbone(out / "backbone", corpus, size, seed, progress=progress, say=say)
+    recipe = demo_recipe(out, size, seed)
+    recipe.to_yaml(out / "recipe.yaml")
+    return compare_recipe(recipe, progress=progress, say=say)
+
+
+def make_corpus(folder: Path, size: Size, say: Callable[[str], None]) -> Path:
+    """Write the demo's texts as jsonl files, unless they are there."""
+    done = folder / "corpus.json"
+    if not done.exists() or json.loads(done.read_text()) != size.characters:
+        say("Reading the English and the code of this Python installation.")
+        english, code = read_installation(size.characters)
+        for name, documents in deal(english, {"english": 8, "english-more": 1, "english-test": 1}).items():
+            write_documents(folder / f"{name}.jsonl", documents)
+        for name, documents in deal(code, {"python": 9, "python-test": 1}).items():
+            write_documents(folder / f"{name}.jsonl", documents)
+        done.write_text(json.dumps(size.characters))
+    return folder
+
+
+def make_backbone(
+    folder: Path, corpus: Path, size: Size, seed: int, *, progress: bool, say: Callable[[str], None]
+) -> None:
+    """Pretrain the tiny Llama on the corpus' English and save it, unless a whole one is there."""
+    wanted = {"size": size.model_dump(mode="json"), "seed": seed}
+    done = folder / "demo.json"
+    if done.exists() and json.loads(done.read_text()) == wanted:
+        say(f"Using the backbone that an earlier run left in {folder}.")
+        return
+    tokenizer = train_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
+    model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
+    backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
+    data = DataConfig(
+        new=[SourceConfig(path=str(corpus / "english.jsonl"))], old_share=0, length=size.length, seed=seed
+    )
+    training = _training(size, size.pretraining_steps, 3e-3, seed)
+    say(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
+    with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as model:
+        mixture = build_mixture(data, tokenizer, training.batch_size)
+        train(model, mixture, training, folder / "training", progress=progress)
+        model.model.requires_grad_(False)
+        model.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    load_backbone(folder)
+    done.write_text(json.dumps(wanted))
+
+
+def demo_recipe(out: Path, size: Size, seed: int) -> Recipe:
+    """The comparison that the demo runs, in the form that a user writes."""
+
+    def source(name: str) -> dict[str, str]:
+        return {"path": str(out / "corpus" / f"{name}.jsonl")}
+
+    steps = _training(size, size.steps, 1e-3, seed)
+    return Recipe.parse(
+        {
+            "backbone": {"name": str(out / "backbone")},
+            "methods": METHODS,
+            "data": {
+                "new": [source("python")],
+                "old": [source("english-more")],
+                "old_share": 0.1,
+                "length": size.length,
+                "test": {"old": [source("english-test")], "new": [source("python-test")]},
+                "seed": seed,
+            },
+            "training": steps.model_dump(mode="json", exclude_defaults=True),
+            "evaluation": {"limit_tokens": size.scored_tokens},
+            "out": str(out),
+        }
+    )
+
+
+def random_llama(
+    tokenizer: PreTrainedTokenizerBase, *, width: int, layers: int, heads: int, length: int, seed: int
+) -> LlamaForCausalLM:
+    """An untrained Llama from a seed, with tied embeddings; it can read four times its training rows of `length`."""
+    torch.manual_seed(seed)
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4 * length,
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        bos_token_id=None,
+        pad_token_id=end,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer from the texts of jsonl files."""
+
+    def texts() -> Iterable[str]:
+        for file in files:
+            with file.open(encoding="utf-8") as lines:
+                yield from (json.loads(line)["text"] for line in lines)
+
+    return train_pieces(texts(), vocabulary)
+
+
+def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
+    return TrainingConfig(
+        steps=steps,
+        batch_size=size.batch_size,
+        learning_rate=rate,
+        warmup_steps=max(1, steps // 20),
+        precision="bf16",
+        seed=seed,
+        checkpoint_every=max(1, steps // 2),
+    )
+
+
+__all__ = ["Size", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_tokenizer"]

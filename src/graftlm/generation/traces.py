@@ -1,0 +1,105 @@
+"""A generation's trace, such as which expert wrote which token: in the colours of the terminal, or as a page."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from graftlm.evaluation.plots import PALETTE
+from graftlm.generation.generate import Generation, TracedToken
+
+_PLAIN = "#8A8A8A"  # of a label that stands for nothing being done
+
+
+def labels_of(found: Generation) -> list[str]:
+    """What the trace tells of each token."""
+    return list(found.trace[0].values) if found.trace else []
+
+
+def colours_of(found: Generation) -> dict[str, str]:
+    """A colour for each label; grey for `none`."""
+    labels = [label for label in labels_of(found) if label != "none"]
+    return {label: PALETTE[index % len(PALETTE)] for index, label in enumerate(labels)} | {"none": _PLAIN}
+
+
+def means(found: Generation) -> dict[str, float]:
+    """Each label's mean over the tokens."""
+    tokens = found.trace or []
+    return {label: sum(token.values[label] for token in tokens) / len(tokens) for label in labels_of(found)}
+
+
+def print_trace(found: Generation, console: Console | None = None) -> None:
+    """The text, each token in the colour of its largest value, and a legend with shares."""
+    console = console or Console()
+    colours = colours_of(found)
+    text = Text(found.prompt)
+    for token in found.trace or []:
+        text.append(token.text, style=colours[_largest(token)])
+    console.print(text)
+    console.print()
+    for label, share in means(found).items():
+        most = sum(_largest(token) == label for token in found.trace or [])
+        line = Text("■ ", style=colours[label])
+        line.append(f"{label}  {share:.0%} of the weight, {most} of {found.tokens} tokens", style="default")
+        console.print(line)
+
+
+def trace_page(found: Generation) -> str:
+    """A page that needs nothing else: tokens coloured by their largest value, with all values where one points."""
+    colours = colours_of(found)
+    legend = "".join(
+        f'<li><span class="dot" style="background:{colours[label]}"></span>{html.escape(label)} {share:.0%}</li>'
+        for label, share in means(found).items()
+    )
+    data = json.dumps([token.values for token in found.trace or []]).replace("<", "\\u003c")
+    return _PAGE.format(
+        prompt=html.escape(found.prompt),
+        tokens="".join(_spans(found, colours)),
+        legend=legend,
+        data=data,
+        title=html.escape(found.prompt[:60]),
+    )
+
+
+def _spans(found: Generation, colours: dict[str, str]) -> Iterator[str]:
+    for token in found.trace or []:
+        label = _largest(token)
+        values = ", ".join(f"{name} {value:.2f}" for name, value in token.values.items())
+        strength = round(15 + 55 * token.values[label])
+        yield (
+            f'<span class="token" tabindex="0" style="--c:{colours[label]};--s:{strength}%" '
+            f'title="{html.escape(values)}" aria-label="{html.escape(token.text)}: {html.escape(values)}">'
+            f"{html.escape(token.text)}</span>"
+        )
+
+
+def _largest(token: TracedToken) -> str:
+    return max(token.values, key=lambda label: token.values[label])
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Trace: {title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 17px/1.7 system-ui, sans-serif; }}
+body {{ max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }}
+.text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+.prompt {{ opacity: .65; }}
+.token {{ background: color-mix(in srgb, var(--c) var(--s), transparent); border-radius: .15em; }}
+.token:focus, .token:hover {{ outline: 2px solid var(--c); }}
+ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; }}
+.dot {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 50%; }}
+</style>
+<h1>What wrote which token</h1>
+<ul aria-label="Legend: the mean over all tokens">{legend}</ul>
+<p class="text"><span class="prompt">{prompt}</span>{tokens}</p>
+<p>Point at a token, or go to it with the tab key, to see its values. Stronger colour: a larger value.</p>
+<script type="application/json" id="trace">{data}</script>
+</html>
+"""

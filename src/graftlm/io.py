@@ -1,0 +1,72 @@
+"""Files that are whole or not there: atomic writes, folders renamed into place, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from graftlm.errors import EvaluationError
+
+
+def digest(*values: Any) -> str:
+    """SHA-256 over plain JSON values, in hexadecimal; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 over a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Write a temporary file, flush it to disk, and rename it to `path`; gives `path`.
+
+    Raises:
+        EvaluationError: the file can't be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise EvaluationError(
+            f"{path} can't be written ({error.strerror}): free some space or name another folder."
+        ) from None
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
+    return path
+
+
+def put_in_place(draft: Path, folder: Path) -> None:
+    """Replace `folder` by the complete folder `draft`; if the rename fails, the old folder stays."""
+    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        draft.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

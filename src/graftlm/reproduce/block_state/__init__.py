@@ -1,5 +1,0 @@
-"""Block-state transformers beside their baselines on long documents (see README.md in this folder)."""
-
-from graftlm.reproduce.block_state.run import run
-
-__all__ = ["run"]

@@ -1,5 +1,0 @@
-"""Interactive chains beside their baselines, for any endpoint and models (see README.md in this folder)."""
-
-from graftlm.reproduce.clarify.run import run
-
-__all__ = ["run"]

@@ -1,5 +1,0 @@
-"""The demo: the main job on text that every Python installation carries."""
-
-from graftlm.reproduce.demo.run import run_demo
-
-__all__ = ["run_demo"]

@@ -1,5 +1,0 @@
-"""Tasks that need a long memory (see README.md in this folder)."""
-
-from graftlm.reproduce.long_memory.run import run
-
-__all__ = ["run"]

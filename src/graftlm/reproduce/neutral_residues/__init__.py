@@ -1,5 +1,0 @@
-"""Neutral residues against fine-tuning, LoRA and vanilla adapters (see README.md in this folder)."""
-
-from graftlm.reproduce.neutral_residues.run import run
-
-__all__ = ["run"]

@@ -1,5 +1,0 @@
-"""LoRA experts of four domains, mixed token by token: Table 1 of the paper, at a size made from nothing."""
-
-from graftlm.reproduce.token_routing.run import run
-
-__all__ = ["run"]

@@ -1,0 +1,297 @@
+"""Chains beside their baselines: what the harness measures, keeps and resumes, by a translator of known behaviour."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import Options, clarify, reproduce
+from experiments.clarify import metrics, needed, paper, scorers
+from experiments.clarify.data import read_sets, some
+from experiments.clarify.run import STATEMENT, slug
+from experiments.clarify.scripted import Script, in_ten, right_label
+from experiments.clarify.server import serving
+from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
+from graftlm.evaluation import Interval, Results, Row, value_of
+from graftlm.pipelines.clarify.examples import Example
+
+FORMALITY = [
+    ("formal", "Good evening, Madam.", f"Are you {word}?", f"Êtes-vous {french} ?")
+    for word, french in (("sure", "sûre"), ("ready", "prête"), ("alone", "seule"), ("tired", "fatiguée"))
+] + [
+    ("informal", "Hi, Dad.", f"Do you have {word}?", f"Tu as {french} ?")
+    for word, french in (("time", "le temps"), ("money", "de l'argent"), ("a pen", "un stylo"), ("a key", "une clé"))
+]
+WORDS = [("bark", "écorce", "The bark of the oak."), ("seal", "phoque", "A seal on the rocks.")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a little of AmbigMT's form."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "ambigmt").mkdir()
+    lines = [f"{label}\t\t{context}\t{source}\t{reference}" for label, context, source, reference in FORMALITY]
+    (folder / "ambigmt" / "formality_en_fr.tsv").write_text("label\t\tctx\tsrc\ttrg\n" + "\n".join(lines) + "\n")
+    lines = [f"{word}\t{french}\t{context}" for word, french, context in WORDS]
+    (folder / "ambigmt" / "polysemy_en_fr.tsv").write_text("src\ttrg\tctx\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def options(data: Path, out: Path, *tables: str, **more: Any) -> Options:
+    return Options(data=data, out=out, tables=tables or ("4.2",), jobs=1, **({"endpoint": "scripted"} | more))
+
+
+def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path))
+    assert [row.id for row in results.rows] == ["scripted-intercpt", "scripted-with_context", "scripted-no_extra"]
+    examples = read_sets(data)["formality", "fr"]
+    # A wrong answer leads to the contrast, which AmbigMT has none of: then to the English text, without a marker.
+    right = {
+        "intercpt": sum(in_ten(one) != 0 for one in examples),
+        "with_context": sum(in_ten(one) < 8 for one in examples),
+        "no_extra": sum(in_ten(one) % 2 == 0 for one in examples),
+    }
+    for method, count in right.items():
+        row = results.row(f"scripted-{method}")
+        for name in ("accuracy", "coverage"):
+            assert value_of(row.metrics[f"formality_fr_{name}"]) == pytest.approx(100 * count / len(examples))
+        assert 0 <= value_of(row.metrics["polysemy_fr_hit3"]) <= value_of(row.metrics["polysemy_fr_hit10"]) <= 100
+    asks, plain = results.row("scripted-intercpt").metrics, results.row("scripted-no_extra").metrics
+    assert (asks["calls"], asks["questions"]) == (30, 10)
+    assert (plain["calls"], plain["questions"], plain["examples"]) == (10, 0, 10)
+    assert value_of(asks["prompt_tokens"]) > value_of(plain["prompt_tokens"])
+    assert results.details["statement"] == STATEMENT
+    assert results.paper == []
+    assert (tmp_path / "figure-4.3.png").exists()
+    assert (tmp_path / "figure-4.6.png").exists()
+
+
+def test_it_goes_on_where_a_server_failed(data: Path, tmp_path: Path) -> None:
+    script = Script(one for examples in read_sets(data).values() for one in examples)
+    calls = 0
+
+    def dying(body: Mapping[str, Any]) -> str:
+        nonlocal calls
+        calls += 1
+        if calls > 10:
+            raise ConnectionError
+        return script(body)
+
+    def url_of(server: Any) -> Options:
+        return options(data, tmp_path, endpoint=server.url, models=("Org/Some-Model",))
+
+    with serving(dying) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(server), "handle_error", lambda *arguments: None)
+        patch.setattr("experiments.clarify.cell.RETRIES", 0)
+        with pytest.raises(EndpointError, match="can't be reached, at the first try"):
+            reproduce("clarify", url_of(server))
+    (kept,) = tmp_path.rglob("talks-*.jsonl")
+    done = kept.read_text().splitlines()
+    assert len(done) == 3, "three conversations of three calls"
+    kept.write_text("\n".join(done) + '\n{"id": "cut o')
+    with serving(script) as server:
+        results = reproduce("clarify", url_of(server))
+        assert len(server.requests) == 50 - 9
+        assert results.rows[0].id == "org_some_model-intercpt"
+        assert {row.where for row in results.paper} == {"Table 4.2"}
+    with serving(script) as server:
+        assert reproduce("clarify", url_of(server)).rows == results.rows
+        assert server.requests == [], "another port changes nothing"
+
+
+# What a learned metric's command does, with a measure that can be worked by hand: the length of the translation.
+LENGTH = "import json, sys; [print(len(json.loads(line)['mt'])) for line in sys.stdin]"
+
+
+def own(name: str, code: str) -> str:
+    return f"{name}={sys.executable} -c {shlex.quote(code)}"
+
+
+def test_metrics_of_the_users_own_stand_beside_ours(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
+    metrics_of = results.row("scripted-intercpt").metrics
+    outputs = [len(one.reference) if in_ten(one) else len(one.source) for one in read_sets(data)["formality", "fr"]]
+    interval = metrics_of["formality_fr_length"]
+    assert isinstance(interval, Interval)
+    assert interval.mean == pytest.approx(sum(outputs) / len(outputs))
+    assert min(outputs) <= interval.low <= interval.mean <= interval.high <= max(outputs)
+    assert {"polysemy_fr_length3", "polysemy_fr_length10"} <= {*metrics_of}
+
+
+def test_the_best_of_the_first_words() -> None:
+    scorer = scorers.Scorer(own("length", LENGTH))
+    found = scorers.best_of(scorer, ["bark", "seal"], [["a", "bb", "c", "dddd"], []], ["x", "y"])
+    assert found == {"length3": (2 + 0) / 2, "length10": (4 + 0) / 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "message"),
+    [
+        ("comet", RecipeError, r"is written NAME=COMMAND, such as comet='python comet.py', not 'comet'"),
+        ("Comet 2=python", RecipeError, "is written NAME=COMMAND"),
+        ("comet= ", RecipeError, "is written NAME=COMMAND"),
+        ("bleu=python", RecipeError, "The name bleu is taken"),
+        (
+            "comet=/no/such/program",
+            EvaluationError,
+            r"comet can't be run \(No such file or directory: /no/such/program\)",
+        ),
+        (own("comet", "1/0"), EvaluationError, r"comet ended with 1 \(ZeroDivisionError: division by zero\): try it"),
+        (own("comet", "print('model loaded')"), EvaluationError, "comet wrote 'model loaded', where a number a line"),
+        (own("comet", "print(1)"), EvaluationError, "comet wrote 1 numbers for 2 translations"),
+        (own("comet", "print('1 nan')"), EvaluationError, "not a finite one each"),
+    ],
+)
+def test_scorers_that_do_not_score(written: str, error: type[Exception], message: str) -> None:
+    two = [scorers.Translation("a", "b", "c")] * 2
+    with pytest.raises(error, match=message):
+        scorers.Scorer(written)(two)
+
+
+def test_specialists_and_users(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, "4.2", "4.4", "4.5", models=("one", "two"), quick=True))
+    ids = [row.id for row in results.rows]
+    assert {"one-intercpt", "two-no_extra", "two-intercpt_specialist", "one-intercpt_user_two"} <= {*ids}
+    assert {path.name for path in tmp_path.glob("figure-*.png")} == {f"figure-4.{n}.png" for n in (3, 4, 5, 6)}
+    assert results.details["templates"] == ["translate", "translate-formality", "translate-polysemy"]
+
+
+def test_which_questions_are_needed() -> None:
+    def example(context: str, source: str, reference: str, contrast: str) -> Example:
+        return Example("x", "profession", "fr", source, (context,), reference, "feminine", contrast)
+
+    told = example("She was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
+    same = example("She was late.", "The artist ran.", "L'artiste courut.", "L'artiste  courut.")
+    unread = example("The mother was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
+    assert [needed._judged(told, with_context)[:2] for with_context in (False, True)] == [(True, True), (False, False)]
+    assert [needed._judged(same, with_context)[:2] for with_context in (False, True)] == [(False, False)] * 2
+    assert needed._judged(unread, True)[:2] == (True, False), "this reader knows pronouns alone"
+    row = needed._row("fr", [told, same, unread])
+    found = {name: round(value_of(metric), 1) for name, metric in row.metrics.items()}
+    assert (found["precision"], found["recall"], found["precision_always"]) == (66.7, 100.0, 33.3)
+    assert (found["asked"], found["needed"], found["texts"]) == (3, 2, 6)
+
+
+def test_figures_worked_by_hand() -> None:
+    one, two = (
+        Example(str(n), "polysemy", "fr", "bark", ("c",), reference) for n, reference in ((1, "écorce"), (2, "cri"))
+    )
+    found = metrics.polysemy_metrics(["aboiement, Écorce", "a、b、c、cri"], [one, two])
+    assert [value_of(found[name]) for name in ("hit3", "hit10")] == [50.0, 100.0]
+    assert value_of(found["chrf10"]) > value_of(found["chrf3"])
+    examples = [
+        Example(str(n), "formality", "fr", "s", ("c",), "r", label)
+        for n, label in enumerate(["formal", "informal", None])
+    ]
+    labels = metrics.label_metrics(["formal", None, "formal"], examples)
+    assert {name: value_of(value) for name, value in labels.items()} == {
+        "accuracy": 50.0,
+        "coverage": 50.0,
+        "share_formal": 100.0,
+    }
+    interval = metrics.share(5, 10)
+    assert (round(interval.low, 1), round(interval.high, 1)) == (23.7, 76.3)
+    assert metrics.share(0, 0).high == 100
+
+
+def test_mistakes_by_class() -> None:
+    example = Example("x", "formality", "fr", "Are you sure?", ("c",), "r", "formal")
+
+    def sorted_as(question: str | None, answer: str | None, text: str = "Are you sure?") -> dict[str, int]:
+        one = Example("x", "formality", "fr", text, ("c",), "r", "formal")
+        return metrics.mistakes(["informal"], [one], [{"question": question, "answer": answer}], "formality")
+
+    assert sorted_as(None, None) == {"no-question": 1}
+    assert sorted_as('What is "sure"?', "certain") == {"wrong-question": 1}
+    assert sorted_as('Who is "you"?', None) == {"limited-context": 1}
+    assert sorted_as('Who is "you"?', "a friend") == {"wrong-answer": 1}
+    assert sorted_as('Who is "you"?', "a stranger") == {"style-or-other": 1}
+    assert sorted_as('Who is "you"?', "a stranger", "Do you like it?") == {"many-ambiguities": 1}
+    assert metrics.mistakes(["formal"], [example], [{"question": None, "answer": None}], "formality") == {}
+    assert [metrics.said_by(answer, "name") for answer in ("a woman", "He is.", "a man or a woman", "x")] == [
+        "feminine",
+        "masculine",
+        None,
+        None,
+    ]
+
+
+def test_significance_tells_the_same_from_the_different() -> None:
+    examples = [Example(str(n), "it", "fr", "s", ("c",), f"le chat {n} dort bien ici") for n in range(20)]
+    right = [one.reference for one in examples]
+    found = metrics.significance({"a": right, "b": list(right), "c": ["rien du tout"] * 20}, examples, "fr")
+    assert found["b"] == {"BLEU": 1.0, "chrF": 1.0}
+    assert found["c"]["BLEU"] < 0.05
+    assert found["c"]["chrF"] < 0.05
+
+
+def test_japanese_is_cut_into_characters() -> None:
+    example = Example("x", "it", "ja", "s", ("c",), "棚に置きました。")
+    assert value_of(metrics.text_metrics(["棚に置きました。"], [example], "ja")["bleu"]) == pytest.approx(100)
+
+
+def test_the_same_example_counts_once() -> None:
+    one = Example("1", "it", "fr", "s", ("c",), "r", "feminine")
+    assert some([one, one, Example("2", "it", "fr", "s", ("d",), "r")], 9) == [
+        one,
+        Example("2", "it", "fr", "s", ("d",), "r"),
+    ]
+    many = [Example(str(n), "it", "fr", str(n), ("c",), "r") for n in range(50)]
+    assert some(many, 7) == some(many, 7)
+    assert len(some(many, 7)) == 7
+
+
+def test_the_script_tells_examples_of_one_text_apart() -> None:
+    her, his = (
+        Example(label, "it", "fr", "It is here.", (context,), reference, label, "x")
+        for label, context, reference in (
+            ("feminine", "A key.", "Elle est là."),
+            ("masculine", "A book.", "Il est là."),
+        )
+    )
+    script = Script([her, his])
+    for one in (her, his):
+        system = {"content": "Put the text into French"}
+        request = {"content": f"<text>\nIt is here.\n</text>\n<answer>\n{right_label(one)}\n</answer>"}
+        assert script({"messages": [system, request]}) == one.reference
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"endpoint": None}, RecipeError, r"No server was named: give the URL of one and its models"),
+        ({"endpoint": "http://localhost:1/v1"}, RecipeError, r"may have several models: name some \(--model\)"),
+        ({"tables": ("4.9",)}, RecipeError, "There is no table '4.9' in this experiment"),
+        ({"data": Path("nowhere")}, DataError, "nowhere holds no ambiguous sentences with their contexts"),
+    ],
+)
+def test_what_cannot_be_run(data: Path, tmp_path: Path, more: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        reproduce("clarify", options(data, tmp_path).model_copy(update=more))
+
+
+def test_published_figures_stand_beside_their_own_metrics() -> None:
+    row = Row(id="x-intercpt", label="x", metrics={"formality_fr_bleu": 1.0, "name_ja_accuracy": 2.0, "calls": 1})
+    found = paper.rows([row, Row(id="needed_fr", label="n", metrics={"precision": 1.0})])
+    assert [(one.where, one.metrics) for one in found] == [
+        ("Table 4.2", {"formality_fr_bleu": 39.1}),
+        ("Table 4.3", {"name_ja_accuracy": 71.0}),
+    ]
+    assert slug("Org/Some Model:7b") == "org_some_model_7b"
+
+
+def test_the_committed_results_are_of_this_form() -> None:
+    results = Results.read(Path(clarify.__file__).parent)
+    assert [row.id for row in results.rows] == [
+        *(f"scripted-{method}" for method in paper.METHODS),
+        "needed_de",
+        "needed_fr",
+    ]
+    assert results.details["statement"] == STATEMENT
+    assert json.dumps(results.details)

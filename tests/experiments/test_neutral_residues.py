@@ -1,0 +1,84 @@
+"""The reproduction at its smallest, on text that the test makes: every table, the form of its results, its errors."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from experiments import Options, reproduce
+from experiments.neutral_residues import paper
+from graftlm.errors import DataError, RecipeError
+from graftlm.evaluation import Results, value_of
+
+WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
+MOTS = ["le", "une", "maison", "qui", "marchait", "sous", "vieux", "dit", "son", "jardin", "lettre", "avec", "depuis"]
+
+
+def novels(words: list[str], count: int, characters: int, seed: int) -> str:
+    random_ = random.Random(seed)
+    texts = [" ".join(random_.choice(words) for _ in range(characters // 5)) for _ in range(count)]
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_backbone) -> Path:
+    data = tmp_path / "data"
+    for name in ("lm_text/tinyshakespeare", "parallel/bible", "models"):
+        (data / name).mkdir(parents=True)
+    english = novels(WORDS, 24, 3_000, 0) + novels(WORDS, 1, 200_000, 1)
+    (data / "lm_text" / "eltec_eng.jsonl").write_text(english, encoding="utf-8")
+    (data / "lm_text" / "eltec_fra.jsonl").write_text(novels(MOTS, 31, 3_000, 2), encoding="utf-8")
+    for name in ("lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt"):
+        (data / name).write_text(" ".join(WORDS * 50), encoding="utf-8")
+    return data
+
+
+@pytest.mark.slow
+def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone) -> None:
+    out = tmp_path / "out"
+    options = Options(data=folder, out=out, quick=True, jobs=1, backbone=str(tiny_backbone("llama")))
+    results = reproduce("neutral-residues", options)
+
+    ids = {row.id for row in results.rows}
+    assert {"backbone", "finetune", "lora", "adapter", "neutral-residues", "lora-p0"} <= ids
+    assert {f"t4-{gate}" for gate in paper.TABLE_4} <= ids
+    assert {"t5-relu-l1-he", "t6-alpha-10", "t7-lora-1"} <= ids
+    for row in results.rows:
+        if row.id != "backbone":
+            learned = value_of(results.row("backbone").metrics["new"]) - value_of(row.metrics["new"])
+            assert value_of(row.metrics["learned"]) == pytest.approx(learned, abs=1e-6)
+            assert {"old_bpb", "new_bpb", "shakespeare", "bible", "trainable_parameters"} <= row.metrics.keys()
+    extra = [
+        value_of(results.row(name).metrics["trainable_parameters"]) for name in ("lora", "adapter", "neutral-residues")
+    ]
+    assert max(extra) < 1.2 * min(extra)
+    assert [aim.aim for aim in results.aims] == [0.2, 0.2, 1.0]
+    assert {row.id for row in results.paper} >= {"backbone", "lora", "lora-p0", "t4-relu-l1"}
+    assert (out / "learn-against-forget.png").exists()
+    assert (out / "spectrum.png").exists()
+
+    before = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*/measurement.json")}
+    again = reproduce("neutral-residues", options.model_copy(update={"tables": ("2",)}))
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished cells are read back"
+    assert again.row("lora").metrics["old"] == results.row("lora").metrics["old"]
+
+
+def test_the_committed_results_are_of_this_form() -> None:
+    from experiments import neutral_residues
+
+    results = Results.read(Path(neutral_residues.__file__).parent)
+    assert {"backbone", "finetune", "lora", "adapter", "neutral-residues"} <= {row.id for row in results.rows}
+    assert results.seeds == [0, 1, 2]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    options = Options(data=tmp_path, out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"lacks lm_text/eltec_eng.jsonl: pass --data"):
+        reproduce("neutral-residues", options)
+    with pytest.raises(RecipeError, match="There is no table '3'"):
+        reproduce("neutral-residues", options.model_copy(update={"tables": ("3",)}))
+    with pytest.raises(RecipeError, match=r"did you mean neutral-residues\?"):
+        reproduce("neutral-residue", options)

@@ -1,0 +1,175 @@
+"""Summaries of technical proposals at their smallest: documents and their parts, rows, results, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from experiments import Options, reproduce, summarize
+from experiments.jobs import Job
+from experiments.summarize.corpora import CORPORA, FILES, Sizes, in_time, load, sample_of
+from experiments.summarize.measuring import distance
+from experiments.summarize.plan import TRAINED, UNTRAINED, Plan
+from experiments.summarize.run import LABELS, WRITTEN
+from graftlm.errors import DataError, RecipeError
+from graftlm.evaluation import Results, value_of
+
+pytest.importorskip("sentencex")
+
+THINGS = ("kettle", "ladder", "window", "garden", "basket", "candle", "bridge", "hammer")
+
+
+def proposal(corpus: str, number: int) -> dict[str, object]:
+    thing = THINGS[number % len(THINGS)]
+    head = f"---\ntitle: {thing}\ncreated: 20{10 + number:02d}-03-01\n---\n\n"
+    abstract = f"The {thing} of {corpus} gets a new handle. It costs {number + 3} coins."
+    start = len(f"{head}## Abstract\n\n")
+    body = f"Every {thing} has a handle that breaks. The old handle costs {number + 9} coins. People complain. " * 3
+    rest = f"The new handle of {corpus} is made of oak. It costs {number + 3} coins in Paris. Nobody asked. " * 4
+    text = f"{head}## Abstract\n\n{abstract}\n\n## Motivation\n\n{body}\n\n## Details\n\n{rest}\n"
+    return {
+        "id": f"{corpus}/{number:04d}.md",
+        "title": f"{corpus} {number}",
+        "abstract": abstract,
+        "abstract_span": [start, start + len(abstract)],
+        "text": text,
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "longdocs").mkdir()
+    for corpus in CORPORA:
+        lines = (json.dumps(proposal(corpus, number)) + "\n" for number in reversed(range(8)))
+        (folder / "longdocs" / f"{corpus}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def options(data: Path, out: Path, **changes: object) -> Options:
+    return Options.parse({"data": data, "out": out, "quick": True, "jobs": 1, "seeds": (0,)} | changes)
+
+
+def test_documents_have_no_abstract_and_no_header() -> None:
+    sample = sample_of("eips", proposal("eips", 2))
+    text = " ".join(sentence.text for sentence in sample.document.sentences)
+    assert sample.abstract == ("The window of eips gets a new handle.", "It costs 5 coins.")
+    assert sample.abstract[0] not in text
+    assert "created" not in text
+    assert text.startswith("Every window")
+
+
+@pytest.mark.parametrize(
+    ("corpus", "head"),
+    [
+        ("peps", "PEP: 7\nTitle: A long\n title\nPost-History:\n\n"),
+        ("rust_rfcs", "- Feature Name: `x`\n- Start Date: 2020-01-01\n\n"),
+        ("keps", "- [Summary](#summary)\n  - [Goals](#goals)\n"),
+    ],
+)
+def test_what_is_no_text_is_left_out(corpus: str, head: str) -> None:
+    row = {"id": "7", "abstract": "Short.", "abstract_span": [len(head), len(head)], "text": f"{head}A body. With two."}
+    assert [one.text for one in sample_of(corpus, row).document.sentences] == ["A body.", "With two."]
+
+
+def test_time_splits_each_corpus_and_no_document_is_in_two_parts(data: Path) -> None:
+    parts = load(str(data), Sizes(validation=0.2, test=0.2))
+    ids = [sample.id for samples in parts.values() for sample in samples]
+    assert len(set(ids)) == len(ids) == 8 * len(CORPORA)
+    for corpus in CORPORA:
+        own = {part: [sample.id for sample in samples if sample.corpus == corpus] for part, samples in parts.items()}
+        assert all(own.values())
+        assert max(own["train"]) < min(own["validation"]) <= max(own["validation"]) < min(own["test"])
+
+
+def test_time_goes_by_dates_and_where_there_are_none_by_numbers() -> None:
+    dates = {"1": "Created: 2021-05-05\n", "2": "", "3": "Created: 01-Jan-2020\n", "10": "created: (fill me in)\n"}
+    rows = [{"id": f"x/{number}.md", "text": text} for number, text in dates.items()]
+    assert [row["id"] for row in in_time(rows)] == ["x/3.md", "x/10.md", "x/1.md", "x/2.md"]
+
+
+def test_a_proposal_that_moved_is_taken_once(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "longdocs").mkdir()
+    for corpus in CORPORA:
+        rows = [proposal(corpus, number) for number in range(8)]
+        rows[7]["title"] = "The One"
+        (tmp_path / "longdocs" / f"{corpus}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parts = load(str(tmp_path), Sizes(validation=0.2, test=0.2))
+    kept = [sample.id for samples in parts.values() for sample in samples if "0007" in sample.id]
+    assert kept == [f"{next(iter(CORPORA))}/0007.md"]
+
+
+def test_every_row_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
+    asked = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
+    results = reproduce("summarize", asked)
+    assert [row.id for row in results.rows] == list(LABELS)
+    check_metrics(results)
+    assert {"copy.png", "rouge.png", "training-loss.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("measurement.json")}
+    assert len(before) == 13
+    alone = reproduce("summarize", asked.model_copy(update={"tables": ("extracts",)}))
+    assert [row.id for row in alone.rows] == [*UNTRAINED, *TRAINED, "gold_extract", "human"]
+    assert [alone.row(row.id) for row in alone.rows] == [results.row(row.id) for row in alone.rows]
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "what is finished is read back"
+    assert len(alone.aims) == 8
+
+
+def check_metrics(results: Results) -> None:
+    for row in results.rows:
+        assert ("rouge1" in row.metrics) == (row.id != "human")
+        assert ("abstract_nll" in row.metrics) == (row.id in WRITTEN)
+        assert {"copy_1", "words"} <= row.metrics.keys()
+        shares = [value for name, value in row.metrics.items() if not name.startswith(("abstract", "words"))]
+        assert all(0 <= value_of(value) <= 100 for value in shares)
+    assert value_of(results.row("gold_extract").metrics["copy_1"]) == 100
+    assert [aim.metric for aim in results.aims[-4:]] == ["rouge1", "rouge2", "abstract_nll", "copy"]
+
+
+def test_a_writer_is_another_one_where_it_is_given_other_extracts(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, keys = Plan(options(data, tmp_path)), []
+    vars(plan).update(gold={"a": [0]}, extract_size=1)
+
+    def note(jobs: Sequence[Job], work: object, title: str) -> dict[str, dict[str, str]]:
+        keys.append({job.id: job.key() for job in jobs})
+        return {job.id: {"folder": ""} for job in jobs}
+
+    monkeypatch.setattr(plan, "_run", note)
+    for place in (1, 1, 2):
+        plan.written({0: {"a": [place]}})
+    first, same, other = keys[1::2]
+    assert first == same
+    assert {job for job in first if first[job] != other[job]} == {"writer-gold_s0", "writer-model_s0"}
+
+
+def test_the_distance_of_curves_is_over_the_lengths_of_both() -> None:
+    assert distance([100, 50, 0], [90, 70]) == 15
+
+
+def test_mistakes(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"There is no table 'writer' in this experiment \(did you mean writers\?\)"):
+        reproduce("summarize", options(data, tmp_path, tables=("writer",)))
+    with pytest.raises(DataError, match=f"lacks longdocs/peps.jsonl: pass --data with one that holds {FILES[0]}"):
+        reproduce("summarize", options(tmp_path, tmp_path, backbone="unused"))
+
+
+def test_real_proposals() -> None:
+    folder = os.environ.get("GRAFTLM_DATA")
+    if not folder or not (Path(folder) / FILES[0]).exists():
+        pytest.skip("GRAFTLM_DATA names no folder with longdocs")
+    parts = load(folder, Sizes(most=8))
+    for sample in (one for samples in parts.values() for one in samples):
+        text = " ".join(sentence.text for sentence in sample.document.sentences)
+        assert len(text) > 1000
+        assert sample.summary[:200] not in text
+
+
+def test_the_committed_results_are_of_this_form() -> None:
+    results = Results.read(Path(summarize.__file__).parent)
+    assert [row.id for row in results.rows] == list(LABELS)
+    check_metrics(results)
