@@ -167,20 +167,20 @@ def test_rows_go_on_where_those_of_the_step_before_ended() -> None:
         Lanes(TokenBlocks(marked, boundaries="joined"), 8)
 
 
-def test_what_is_carried_over_is_what_a_longer_pass_knows() -> None:
+def test_the_recurrent_state_continues_a_text_as_one_longer_pass_does() -> None:
     torch.manual_seed(0)
     bare = new_model(BLOCK_STATE, tiny_tokenizer(), 0)
     model = LanguageModel(bare).train()
     ids, lane = torch.randint(0, 50, (2, 40)), torch.arange(2)
     whole = bare(ids, use_cache=False).logits
     first = model(ids[:, :27], labels=ids[:, :27], lane=lane, begins=torch.ones(2, dtype=torch.bool))
-    kept = model.carried()
+    kept = model.recurrent_state()
     second = model(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
     assert torch.allclose(torch.cat([first.logits, second.logits], dim=1), whole, atol=1e-4)
     assert not any(tensor.requires_grad for tensor in kept.values())
 
     other = LanguageModel(bare).train()
-    other.carry(kept)
+    other.set_recurrent_state(kept)
     again = other(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
     assert torch.equal(again.logits, second.logits)
 

@@ -29,7 +29,7 @@ from graftlm.io import file_digest, sync
 from graftlm.training.sharding import like, whole
 
 TENSORS, OPTIMISER, STATE = "tensors.safetensors", "optimiser.safetensors", "state.json"
-CARRIED = "carried/"
+RECURRENT_STATE = "recurrent_state/"
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def _keep(tensor: Tensor) -> Tensor:
 def restore(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimiser: Optimizer
 ) -> dict[str, Tensor]:
-    """Put a checkpoint's values into the model's `tensors` and the optimiser; gives what a model carried over, by name.
+    """Put a checkpoint's values into the model's `tensors` and the optimiser; return the recurrent state.
 
     Raises:
         TrainingError: the checkpoint is of other tensors.
     """
     saved = load_file(checkpoint.path / TENSORS)
-    over = {name: saved.pop(name) for name in list(saved) if name.startswith(CARRIED)}
+    recurrent = {name: saved.pop(name) for name in list(saved) if name.startswith(RECURRENT_STATE)}
     _check_shapes(checkpoint.path, saved, tensors)
     for name, tensor in tensors.items():
         tensor.copy_(like(saved[name], tensor))
@@ -168,7 +168,7 @@ def restore(
         parameter = parameters[name]
         on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else like(value, parameter)
         optimiser.state[parameter][part] = on_device
-    return {name.removeprefix(CARRIED): tensor for name, tensor in over.items()}
+    return {name.removeprefix(RECURRENT_STATE): tensor for name, tensor in recurrent.items()}
 
 
 def _check_shapes(path: Path, saved: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from graftlm.training.config import TrainingConfig
 class LanguageModel(nn.Module):
     """A causal model as the training loop takes it: all of its weights train.
 
-    Where rows go on from step to step (`lane`), what the model remembers of each is carried over; see `training.lanes`.
+    Where rows go on from step to step (`lane`), the model keeps a recurrent state of each; see `training.lanes`.
 
     Args:
         model: a transformers model with a language-modelling head.
@@ -72,21 +72,21 @@ class LanguageModel(nn.Module):
         loss = language_modelling_loss(logits, labels, totals)
         return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
 
-    def carried(self) -> dict[str, Tensor]:
-        """What is carried over to the next step, by name."""
+    def recurrent_state(self) -> dict[str, Tensor]:
+        """The tensors of all caches, by name: the state that the next step continues from."""
         return {
             f"{key}/{name}": tensor
             for key, cache in self._caches.items()
             for name, tensor in self.model.cache_tensors(cache).items()
         }
 
-    def carry(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `carried` gave."""
-        found: dict[int, dict[str, Tensor]] = {}
+    def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the state that `recurrent_state` returned."""
+        caches: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, inner = name.partition("/")
-            found.setdefault(int(key), {})[inner] = tensor.to(self.model.device)
-        self._caches = {key: self.model.cache_from(one) for key, one in found.items()}
+            caches.setdefault(int(key), {})[inner] = tensor.to(self.model.device)
+        self._caches = {key: self.model.cache_from_tensors(tensors) for key, tensors in caches.items()}
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -172,7 +172,7 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
     Raises:
         RecipeError: it keeps no state of fixed size, or the run is one in which it can't.
     """
-    if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from")):
+    if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
             f"A model of the type {model.config.model_type} remembers every token, so its rows can't go on from "
             "step to step: set data.stream to false, or take an architecture that keeps a state."

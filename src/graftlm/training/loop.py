@@ -28,7 +28,7 @@ from graftlm.training.history import History
 from graftlm.training.processes import graft_buffers, named_trainable, placed
 from graftlm.training.progress import Display
 from graftlm.training.schedule import keeping, learning_rate, make_optimiser, set_learning_rate
-from graftlm.training.state import Run, carried, save, start, stop
+from graftlm.training.state import Run, recurrent_state, save, start, stop
 
 HISTORY = "history.jsonl"
 
@@ -99,7 +99,7 @@ def _steps(run: Run, progress: bool) -> None:
             rate = learning_rate(config, step)
             set_learning_rate(run.optimiser, rate)
             buffers = {name: buffer.clone() for name, buffer in graft_buffers(place.bare).items()}
-            before = carried(place.bare)
+            before = recurrent_state(place.bare)
 
             losses = _accumulate(run, batch)
             norm = place.clip(config.clip)

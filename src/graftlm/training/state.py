@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.training.checkpoint import (
-    CARRIED,
+    RECURRENT_STATE,
     Checkpoint,
     gather_moments,
     gather_tensors,
@@ -73,17 +73,17 @@ class Run:
         return {**self.parameters, **graft_buffers(self.place.bare)}
 
 
-def carried(model: nn.Module) -> dict[str, Tensor]:
-    """What a model that reads on from step to step carries over, by name; most models carry nothing."""
-    said = getattr(model, "carried", None)
-    return cast("dict[str, Tensor]", said()) if callable(said) else {}
+def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state that a model keeps from step to step, by name; empty for models that keep none."""
+    getter = getattr(model, "recurrent_state", None)
+    return cast("dict[str, Tensor]", getter()) if callable(getter) else {}
 
 
-def carry(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a model back what it carried over."""
-    take = getattr(model, "carry", None)
-    if callable(take):
-        take(tensors)
+def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Restore the state that `recurrent_state` returned."""
+    setter = getattr(model, "set_recurrent_state", None)
+    if callable(setter):
+        setter(tensors)
 
 
 def stop(run: Run, buffers: Mapping[str, Tensor], before: Mapping[str, Tensor], loss: float, norm: float) -> NoReturn:
@@ -91,12 +91,12 @@ def stop(run: Run, buffers: Mapping[str, Tensor], before: Mapping[str, Tensor], 
 
     Args:
         buffers: the grafts' buffers before it.
-        before: what was carried over to it.
+        before: the model's recurrent state before it.
 
     Raises:
         TrainingError: always.
     """
-    carry(run.place.bare, before)
+    set_recurrent_state(run.place.bare, before)
     run.optimiser.zero_grad()
     with torch.no_grad():
         for name, buffer in graft_buffers(run.place.bare).items():
@@ -119,7 +119,7 @@ def start(run: Run, resume: bool) -> int | None:
     if found is None:
         return None
     _check_same_run(run, found)
-    carry(run.place.bare, restore(found, run.tensors(), run.parameters, run.optimiser))
+    set_recurrent_state(run.place.bare, restore(found, run.tensors(), run.parameters, run.optimiser))
     run.mixture.load_state_dict(found.state["mixture"])
     run.counts = Counts(**found.state["counts"])
     return run.counts.step
@@ -161,8 +161,8 @@ def save(run: Run, keep: int | None) -> Path:
     Raises:
         TrainingError: it can't be written; older ones are as before.
     """
-    over = {f"{CARRIED}{name}": tensor for name, tensor in carried(run.place.bare).items()}
-    tensors, moments = gather_tensors(run.tensors() | over), gather_moments(run.parameters, run.optimiser)
+    state_tensors = {f"{RECURRENT_STATE}{name}": tensor for name, tensor in recurrent_state(run.place.bare).items()}
+    tensors, moments = gather_tensors(run.tensors() | state_tensors), gather_moments(run.parameters, run.optimiser)
     state = {
         "step": run.counts.step,
         "counts": asdict(run.counts),

@@ -82,7 +82,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         return saved(cache)
 
     @staticmethod
-    def cache_from(tensors: dict[str, Tensor]) -> Cache:
+    def cache_from_tensors(tensors: dict[str, Tensor]) -> Cache:
         """The cache that `cache_tensors` wrote down."""
         return restored(tensors)
 
