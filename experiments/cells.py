@@ -131,7 +131,7 @@ def _mixture(backbone: BackboneConfig, data: str, evaluation: str, batch_size: i
 def _without_training(data: str) -> str:
     """A data config's part that the bench depends on: seeds and shares of training text change nothing there."""
     config = DataConfig.model_validate_json(data)
-    return config.model_copy(update={"seed": 0, "old_share": 0.0}).model_dump_json()
+    return config.model_copy(update={"seed": 0, "replay_fraction": 0.0}).model_dump_json()
 
 
 def over_seeds(measured: Sequence[Measurement], row_id: str, label: str) -> Row:

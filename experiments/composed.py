@@ -34,7 +34,7 @@ from graftlm.runs.recipe import BackboneConfig, EvaluationConfig
 from graftlm.training import TrainingConfig
 
 # Of the rows that compositions are trained on: English that the anchor has read.
-OLD_SHARE = 0.2
+REPLAY_FRACTION = 0.2
 # Learning rates to try, by kind of graft.
 RATES = {"composition": (3e-3,), "lora": (1e-2,)}
 
@@ -167,7 +167,7 @@ class Study:
         return {
             "training": training,
             "rates": {kind: list(rates) for kind, rates in RATES.items()},
-            "old_share": OLD_SHARE,
+            "replay_fraction": REPLAY_FRACTION,
         }
 
     def _model(self, folder: Path) -> BackboneConfig:

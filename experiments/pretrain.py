@@ -91,7 +91,7 @@ def _train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, config: Pretraining, folder: Path, progress: bool
 ) -> Mapping[str, float]:
     """Train `model` in place over all of its rows once."""
-    data = DataConfig(new=config.sources, old_share=0, length=config.length, seed=config.seed)
+    data = DataConfig(new=config.sources, replay_fraction=0, length=config.length, seed=config.seed)
     blocks = build_blocks(config.sources, data, tokenizer)
     mixture = Mixture({NEW: blocks}, {NEW: 1.0}, config.batch_size, config.seed)
     steps = max(1, len(blocks) // config.batch_size)  # type: ignore[arg-type]  # no source streams

@@ -32,7 +32,7 @@ def test_the_tutorial_s_recipe_is_one() -> None:
 
     recipe = load_recipe(RECIPE, ["training.steps=100"])
     assert recipe.graft is not None
-    assert recipe.data.old_share == 0.1
+    assert recipe.data.replay_fraction == 0.1
 
 
 def test_the_tutorial_s_comparison_fits_its_recipe(tmp_path: Path) -> None:

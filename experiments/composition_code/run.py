@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from experiments import Options
 from experiments.composed import (
-    OLD_SHARE,
+    REPLAY_FRACTION,
     Study,
     Trained,
     bars,
@@ -162,7 +162,7 @@ def data_of(texts: Path, size: Size) -> DataConfig:
     return DataConfig(
         new=[source(texts, "python-part"), source(texts, "functions", prompt_column="prompt")],
         old=[source(texts, "english-part")],
-        old_share=OLD_SHARE,
+        replay_fraction=REPLAY_FRACTION,
         length=size.length,
         boundaries="whole",
         test={name: [source(texts, file)] for name, file in sets.items()},

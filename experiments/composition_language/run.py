@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments import Options
 from experiments.composed import (
-    OLD_SHARE,
+    REPLAY_FRACTION,
     Study,
     Trained,
     bars,
@@ -137,7 +137,7 @@ def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = Fa
     return DataConfig(
         new=[source(texts, f"{part}-{ending}", **more) for part in parts],
         old=[source(texts, f"english-{ending}", **more)],
-        old_share=OLD_SHARE,
+        replay_fraction=REPLAY_FRACTION,
         length=size.length,
         boundaries="whole" if prompts else "separate",
         test={name: [source(texts, name)] for name in sets},

@@ -131,7 +131,7 @@ class Plan:
         return DataConfig(
             new=[SourceConfig(path=french, documents="0:27", limit_characters=3_000_000)],
             old=[SourceConfig(path=english, documents="23:24")],
-            old_share=p,
+            replay_fraction=p,
             length=64 if self.options.quick else 256,
             test={name: [SourceConfig.parse(values)] for name, values in sets.items()},
             seed=seed,

@@ -59,7 +59,9 @@ class Lesson(Config):
     def mixture(self, backbone: Backbone) -> Mixture:
         """The rows of every step."""
         sources = [SourceConfig(path=str(file)) for file in self.files()]
-        data = DataConfig(new=sources, old_share=0, length=self.setting.length, boundaries="whole", seed=self.seed)
+        data = DataConfig(
+            new=sources, replay_fraction=0, length=self.setting.length, boundaries="whole", seed=self.seed
+        )
         return build_mixture(data, backbone.need_tokenizer(), self.setting.batch_size)
 
     def training(self) -> TrainingConfig:

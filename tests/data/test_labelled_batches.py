@@ -37,7 +37,7 @@ def test_long_rows_are_cut_and_counted_or_refused() -> None:
     found = RowEncoder(TOKENIZER, 12).encode(task)
     assert ([len(row) <= 12 for row in found.rows], found.cut) == ([True, True], 1)
     with pytest.raises(DataError, match=r"row 2 has \d+ tokens, but 12 are read: raise the length"):
-        RowEncoder(TOKENIZER, 12, too_long="refuse").encode(task)
+        RowEncoder(TOKENIZER, 12, truncation=False).encode(task)
     mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 2, length=12)
     assert mixture.notes == ["Of the 2 rows of the task t 1 are longer than 12 tokens and were cut at their end."]
 

@@ -200,7 +200,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_recipe_makes_a_mixture(folder: Path) -> None:
     old = {"path": str(folder), "documents": "0:5"}
-    config = DataConfig.parse({"new": [{"path": str(folder)}], "old": [old], "old_share": 0.5, "length": 16})
+    config = DataConfig.parse({"new": [{"path": str(folder)}], "old": [old], "replay_fraction": 0.5, "length": 16})
     done: list[int] = []
     mixed = build_mixture(config, tiny_tokenizer(), 4, progress=done.append)
     batch = mixed.batch(0)
@@ -210,7 +210,7 @@ def test_a_recipe_makes_a_mixture(folder: Path) -> None:
 
 
 def test_a_recipe_may_stream(folder: Path) -> None:
-    values = {"new": [{"path": str(folder), "streaming": True}], "old_share": 0, "length": 16}
+    values = {"new": [{"path": str(folder), "streaming": True}], "replay_fraction": 0, "length": 16}
     mixed = build_mixture(DataConfig.parse(values), tiny_tokenizer(), 4)
     assert mixed.batch(0).input_ids.shape == (4, 16)
     assert list(mixed.state_dict()) == ["1"]
@@ -219,13 +219,13 @@ def test_a_recipe_may_stream(folder: Path) -> None:
 def test_a_share_without_old_sources(folder: Path) -> None:
     config = DataConfig.parse({"new": [{"path": str(folder)}]})
     with pytest.raises(
-        DataError, match=r"^old_share is 0.1, but the recipe has no old sources: name some under old, or"
+        DataError, match=r"^replay_fraction is 0.1, but the recipe has no old sources: name some under old, or"
     ):
         build_mixture(config, tiny_tokenizer(), 4)
 
 
 def test_too_little_text_names_the_source(folder: Path) -> None:
-    config = DataConfig.parse({"new": [{"path": str(folder / "00.txt")}], "old_share": 0})
+    config = DataConfig.parse({"new": [{"path": str(folder / "00.txt")}], "replay_fraction": 0})
     with pytest.raises(DataError, match=r"00\.txt: \d+ tokens in all, but one row takes 256"):
         build_mixture(config, tiny_tokenizer(), 4)
 

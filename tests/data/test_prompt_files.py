@@ -57,7 +57,7 @@ def test_columns_of_a_dataset(tmp_path: Path) -> None:
 def test_a_recipe_of_examples(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"text": f"answer {i}", "prompt": f"ask {i}:"} for i in range(9)])
     source = {"path": str(path), "prompt_column": "prompt"}
-    values = {"new": [source], "old_share": 0, "length": 40, "boundaries": "whole"}
+    values = {"new": [source], "replay_fraction": 0, "length": 40, "boundaries": "whole"}
     batch = build_mixture(DataConfig.parse(values), PLAIN, 2).batch(0)
     assert batch.prompt is not None
     streamed = values | {"new": [source | {"streaming": True}]}
@@ -124,7 +124,7 @@ def test_a_document_longer_than_a_row_is_named(
     monkeypatch.setattr(packing, "PIECE_CHARACTERS", 6)
     path = write(tmp_path / "rows.jsonl", [{"text": "abc", "prompt": "d"}, {"text": "a b\n" * 9, "prompt": "zz"}])
     source = {"path": str(path), "prompt_column": "prompt", "streaming": streaming}
-    config = DataConfig.parse({"new": [source], "old_share": 0, "length": 16, "boundaries": "whole"})
+    config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": 16, "boundaries": "whole"})
     with pytest.raises(DataError) as caught:
         build_mixture(config, PLAIN, 4).batch(0)
     assert str(caught.value).startswith(f"{path}: line 2 takes ")

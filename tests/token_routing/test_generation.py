@@ -220,7 +220,7 @@ graft:
   experts: {{english: {values["english"]}, french: {values["french"]}}}
 data:
   new: [{{path: {tmp_path}/english.txt}}, {{path: {tmp_path}/french.txt}}]
-  old_share: 0
+  replay_fraction: 0
   length: 32
   test: {{new: [{{path: {tmp_path}/french.txt}}]}}
 training: {{steps: 30, batch_size: 4, learning_rate: 0.01}}

@@ -29,7 +29,7 @@ def values(tmp_path: Path, backbone: Path, **changes: Any) -> dict[str, Any]:
         "data": {
             "new": [{"path": str(tmp_path / "new.txt")}],
             "old": [{"path": str(tmp_path / "old.txt")}],
-            "old_share": 0.25,
+            "replay_fraction": 0.25,
             "length": 16,
             "test": {name: [{"path": str(tmp_path / f"{name}-test.txt")}] for name in ("old", "new")},
         },

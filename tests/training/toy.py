@@ -40,13 +40,13 @@ def _values(kind: str) -> dict[str, Any]:
     return GRAFTS[kind]
 
 
-def toy_mixture(batch_size: int = 8, old_share: float = 0.25) -> Mixture:
+def toy_mixture(batch_size: int = 8, replay_fraction: float = 0.25) -> Mixture:
     generator = np.random.default_rng(0)
     blocks = {
         domain: TokenBlocks(generator.integers(4, TOKENS // 4, (20, LENGTH)).astype(np.int32), boundaries="joined")
         for domain in (0, 1)
     }
-    return Mixture(blocks, {0: old_share, 1: 1 - old_share}, batch_size, seed=0)
+    return Mixture(blocks, {0: replay_fraction, 1: 1 - replay_fraction}, batch_size, seed=0)
 
 
 def toy_config(**changes: Any) -> TrainingConfig:

@@ -22,7 +22,9 @@ class DataConfig(Config):
 
     new: list[SourceConfig] = Field([], description="What the model shall learn.")
     old: list[SourceConfig] = Field([], description="Text like the backbone's own training data.")
-    old_share: float = Field(0.1, ge=0, le=1, description="Share p of rows that are old; 0 ignores the old sources.")
+    replay_fraction: float = Field(
+        0.1, ge=0, le=1, description="Share p of rows that are old; 0 ignores the old sources."
+    )
     length: int = Field(256, ge=2, description="Tokens per row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",
@@ -51,12 +53,12 @@ def build_mixture(
     """
     if not config.new:
         raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
-    if config.old_share > 0 and not config.old:
+    if config.replay_fraction > 0 and not config.old:
         raise DataError(
-            f"old_share is {config.old_share:g}, but the recipe has no old sources: name some under old, "
-            "or set old_share to 0."
+            f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
+            "or set replay_fraction to 0."
         )
-    shares = {OLD: config.old_share, NEW: 1 - config.old_share}
+    shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
     sources = {OLD: config.old, NEW: config.new}
     domains = {
         domain: build_blocks(sources[domain], config, tokenizer, progress=progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from graftlm.data.labelled import LabelledRow, Span, TaskRows
 from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
 
-TooLong = Literal["cut", "refuse"]
 _BREAK = "\n"
 
 
@@ -68,13 +67,13 @@ class RowEncoder:
         tokenizer: the backbone's.
         length: tokens of a row, at most, special ones among them.
         segments: whether the model tells the second text of a pair by `token_type_ids`.
-        too_long: whether a longer row is cut, or an error.
+        truncation: truncate longer rows; without it a longer row is an error.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, *, segments: bool = True, too_long: TooLong = "cut"
+        self, tokenizer: PreTrainedTokenizerBase, length: int, *, segments: bool = True, truncation: bool = True
     ) -> None:
-        self.tokenizer, self.length, self.segments, self.too_long = tokenizer, length, segments, too_long
+        self.tokenizer, self.length, self.segments, self.truncation = tokenizer, length, segments, truncation
         self._between = _BREAK if _stand_together(tokenizer) else ""
 
     def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
@@ -93,15 +92,15 @@ class RowEncoder:
             return EncodedTask(spec, [], [], 0)
         first, second = self._texts(spec, rows)
         found = self._tokenise(first, second, spec)
-        too_long = [place for place, ids in enumerate(found["input_ids"]) if len(ids) > self.length]
-        if too_long:
-            self._cut(found, too_long, first, second, rows, spec)
+        longer = [place for place, ids in enumerate(found["input_ids"]) if len(ids) > self.length]
+        if longer:
+            self._cut(found, longer, first, second, rows, spec)
         encoded = [self._row(spec, row, found, place) for place, row in enumerate(rows)]
         cut = [spec.type == "span" and row.target is not None and int(row.target[0]) == IGNORED for row in encoded]
         kept = [place for place in range(len(rows)) if not (training and cut[place])]
         if not kept:
             raise DataError(f"{rows[0].where}: of no row the answer is within {self.length} tokens: raise the length.")
-        return EncodedTask(spec, [encoded[place] for place in kept], kept, len(too_long))
+        return EncodedTask(spec, [encoded[place] for place in kept], kept, len(longer))
 
     def _texts(self, spec: TaskSpec, rows: Sequence[LabelledRow]) -> tuple[list[str], list[str] | None]:
         if spec.type == "tagging":
@@ -144,10 +143,10 @@ class RowEncoder:
     ) -> None:
         """Put shorter encodings in the place of those that are too long."""
         row = rows[places[0]]
-        if self.too_long == "refuse":
+        if not self.truncation:
             raise DataError(
                 f"{row.where} has {len(found['input_ids'][places[0]])} tokens, but {self.length} are read: raise the "
-                "length, shorten the text, or set too_long to cut."
+                "length, shorten the text, or set truncation to true."
             )
         how = "only_second" if spec.type == "span" else "longest_first"
         if spec.type == "span":

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.data.encoding import EncodedRow, EncodedTask, RowEncoder, TooLong
+from graftlm.data.encoding import EncodedRow, EncodedTask, RowEncoder
 from graftlm.data.labelled import TaskRows
 from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
 from graftlm.errors import DataError
@@ -154,7 +154,7 @@ class LabelledMixture:
         score: how unsure the model that trains is of rows; needed by the policies uncertainty and entropy.
         numbers: the number of each task, as the model counts them; by default their order in `rows`.
         segments: whether the model tells the second text of a pair by `token_type_ids`.
-        too_long: whether rows of more tokens are cut, or an error.
+        truncation: truncate longer rows at their end; without it a longer row is an error.
         score_rows: rows that are scored at a time; by default those of a step.
 
     Raises:
@@ -173,12 +173,12 @@ class LabelledMixture:
         *,
         numbers: Mapping[str, int] | None = None,
         segments: bool = True,
-        too_long: TooLong = "cut",
+        truncation: bool = True,
         score_rows: int | None = None,
     ) -> None:
         self.batch_size, self.score, self.pad_id = batch_size, score, padding_id(tokenizer)
         self.score_rows = score_rows or batch_size
-        encoder = RowEncoder(tokenizer, length, segments=segments, too_long=too_long)
+        encoder = RowEncoder(tokenizer, length, segments=segments, truncation=truncation)
         self.tasks = {name: encoder.encode(task, training=True) for name, task in rows.items()}
         self.numbers = dict(numbers or {name: number for number, name in enumerate(rows)})
         self.notes = [note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), length)]

@@ -106,7 +106,7 @@ def make_backbone(
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
     data = DataConfig(
-        new=[SourceConfig(path=str(corpus / "english.jsonl"))], old_share=0, length=size.length, seed=seed
+        new=[SourceConfig(path=str(corpus / "english.jsonl"))], replay_fraction=0, length=size.length, seed=seed
     )
     training = _training(size, size.pretraining_steps, 3e-3, seed)
     say(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
@@ -134,7 +134,7 @@ def demo_recipe(out: Path, size: Size, seed: int) -> Recipe:
             "data": {
                 "new": [source("python")],
                 "old": [source("english-more")],
-                "old_share": 0.1,
+                "replay_fraction": 0.1,
                 "length": size.length,
                 "test": {"old": [source("english-test")], "new": [source("python-test")]},
                 "seed": seed,

@@ -61,7 +61,7 @@ class LanguageDataConfig(Config):
     def packed(self) -> DataConfig:
         """As rows are packed."""
         return DataConfig(
-            new=self.train, old_share=0, length=self.length, boundaries=self.boundaries, test=self.test, seed=self.seed
+            new=self.train, replay_fraction=0, length=self.length, boundaries=self.boundaries, test=self.test, seed=self.seed
         )
 
 

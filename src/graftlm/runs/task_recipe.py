@@ -33,7 +33,7 @@ class TaskRecipe(Config):
     tasks: dict[str, LabelledConfig] = Field(min_length=1, description="The tasks, by names of yours.")
     sampler: SamplerConfig = Field(SamplerConfig(), description="Of which tasks, and which rows, batches are made.")
     length: int = Field(128, ge=4, description="Tokens of a row, at most.")
-    too_long: Literal["cut", "refuse"] = Field("cut", description="What becomes of longer rows.")
+    truncation: bool = Field(True, description="Truncate longer rows; false makes a longer training row an error.")
     training: TrainingConfig
     evaluation: TaskEvaluationConfig = TaskEvaluationConfig()
     out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")

@@ -88,10 +88,10 @@ def most_tokens(backbone: Backbone) -> int:
     return int(min(positions - offset, tokenizer.model_max_length))
 
 
-def row_encoder(backbone: Backbone, length: int, too_long: Any = "cut") -> RowEncoder:
+def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
     """Turns rows into tokens for a backbone; second texts are marked where the model tells them apart."""
     segments = knows_segments(backbone)
-    return RowEncoder(backbone.need_tokenizer(), length, segments=segments, too_long=too_long)
+    return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
 def knows_segments(backbone: Backbone) -> bool:
@@ -136,7 +136,7 @@ def build_task_mixture(recipe: TaskRecipe, model: GraftedModel, rows: Mapping[st
         scorer(model, list(tasks.values()), recipe.training.precision),
         numbers={name: number for number, name in enumerate(tasks) if name in rows},
         segments=knows_segments(backbone),
-        too_long=recipe.too_long,
+        truncation=recipe.truncation,
     )
 
 
