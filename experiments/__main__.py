@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from experiments import Options, reproduce
-from graftlm.cli.common import AsJson, Device, note, report, settle
+from graftlm.cli.common import AsJson, Device, configure_logging, log, print_report
 from graftlm.errors import GraftError
 
 app = typer.Typer(name="experiments", pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -44,14 +44,14 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run a published table again, beside the paper's results."""
-    settle()
+    configure_logging()
     folder = out or Path("runs") / name
     served = {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
     given = {"data": data, "out": folder, "seeds": seeds.split(","), "tables": table or [], "quick": quick}
     options = Options.parse(
         given | {"jobs": jobs, "device": device, "backbone": backbone} | served, where="python -m experiments"
     )
-    report(reproduce(name, options), folder, as_json)
+    print_report(reproduce(name, options), folder, as_json)
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         app()
     except GraftError as error:
-        note(f"error: {error}")
+        log(f"error: {error}")
         raise SystemExit(2) from None
 
 

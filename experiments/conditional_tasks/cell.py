@@ -21,8 +21,8 @@ from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
 from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch, batches_by_length
 from graftlm.data.samplers import SamplerConfig
-from graftlm.evaluation.labelled import TaskTest, measure_labelled, predictor
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.labelled import TaskTestSet, measure_labelled, predictor
+from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
 from graftlm.grafts.conditional_tasks import covariance_similarity
 from graftlm.grafts.heads import uncertainty
@@ -127,11 +127,11 @@ def by_peer(cell: Cell, rows: Mapping[str, TaskRows], folder: Path) -> dict[str,
     return found | chosen_by(mixture)
 
 
-def held_out(cell: Cell, rows: Mapping[str, TaskRows], name: str, part: str, number: int) -> TaskTest:
+def held_out(cell: Cell, rows: Mapping[str, TaskRows], name: str, part: str, number: int) -> TaskTestSet:
     """The rows of a part of a task."""
     config, spec = cell.tasks[name], rows[name].spec
     kept = read_held_out_rows(name, config, spec, part)  # type: ignore[arg-type]  # test or validation
-    return TaskTest(number, kept, score_metric(config, spec))
+    return TaskTestSet(number, kept, score_metric(config, spec))
 
 
 def score_of(model: GraftedModel, precision: Literal["fp32", "bf16"]) -> Score:
@@ -162,7 +162,7 @@ def first_inputs(model: GraftedModel, batch: TaskBatch) -> Tensor:
     # Behind the graft's own hooks, which were registered before.
     hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             model.predict(**batch.to(model.device).asked())
     finally:
         hook.remove()

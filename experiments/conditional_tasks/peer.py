@@ -18,7 +18,7 @@ from graftlm.data.encoding import EncodedRow
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import TaskBatch, collate
 from graftlm.errors import TrainingError
-from graftlm.evaluation.labelled import TaskTest, read_out, task_metrics
+from graftlm.evaluation.labelled import TaskTestSet, decode_prediction, task_metrics
 from graftlm.training import TrainingConfig
 from graftlm.training.schedule import learning_rate
 
@@ -93,14 +93,16 @@ def rows_of(batch: TaskBatch) -> Iterator[dict[str, Any]]:
         yield said
 
 
-def exam(rows: Sequence[EncodedRow], test: TaskTest) -> Iterator[dict[str, Any]]:
+def exam(rows: Sequence[EncodedRow], test: TaskTestSet) -> Iterator[dict[str, Any]]:
     """A task's encoded rows as plain values."""
     for row in rows:
         yield from rows_of(collate([(row, test.rows.spec, test.number)], 0))
 
 
-def score(test: TaskTest, rows: Sequence[EncodedRow], given: Iterator[Any]) -> float:
+def score(test: TaskTestSet, rows: Sequence[EncodedRow], given: Iterator[Any]) -> float:
     """The score of the next predictions that were given, one for each row of a test, in points."""
     spec, texts = test.rows.spec, test.rows.rows
-    answered = [read_out(spec, text, row, torch.tensor(next(given))) for text, row in zip(texts, rows, strict=True)]
+    answered = [
+        decode_prediction(spec, text, row, torch.tensor(next(given))) for text, row in zip(texts, rows, strict=True)
+    ]
     return task_metrics(spec, texts, answered)[test.metric]

@@ -18,7 +18,7 @@ from experiments.long_memory.data import FILL, Rows, Task, make_rows
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.models import register
 from graftlm.runs.bench import count_weights
 from graftlm.training import TrainingConfig, train
@@ -110,7 +110,7 @@ def accuracy(model: Any, rows: Rows, batch_size: int) -> float:
     """Percent of answers that are the likeliest token where they stand."""
     ids, answers = torch.from_numpy(rows.ids), torch.from_numpy(rows.answers)
     right = 0
-    with evaluating(model), torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         for some, asked in zip(ids.split(batch_size), answers.split(batch_size), strict=True):
             right += int((_guesses(model, some) == some)[asked].sum())
     return 100 * right / int(answers.sum())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.metrics import evaluation_mode
 
 Text = tuple[Sequence[int], int]
 """Token ids, and how many of them were given; those after them are predicted."""
@@ -25,7 +25,7 @@ def say(model: Any, backbone: Backbone, texts: Sequence[Text], *, prompts: bool)
     for ids, given in texts:
         ids_1S = torch.tensor([ids], device=backbone.device)
         marks = (torch.arange(len(ids), device=backbone.device) < given)[None] if prompts else None
-        with evaluating(model), torch.inference_mode():
+        with evaluation_mode(model), torch.inference_mode():
             logits = model(ids_1S, prompt=marks, use_cache=False).logits[0, given - 1 : -1]
         found.append(logits.float().cpu())
     return found

@@ -23,7 +23,7 @@ from experiments.token_routing.texts import DOMAINS, Item, read_changing, read_i
 from graftlm.backbone import Backbone
 from graftlm.data.packing import leading_bos
 from graftlm.evaluation.examples import Example, score_answers
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import write_atomically
 
@@ -190,7 +190,7 @@ def read_through(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str
     """(T - 1,) nats of every token but the first of some texts in one row, and (T, experts + 1) weights."""
     ids = torch.tensor([_ids(backbone, texts)], device=backbone.device)
     cache = DynamicCache(config=backbone.model.config)
-    with evaluating(model), torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1].float()
         nats = functional.cross_entropy(logits, ids[0, 1:], reduction="none").double().cpu().numpy()
     trace = graft.trace(cache) if graft is not None else None

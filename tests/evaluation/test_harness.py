@@ -11,7 +11,7 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.errors import EvaluationError, MissingExtraError
-from graftlm.evaluation import evaluate_tasks, harness
+from graftlm.evaluation import harness, run_lm_eval
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
@@ -44,10 +44,10 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_local_task_gives_its_metrics(tasks: Path) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    found = evaluate_tasks(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
+    found = run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
     assert 0 <= found["tiny_choice"]["acc"] <= 1
     assert "acc_stderr" in found["tiny_choice"]
-    assert found == evaluate_tasks(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=3)
+    assert found == run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=3)
 
 
 def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
             tensor.normal_(0, 0.5)
     bare = [chosen(backbone.model, i) for i in range(6)]
     with GraftedModel(backbone, {"graft": graft}) as model:
-        found = evaluate_tasks(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
+        found = run_lm_eval(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
         mine = [chosen(model, i) for i in range(6)]
     assert mine != bare, "the graft must change an answer for this test to mean anything"
     assert found["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
@@ -93,4 +93,4 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(harness, "import_module", absent)
     with pytest.raises(MissingExtraError, match=r"graftlm\[harness\]"):
-        evaluate_tasks(tiny_model("llama"), tiny_tokenizer(), ["hellaswag"])
+        run_lm_eval(tiny_model("llama"), tiny_tokenizer(), ["hellaswag"])

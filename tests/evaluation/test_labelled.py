@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from graftlm.data.encoding import EncodedRow
 from graftlm.data.labelled import LabelledRow, Span
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.labelled import Answer, TaskScore, entities, read_out, summary_metrics, task_metrics
+from graftlm.evaluation.labelled import (
+    Prediction,
+    TaskScore,
+    decode_prediction,
+    entities,
+    summary_metrics,
+    task_metrics,
+)
 from graftlm.grafts.heads import TaskSpec
 
 CLASSES = TaskSpec(type="classification", labels=["x", "y", "z"])
@@ -26,14 +33,14 @@ SPAN = TaskSpec(type="span")
 
 def scores(spec: TaskSpec, truth: list[Any], said: list[Any]) -> dict[str, float]:
     rows = [LabelledRow(("text",), target, f"row {n}") for n, target in enumerate(truth)]
-    return task_metrics(spec, rows, [Answer(value) for value in said])
+    return task_metrics(spec, rows, [Prediction(value) for value in said])
 
 
-def says(spec: TaskSpec, prediction: Any, *, texts: tuple[str, ...] = ("text",), places: Any = None) -> Answer:
+def says(spec: TaskSpec, prediction: Any, *, texts: tuple[str, ...] = ("text",), places: Any = None) -> Prediction:
     found = torch.as_tensor(prediction, dtype=torch.float32)
     tokens = len(found) if spec.of_tokens else 4
     encoded = EncodedRow(np.zeros(tokens, np.int32), None, None, None if places is None else np.asarray(places))
-    return read_out(spec, LabelledRow(texts, None, "rows.csv:3"), encoded, found)
+    return decode_prediction(spec, LabelledRow(texts, None, "rows.csv:3"), encoded, found)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_predictions_that_are_no_numbers() -> None:
         says(CLASSES, [0.0, math.nan, 0.0])
     padded = torch.cat([torch.zeros(2, 5), torch.full((2, 5), math.inf)])  # behind the row's end
     encoded = EncodedRow(np.zeros(2, np.int32), None, None, np.asarray([0]))
-    assert read_out(TAGS, LabelledRow(("a",), None, "row"), encoded, padded).value == ("O",)
+    assert decode_prediction(TAGS, LabelledRow(("a",), None, "row"), encoded, padded).value == ("O",)
 
 
 def test_the_summary_is_over_these_tasks() -> None:
@@ -161,5 +168,5 @@ def test_the_summary_is_over_these_tasks() -> None:
 
 def test_entities_as_predict_prints_them() -> None:
     row = LabelledRow(("in", "New", "York"), None, "row")
-    found = Answer(("O", "B-P", "I-P")).to_json(TAGS, row)
+    found = Prediction(("O", "B-P", "I-P")).to_json(TAGS, row)
     assert found["entities"] == [{"type": "P", "text": "New York", "start": 1, "end": 3}]

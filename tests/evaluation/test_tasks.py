@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from graftlm.errors import DataError, EvaluationError, GraftError, RecipeError
 from graftlm.evaluation import (
     Example,
-    Outcome,
     Task,
     TaskConfig,
+    TaskResult,
     chrf,
     measure_task,
     paired_difference,
@@ -237,8 +237,8 @@ def test_nothing_runs_unless_asked_for(file: Path, answering: Any, monkeypatch: 
 # Intervals
 
 
-def shares(right: list[int]) -> Outcome:
-    return Outcome("exact-match", np.array([[value, 1] for value in right], dtype=np.float64))
+def shares(right: list[int]) -> TaskResult:
+    return TaskResult("exact-match", np.array([[value, 1] for value in right], dtype=np.float64))
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=60))
@@ -273,7 +273,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     for _ in range(100):
         nats = chance.gamma(4.0, 5.0, size=60)
         sums = np.stack([nats, np.full(60, 10.0), np.full(60, 40.0)], axis=1)
-        found = Outcome("log-perplexity", sums).metrics("a")
+        found = TaskResult("log-perplexity", sums).metrics("a")
         covered += found["a_log-perplexity"].low <= 2.0 <= found["a_log-perplexity"].high
         assert found["a_log-perplexity_bpb"].mean == pytest.approx(nats.sum() / 2400 / math.log(2))
     assert 86 <= covered <= 99

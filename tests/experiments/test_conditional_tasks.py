@@ -24,7 +24,7 @@ from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import read_held_out_rows, read_training_rows
 from graftlm.errors import DataError, RecipeError, TrainingError
 from graftlm.evaluation import Interval, Results, Row, value_of
-from graftlm.evaluation.labelled import TaskTest
+from graftlm.evaluation.labelled import TaskTestSet
 from tiny import tiny_tokenizer
 
 COMMITTED = Path(conditional_tasks.__file__).parent
@@ -161,7 +161,7 @@ def test_the_peer_is_asked_the_same_rows_and_scored_alike(data: Path, tmp_path: 
     for number, task in enumerate(("clinc150", "wellformed", "wnut17")):
         config = plan.files(task, 0)
         spec = read_training_rows(task, config).spec
-        test = TaskTest(number, read_held_out_rows(task, config, spec), METRIC[task])
+        test = TaskTestSet(number, read_held_out_rows(task, config, spec), METRIC[task])
         rows = encoder.encode(test.rows).rows
         said = list(peer.exam(rows, test))
         assert [row["ids"] for row in said] == [row.ids.tolist() for row in rows]

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from graftlm.cli import about, clarify, demo, grafts, rating, serve, summarize, tasks, training
-from graftlm.cli.common import note
+from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
@@ -27,16 +27,16 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except GraftError as error:
-            note(f"error: {error}")
+            log(f"error: {error}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             again = ": the same command goes on where it stopped" if ctx.invoked_subcommand in _RESUMED else ""
-            note(f"interrupted{again}.")
+            log(f"interrupted{again}.")
             raise typer.Exit(130) from None
         except OSError as error:
             if error.errno not in _DISK:
                 raise
-            note(
+            log(
                 f"error: {error.filename or 'A file'} can't be read or written ({error.strerror}): "
                 "mend that, or name another place."
             )

@@ -8,16 +8,20 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, display, emit, settle, stdout
+from graftlm.cli.common import AsJson, configure_logging, display, print_result, stdout_console
 
 
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft, and the keys of each."""
-    settle()
+    configure_logging()
     from graftlm.generation.inspect import methods as registered
 
     found = registered()
-    emit([one.model_dump(mode="json") for one in found], as_json, lambda: display().print_methods(found, stdout()))
+    print_result(
+        [one.model_dump(mode="json") for one in found],
+        as_json,
+        lambda: display().print_methods(found, stdout_console()),
+    )
 
 
 def schema(
@@ -25,12 +29,12 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="As it is anyway.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
-    settle()
+    configure_logging()
     from graftlm.io import write_atomically
     from graftlm.runs.recipe import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=2)
     if out is None:
-        return emit(recipe_schema(), True, typer.echo)
+        return print_result(recipe_schema(), True, typer.echo)
     path = write_atomically(out, text.encode() + b"\n")
-    return emit({"schema": str(path)}, as_json, lambda: typer.echo(path))
+    return print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))

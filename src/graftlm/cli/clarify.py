@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, Device, Quiet, Trust, emit, note, settle
+from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, log, print_result
 
 
 def clarify(
@@ -49,7 +49,7 @@ def clarify(
     quiet: Quiet = False,
 ) -> None:
     """Ask what a text leaves open, then translate or rewrite it."""
-    settle()
+    configure_logging()
     from graftlm.generation.generate import read_prompt
     from graftlm.pipelines import pipeline
 
@@ -65,7 +65,7 @@ def clarify(
     with room.Shown(conversation, lambda piece: typer.echo(piece, nl=False)) as shown:
         chain = room.Chain(writer, user, detector=detector, on_text=None if as_json else shown)
         found = chain.run(conversation, keep=resume)
-        emit(room.document(found), as_json, lambda: shown.end(found.written.output if found.written else ""))
+        print_result(room.document(found), as_json, lambda: shown.end(found.written.output if found.written else ""))
     if not quiet and not as_json:
         for line in room.tale(found):
-            note(line)
+            log(line)

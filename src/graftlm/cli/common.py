@@ -42,7 +42,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, a
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.")]
 
 
-def settle() -> None:
+def configure_logging() -> None:
     """Keep the terminal for our own lines: progress goes to stderr, libraries speak of errors only."""
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns of what torchao does
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -61,18 +61,18 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     """A line for people, on stderr."""
     if is_main():
         typer.echo(text, err=True)
 
 
-def say_unless(quiet: bool) -> Callable[[str], None]:
+def logger(quiet: bool) -> Callable[[str], None]:
     """`note`, or nothing when quiet."""
-    return (lambda text: None) if quiet else note
+    return (lambda text: None) if quiet else log
 
 
-def emit(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
+def print_result(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
     """Print a result: as JSON, or as `show` does."""
     if not is_main():
         return
@@ -82,7 +82,7 @@ def emit(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
         show()
 
 
-def report(results: Results, folder: Path, as_json: bool) -> None:
+def print_report(results: Results, folder: Path, as_json: bool) -> None:
     """Print a run's table and where everything is."""
     from graftlm.evaluation import print_table
     from graftlm.generation.inspect import files_of
@@ -90,15 +90,15 @@ def report(results: Results, folder: Path, as_json: bool) -> None:
     files = files_of(folder)
 
     def show() -> None:
-        print_table(results, stdout())
+        print_table(results, stdout_console())
         for kind, paths in files.items():
             for path in paths:
                 typer.echo(f"{kind:8} {path}")
 
-    emit({"results": results.model_dump(mode="json"), "files": files}, as_json, show)
+    print_result({"results": results.model_dump(mode="json"), "files": files}, as_json, show)
 
 
-def stdout() -> Any:
+def stdout_console() -> Any:
     """The console that tables go to."""
     from rich.console import Console
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, Quiet, report, say_unless, settle
+from graftlm.cli.common import AsJson, Quiet, configure_logging, logger, print_report
 
 
 def demo(
@@ -18,7 +18,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Do the main job at toy size, on text that this machine has."""
-    settle()
+    configure_logging()
     from graftlm.demo import run_demo
 
-    report(run_demo(out, quick=quick, seed=seed, say=say_unless(quiet), progress=not quiet), out, as_json)
+    print_report(run_demo(out, quick=quick, seed=seed, say=logger(quiet), progress=not quiet), out, as_json)

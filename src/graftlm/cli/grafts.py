@@ -15,10 +15,10 @@ from graftlm.cli.common import (
     Device,
     GraftFolder,
     Trust,
+    configure_logging,
     display,
-    emit,
-    settle,
-    stdout,
+    print_result,
+    stdout_console,
 )
 from graftlm.cli.tasks import evaluate_on_rows
 
@@ -88,7 +88,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a graft beside its backbone, on texts, examples or tasks."""
-    settle()
+    configure_logging()
     from graftlm.errors import DataError
     from graftlm.evaluation import write_report
     from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
@@ -115,7 +115,9 @@ def evaluate(
     )
     if out is not None:
         write_report(results, out)
-    return emit(results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout()))
+    return print_result(
+        results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout_console())
+    )
 
 
 def generate(
@@ -149,7 +151,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a graft on its backbone, or a model."""
-    settle()
+    configure_logging()
     from graftlm.artifact import backbone_of, is_model, load_graft
     from graftlm.generation.generate import Decoding, generate_text, read_prompt
     from graftlm.grafts import GraftedModel
@@ -169,13 +171,13 @@ def generate(
         from graftlm.io import write_atomically
 
         write_atomically(trace_html, trace_page(found).encode())
-    emit(found.to_json(), as_json, lambda: _show_trace(found) if traced else typer.echo())
+    print_result(found.to_json(), as_json, lambda: _show_trace(found) if traced else typer.echo())
 
 
 def _show_trace(found: Generation) -> None:
     from graftlm.generation.traces import print_trace
 
-    print_trace(found, stdout())
+    print_trace(found, stdout_console())
 
 
 def inspect(
@@ -197,13 +199,13 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a graft's folder holds, or show a report's table."""
-    settle()
+    configure_logging()
     from graftlm.evaluation import Results, print_table
     from graftlm.generation.inspect import inspect_graft, is_results, read_texts
 
     if is_results(folder):
         results = Results.read(folder)
-        return emit(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout()))
+        return print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
     texts = read_texts(text or (), text_column=text_column)
     found = inspect_graft(
         folder,
@@ -213,4 +215,6 @@ def inspect(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    return emit(found.model_dump(mode="json"), as_json, lambda: display().print_inspection(found, stdout()))
+    return print_result(
+        found.model_dump(mode="json"), as_json, lambda: display().print_inspection(found, stdout_console())
+    )

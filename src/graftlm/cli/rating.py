@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, Quiet, emit, report, say_unless, settle
+from graftlm.cli.common import AsJson, Quiet, configure_logging, logger, print_report, print_result
 
 
 def rate(
@@ -26,16 +26,16 @@ def rate(
     quiet: Quiet = False,
 ) -> None:
     """Make a page on which people rate summaries blind."""
-    settle()
+    configure_logging()
     from graftlm.pipelines import pipeline
 
     room = pipeline("summarize.rating")
     items, notes = room.items_of(room.systems_of(summaries), documents, seed)
     page, key = room.rating_page(items, seed).write(out)
     for text in notes:
-        say_unless(quiet)(f"note: {text}")
-    say_unless(quiet)(f"note: {key} says who wrote what: keep it, and send raters the page alone.")
-    emit(
+        logger(quiet)(f"note: {text}")
+    logger(quiet)(f"note: {key} says who wrote what: keep it, and send raters the page alone.")
+    print_result(
         {"page": str(page), "key": str(key), "documents": len(items), "notes": notes}, as_json, lambda: typer.echo(page)
     )
 
@@ -49,10 +49,10 @@ def ratings(
     as_json: AsJson = False,
 ) -> None:
     """Show raters' means for each system, and how they agree."""
-    settle()
+    configure_logging()
     from graftlm.evaluation import write_report
     from graftlm.pipelines import pipeline
 
     found = pipeline("summarize.rating").Ratings.read(key, files).results()
     write_report(found, out)
-    report(found, out, as_json)
+    print_report(found, out, as_json)

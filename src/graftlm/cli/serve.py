@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import Device, Quiet, Trust, note, settle
+from graftlm.cli.common import Device, Quiet, Trust, configure_logging, log
 from graftlm.errors import GraftError, MissingExtraError
 
 
@@ -54,7 +54,7 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """Serve a backbone and its grafts to OpenAI's clients."""
-    settle()
+    configure_logging()
     try:
         from graftlm.serving import server
         from graftlm.serving.keys import read_keys
@@ -79,8 +79,8 @@ def serve(
     live = server.load(backbone, device=device, trust_remote_code=trust_remote_code)
     service = server.open_service(live, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
     if not server.is_local(settings) and not keys:
-        note(f"whoever reaches {host} can use this server: --api-keys (or {server.VARIABLE}) asks for a key.")
-    server.serve(service, lambda address: note(f"serving {', '.join(service.engine.names)} at {address}"))
+        log(f"whoever reaches {host} can use this server: --api-keys (or {server.VARIABLE}) asks for a key.")
+    server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:

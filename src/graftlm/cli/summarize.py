@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import Device, Quiet, Trust, emit, say_unless, settle
+from graftlm.cli.common import Device, Quiet, Trust, configure_logging, logger, print_result
 
 
 def summarize(
@@ -53,7 +53,7 @@ def summarize(
     quiet: Quiet = False,
 ) -> None:
     """Summarise documents, and say where each sentence came from."""
-    settle()
+    configure_logging()
     from graftlm.pipelines import pipeline
 
     room = pipeline("summarize")
@@ -71,9 +71,9 @@ def summarize(
         left = room.pending(out, paths, asked)
         return _keep(room.write_rows(out, left, asked, **options), len(left), out, quiet)
     if batch:
-        return _finish(map(_print, room.summarize_many(paths, **options)), say_unless(quiet))
+        return _finish(map(_print, room.summarize_many(paths, **options)), logger(quiet))
     found = [room.summarize(path, **options) for path in paths]
-    emit([summary.to_json() for summary in found], as_json, lambda: _show(found, room, say_unless(quiet)))
+    print_result([summary.to_json() for summary in found], as_json, lambda: _show(found, room, logger(quiet)))
     return None
 
 
@@ -88,7 +88,7 @@ def _keep(rows: Any, total: int, out: Path, quiet: bool) -> None:
     """Rows that are written to a file, with a progress bar."""
     from rich.progress import track
 
-    _finish(track(rows, "summarising", total=total, disable=quiet or not sys.stderr.isatty()), say_unless(quiet))
+    _finish(track(rows, "summarising", total=total, disable=quiet or not sys.stderr.isatty()), logger(quiet))
     typer.echo(out)
 
 

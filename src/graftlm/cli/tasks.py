@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import AsJson, BackboneName, Changes, Device, GraftFolder, Trust, display, emit, settle, stdout
+from graftlm.cli.common import (
+    AsJson,
+    BackboneName,
+    Changes,
+    Device,
+    GraftFolder,
+    Trust,
+    configure_logging,
+    display,
+    print_result,
+    stdout_console,
+)
 
 
 def predict(
@@ -31,7 +42,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Say what a graft's head predicts for rows, one JSON a line."""
-    settle()
+    configure_logging()
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     found = load_task_graft(
@@ -41,7 +52,7 @@ def predict(
     rows = read_questions(found.config(task), source, text_column or ())
     said = predict_rows(found, task, rows, batch_size=batch_size)
     if as_json:
-        return emit(list(said), True, typer.echo)
+        return print_result(list(said), True, typer.echo)
     for one in said:
         typer.echo(json.dumps(one, ensure_ascii=False))
     return None
@@ -57,4 +68,6 @@ def evaluate_on_rows(
     results = evaluate_rows(load_task_graft(graft, **where), files, batch_size=batch_size)
     if out is not None:
         write_report(results, out)
-    emit(results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout()))
+    print_result(
+        results.model_dump(mode="json"), as_json, lambda: display().print_side_by_side(results, stdout_console())
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, report, say_unless, settle
+from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, configure_logging, logger, print_report
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -16,18 +16,18 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe's graft or language model, and report."""
-    settle()
+    configure_logging()
     from graftlm import load_recipe, run_recipe
     from graftlm.evaluation import Results
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)
     try:
-        results = run_recipe(chosen, folder, progress=not quiet, say=say_unless(quiet))
+        results = run_recipe(chosen, folder, progress=not quiet, say=logger(quiet))
     except ForgettingBudgetError:
-        report(Results.read(folder), folder, as_json)
+        print_report(Results.read(folder), folder, as_json)
         raise
-    report(results, folder, as_json)
+    print_report(results, folder, as_json)
 
 
 def compare(
@@ -38,9 +38,9 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
-    settle()
+    configure_logging()
     from graftlm import compare_recipe, load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)
-    report(compare_recipe(chosen, folder, progress=not quiet, say=say_unless(quiet)), folder, as_json)
+    print_report(compare_recipe(chosen, folder, progress=not quiet, say=logger(quiet)), folder, as_json)

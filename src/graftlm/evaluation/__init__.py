@@ -1,6 +1,5 @@
 """How well models predict text, what they learned and forgot, and the report that says so."""
 
-from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from graftlm.evaluation.examples import (
     Example,
     chrf,
@@ -10,8 +9,8 @@ from graftlm.evaluation.examples import (
     pass_at_1,
     score_answers,
 )
-from graftlm.evaluation.harness import evaluate_tasks
-from graftlm.evaluation.perplexity import Scores, paired_difference, score
+from graftlm.evaluation.harness import run_lm_eval
+from graftlm.evaluation.metrics import MemoryWatch, Scores, decode_speed, paired_difference, score
 from graftlm.evaluation.report import learning_and_forgetting, write_report
 from graftlm.evaluation.results import (
     Aim,
@@ -25,7 +24,7 @@ from graftlm.evaluation.results import (
     value_of,
 )
 from graftlm.evaluation.tables import print_table
-from graftlm.evaluation.tasks import Outcome, Task, TaskConfig, measure_task, read_task
+from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task
 
 __all__ = [
     "Aim",
@@ -34,18 +33,17 @@ __all__ = [
     "Machine",
     "MemoryWatch",
     "Metric",
-    "Outcome",
     "PaperRow",
     "Results",
     "Row",
     "Scores",
     "Task",
     "TaskConfig",
+    "TaskResult",
     "chrf",
     "chrf_signature",
     "combine_seeds",
     "decode_speed",
-    "evaluate_tasks",
     "exact_match",
     "generate_answers",
     "learning_and_forgetting",
@@ -54,6 +52,7 @@ __all__ = [
     "pass_at_1",
     "print_table",
     "read_task",
+    "run_lm_eval",
     "score",
     "score_answers",
     "value_of",

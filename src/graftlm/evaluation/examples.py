@@ -19,8 +19,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from graftlm.data import Document
 from graftlm.data.packing import leading_bos, pad_id_of
 from graftlm.errors import DataError, EvaluationError
-from graftlm.evaluation.harness import live_model
-from graftlm.evaluation.perplexity import Precision, Scores, device_of, evaluating, score_windows
+from graftlm.evaluation.harness import hf_model
+from graftlm.evaluation.metrics import Precision, Scores, device_of, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
 from graftlm.evaluation.windows import Window, cut_windows
 
@@ -69,7 +69,7 @@ def generate_answers(
     _check_prompts(model, rows, max_new_tokens)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     answers = [""] * len(rows)
-    with evaluating(model), torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             texts = _continue(model, tokenizer, [rows[i] for i in chosen], max_new_tokens, stop)
@@ -240,7 +240,7 @@ def _continue(model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens:
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end a text, by the model's settings and by its tokenizer, with which it was trained."""
-    of_model = getattr(getattr(live_model(model), "generation_config", None), "eos_token_id", None)
+    of_model = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
     listed = of_model if isinstance(of_model, list) else [of_model]
     return sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
 

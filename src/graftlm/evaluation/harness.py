@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.metrics import evaluation_mode
 
 
-def evaluate_tasks(
+def run_lm_eval(
     model: Any,
     tokenizer: Any,
     tasks: Iterable[str],
@@ -49,8 +49,8 @@ def evaluate_tasks(
         raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
     manager = _task_manager(task_index, names, include_path)
     _check_names(names, manager.all_tasks)
-    with evaluating(live_model(model)), _quiet():
-        adapter = adapters.HFLM(pretrained=live_model(model), tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    with evaluation_mode(hf_model(model)), _quiet():
+        adapter = adapters.HFLM(pretrained=hf_model(model), tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         try:
             found = evaluator.simple_evaluate(
                 adapter,
@@ -71,7 +71,7 @@ def evaluate_tasks(
     return {} if found is None else _plain(found)
 
 
-def live_model(model: Any) -> Any:
+def hf_model(model: Any) -> Any:
     """The Hugging Face model that a grafted model wraps, its grafts attached; any other model as it is."""
     from transformers import PreTrainedModel
 

@@ -33,12 +33,12 @@ from graftlm.grafts.heads import TaskSpec
 
 Predict = Callable[[TaskBatch], Sequence[Tensor]]
 """The prediction of each row of a batch, as `grafts.heads` gives it."""
-LONGEST_ANSWER = 30  # tokens
+MAX_ANSWER_TOKENS = 30  # tokens
 _AVERAGE, _SIGMA = "average", "task_sigma"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Prediction:
     """What a model says to one row.
 
     Attributes:
@@ -74,7 +74,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class TaskTest:
+class TaskTestSet:
     """Rows to measure a task on: its number in the model, and which metric is its score."""
 
     number: int
@@ -116,9 +116,9 @@ def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> Predic
     return predict
 
 
-def answer_rows(
+def predict_labelled(
     predict: Predict, encoder: RowEncoder, task: TaskRows, number: int = 0, *, batch_size: int = 64
-) -> list[Answer]:
+) -> list[Prediction]:
     """What a model says to the rows of one task, in their order.
 
     Args:
@@ -129,21 +129,21 @@ def answer_rows(
         batch_size: rows of a pass.
     """
     encoded = encoder.encode(task)
-    found: list[Answer | None] = [None] * len(encoded)
+    found: list[Prediction | None] = [None] * len(encoded)
     pad_id = padding_id(encoder.tokenizer)
     for places, batch in batches_by_length([(row, task.spec, number) for row in encoded.rows], batch_size, pad_id):
         for place, prediction in zip(places, predict(batch), strict=True):
-            found[place] = read_out(task.spec, task.rows[place], encoded.rows[place], prediction)
+            found[place] = decode_prediction(task.spec, task.rows[place], encoded.rows[place], prediction)
     return [answer for answer in found if answer is not None]
 
 
 def measure_labelled(
-    predict: Predict, encoder: RowEncoder, tests: Mapping[str, TaskTest], *, batch_size: int = 64
+    predict: Predict, encoder: RowEncoder, tests: Mapping[str, TaskTestSet], *, batch_size: int = 64
 ) -> dict[str, TaskScore]:
     """The metrics of each task."""
     found = {}
     for name, test in tests.items():
-        answers = answer_rows(predict, encoder, test.rows, test.number, batch_size=batch_size)
+        answers = predict_labelled(predict, encoder, test.rows, test.number, batch_size=batch_size)
         metrics = task_metrics(test.rows.spec, test.rows.rows, answers)
         found[name] = TaskScore(test.metric, metrics, len(test.rows))
     return found
@@ -157,7 +157,7 @@ def summary_metrics(scores: Mapping[str, TaskScore]) -> dict[str, float]:
     return values | {_AVERAGE: statistics.fmean(values.values()), _SIGMA: statistics.pstdev(values.values())}
 
 
-def read_out(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, prediction: Tensor) -> Answer:
+def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, prediction: Tensor) -> Prediction:
     """What a prediction says.
 
     Of multi-label every label of at least one half; of tagging a word without a token of its own, or behind the cut, is
@@ -172,34 +172,34 @@ def read_out(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, prediction: 
     if spec.type == "classification":
         probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())
-        return Answer(spec.labels[best], float(probabilities[best]))
+        return Prediction(spec.labels[best], float(probabilities[best]))
     if spec.type == "regression":
-        return Answer(float(logits))
+        return Prediction(float(logits))
     if spec.type == "multi-label":
         each = dict(zip(spec.labels, logits.sigmoid().tolist(), strict=True))
-        return Answer(tuple(label for label, value in each.items() if value >= 0.5), probabilities=each)
+        return Prediction(tuple(label for label, value in each.items() if value >= 0.5), probabilities=each)
     assert encoded.places is not None, "tags and spans have places"
     if spec.type == "span":
         return _best_span(logits[: len(encoded)], encoded.places, row.texts[1])
     outside = OUTSIDE if OUTSIDE in spec.labels else spec.labels[0]
     best = logits.argmax(-1).tolist()
-    return Answer(tuple(spec.labels[best[place]] if place >= 0 else outside for place in encoded.places))
+    return Prediction(tuple(spec.labels[best[place]] if place >= 0 else outside for place in encoded.places))
 
 
-def _best_span(logits: Tensor, places: np.ndarray, context: str) -> Answer:
+def _best_span(logits: Tensor, places: np.ndarray, context: str) -> Prediction:
     tokens = np.flatnonzero(places[:, 1] > 0)
     if not len(tokens):
-        return Answer(Span(0, 0, ("",)), 0.0)
+        return Prediction(Span(0, 0, ("",)), 0.0)
     start, end = logits[tokens].log_softmax(0).double().numpy().T
     apart = np.arange(len(tokens))[None, :] - np.arange(len(tokens))[:, None]
-    sums = np.where((apart >= 0) & (apart < LONGEST_ANSWER), start[:, None] + end[None, :], -np.inf)
+    sums = np.where((apart >= 0) & (apart < MAX_ANSWER_TOKENS), start[:, None] + end[None, :], -np.inf)
     first, last = np.unravel_index(int(sums.argmax()), sums.shape)
     left, right = int(places[tokens[first], 0]), int(places[tokens[last], 1])
     probability = float(np.exp(start[first] + end[last]))
-    return Answer(Span(left, right, (context[left:right],)), probability)
+    return Prediction(Span(left, right, (context[left:right],)), probability)
 
 
-def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], answers: Sequence[Answer]) -> dict[str, float]:
+def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], answers: Sequence[Prediction]) -> dict[str, float]:
     """Every metric of a task's type, in points."""
     truth = [row.target for row in rows]
     said = [answer.value for answer in answers]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
-from graftlm.evaluation.perplexity import Scores, paired_difference
+from graftlm.evaluation.metrics import Scores, paired_difference
 from graftlm.evaluation.results import Interval, Results, Row
 from graftlm.evaluation.tables import render_markdown
 from graftlm.io import write_atomically

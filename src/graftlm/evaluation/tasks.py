@@ -36,7 +36,7 @@ from graftlm.evaluation.examples import (
     pass_at_1,
     score_answers,
 )
-from graftlm.evaluation.perplexity import Precision
+from graftlm.evaluation.metrics import Precision
 from graftlm.evaluation.results import Interval
 from graftlm.evaluation.sandbox import protections, run_tests
 
@@ -111,7 +111,7 @@ def read_task(config: TaskConfig) -> Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """How a model did on a task.
 
     Attributes:
@@ -141,7 +141,7 @@ class Outcome:
             found[f"{key}_bpb"] = _interval(_bits(self.sums.sum(axis=0)), [_bits(one) for one in samples])
         return found
 
-    def gain(self, name: str, base: Outcome) -> dict[str, Interval]:
+    def gain(self, name: str, base: TaskResult) -> dict[str, Interval]:
         """`<name>_<metric>_gain`: by how much it is better than `base` on the same examples; above 0 is better.
 
         Raises:
@@ -174,7 +174,7 @@ class Outcome:
 
 def measure_task(
     model: Any, tokenizer: Any, task: Task, *, batch_size: int = 16, precision: Precision = "fp32"
-) -> Outcome:
+) -> TaskResult:
     """Let a model do a task.
 
     Args:
@@ -191,16 +191,16 @@ def measure_task(
     if config.metric == "log-perplexity":
         asked = [Example(prompt, one.answer) for prompt, one in zip(task.prompts(), task.examples, strict=True)]
         scores = score_answers(model, tokenizer, asked, batch_size=batch_size, precision=precision)
-        return Outcome(config.metric, np.stack([scores.nats, scores.tokens, scores.bytes], axis=1))
+        return TaskResult(config.metric, np.stack([scores.nats, scores.tokens, scores.bytes], axis=1))
     if config.metric == "pass@1":
         _check_tests(task)
     answers = generate_answers(
         model, tokenizer, task.prompts(), max_new_tokens=config.max_new_tokens, stop=config.stop, batch_size=batch_size
     )
     if config.metric == "chrf":
-        return Outcome(config.metric, chrf_counts(answers, task.examples).astype(np.float64), answers)
+        return TaskResult(config.metric, chrf_counts(answers, task.examples).astype(np.float64), answers)
     right = (pass_at_1 if config.metric == "pass@1" else exact_match)(answers, task.examples)
-    return Outcome(config.metric, np.stack([right, np.ones_like(right)], axis=1), answers)
+    return TaskResult(config.metric, np.stack([right, np.ones_like(right)], axis=1), answers)
 
 
 def _check_tests(task: Task) -> None:

@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.errors import ArtifactError, DataError
-from graftlm.evaluation import Metric, Results, TaskConfig, evaluate_tasks
+from graftlm.evaluation import Metric, Results, TaskConfig, run_lm_eval
 from graftlm.evaluation.results import FILE_NAME as RESULTS_NAME
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
 from graftlm.runs.bench import Bench, Measurement, graft_label
@@ -240,7 +240,7 @@ def evaluate_graft(
     bench = Bench(live, texts or {}, evaluation, LENGTH)
 
     def with_tasks(measured: Measurement, model: Any) -> Measurement:
-        found = evaluate_tasks(model, bench.tokenizer, tasks, limit=limit) if tasks else {}
+        found = run_lm_eval(model, bench.tokenizer, tasks, limit=limit) if tasks else {}
         more = {f"{task}_{name}": value for task, metrics in found.items() for name, value in metrics.items()}
         measured.row = measured.row.model_copy(update={"metrics": measured.row.metrics | more})
         return measured

@@ -17,7 +17,7 @@ from graftlm.data.files import check_text, is_table, read_lines, read_values
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_held_out_rows
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
-from graftlm.evaluation.labelled import answer_rows, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
 from graftlm.grafts import Graft, GraftedModel
 from graftlm.grafts.heads import TaskSpec
 from graftlm.runs.bench import graft_label
@@ -141,7 +141,7 @@ def predict_rows(
     with GraftedModel(found.backbone, {"graft": found.graft}) as model:
         predict = predictor(model)
         while chunk := list(islice(remaining, _CHUNK)):
-            answers = answer_rows(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
+            answers = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
             yield from (answer.to_json(spec, row) for answer, row in zip(answers, chunk, strict=True))
 
 

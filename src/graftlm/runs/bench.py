@@ -19,8 +19,8 @@ from graftlm.backbone import Backbone
 from graftlm.data import Document, Mixture, SourceConfig
 from graftlm.data.sources import read_some
 from graftlm.errors import RecipeError
-from graftlm.evaluation import Outcome, Row, Scores, measure_task, read_task, score
-from graftlm.evaluation.cost import MemoryWatch, decode_speed
+from graftlm.evaluation import TaskResult, Row, Scores, measure_task, read_task, score
+from graftlm.evaluation.metrics import MemoryWatch, decode_speed
 from graftlm.evaluation.report import learning_and_forgetting
 from graftlm.io import write_atomically
 from graftlm.grafts import GraftConfig, GraftedModel, build_graft, graft_class
@@ -85,7 +85,7 @@ class Bench:
         self.length = evaluation.length or length
         self.tasks = {name: read_task(task) for name, task in evaluation.tasks.items()}
         self._scores: dict[str, Scores] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, TaskResult] = {}
 
     def backbone_measurement(self) -> Measurement:
         """The bare backbone's row."""
@@ -102,7 +102,7 @@ class Bench:
             self._scores = self._score(self.backbone.model)
         return self._scores
 
-    def backbone_outcomes(self) -> dict[str, Outcome]:
+    def backbone_outcomes(self) -> dict[str, TaskResult]:
         """How the bare backbone does on the tasks, measured once, while no graft is attached."""
         if not self._outcomes:
             self._outcomes = self._do_tasks(self.backbone.model)
@@ -200,14 +200,14 @@ class Bench:
             for name, documents in self.tests.items()
         }
 
-    def _do_tasks(self, model: Any) -> dict[str, Outcome]:
+    def _do_tasks(self, model: Any) -> dict[str, TaskResult]:
         size, precision = self.evaluation.batch_size, self.evaluation.precision
         return {
             name: measure_task(model, self.tokenizer, task, batch_size=size, precision=precision)
             for name, task in self.tasks.items()
         }
 
-    def _describe(self, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    def _describe(self, outcomes: Mapping[str, TaskResult]) -> dict[str, Any]:
         return {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
 
     def _speeds(self, model: Any) -> dict[str, Any]:

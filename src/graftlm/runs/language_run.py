@@ -17,7 +17,7 @@ from graftlm.data.build import build_blocks
 from graftlm.data.sources import read_some
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
-from graftlm.evaluation.cost import MemoryWatch
+from graftlm.evaluation.metrics import MemoryWatch
 from graftlm.evaluation.report import write_report
 from graftlm.io import write_atomically
 from graftlm.runs.bench import Measurement, count_weights

@@ -20,7 +20,7 @@ from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, 
 from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
 from graftlm.errors import RecipeError
 from graftlm.evaluation import MemoryWatch, Results, Row, write_report
-from graftlm.evaluation.labelled import TaskScore, TaskTest, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
 from graftlm.io import write_atomically
 from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
@@ -149,11 +149,11 @@ def tasks_of(model: GraftedModel) -> dict[str, TaskSpec]:
 
 def task_tests(
     tasks: Mapping[str, TaskSpec], configs: Mapping[str, LabelledConfig], rows: Mapping[str, TaskRows]
-) -> dict[str, TaskTest]:
+) -> dict[str, TaskTestSet]:
     """Rows to measure on, each with its task's number and score."""
     numbers = {name: number for number, name in enumerate(tasks)}
     return {
-        name: TaskTest(numbers[name], held_out, score_metric(configs[name], held_out.spec))
+        name: TaskTestSet(numbers[name], held_out, score_metric(configs[name], held_out.spec))
         for name, held_out in rows.items()
     }
 

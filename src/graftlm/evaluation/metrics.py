@@ -1,27 +1,31 @@
-"""How well a model predicts text: nats per token, and bits per byte, which compare across tokenizers.
+"""How well a model predicts text, and what running it costs.
 
-A document's tokens t_0 … t_{n-1} are cut into windows of at most `length` tokens that never cross documents. A window
-begins with the last token of the one before it, which is context there, so each token but the first is scored once:
+A document's tokens t_0 … t_{n-1} are cut into windows (`graftlm.evaluation.windows`). Each token but the first is
+scored once:
 
     nats = - Σ_i log p(t_i | window before t_i)
     nats per token = nats / tokens
-    bits per byte = nats / (ln 2 · bytes)
+    bits per byte = nats / (ln 2 · bytes), which compares models with different tokenizers
 
-When the tokenizer itself begins a text with a BOS token, every window begins with it as well (such models predict badly
-without it), and the document's first token is scored too. Other special tokens are left out. A document's prompt is
-context: its tokens are not scored.
+A tokenizer that puts a BOS token before texts puts one before every window, and then the first token is scored too.
+Other special tokens are left out. The tokens of a document's prompt are context and are not scored.
+
+Cost is decoding speed in tokens per second and peak memory in bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,12 +38,12 @@ from graftlm.grafts import GraftedModel
 MetricName = Literal["nats_per_token", "bits_per_byte"]
 Precision = Literal["fp32", "bf16"]
 
-_IGNORED = -100
-# Values of one float32 chunk of logits: 64 MiB.
+_IGNORE_INDEX = -100
+# Logits are reduced in float32 chunks of this many values: 64 MiB.
 _CHUNK_VALUES = 2**24
-# Windows are sorted by length within so many batches, so a stream of documents is never held whole.
-_BATCHES_AHEAD = 64
-# More windows than these are first summed in runs of neighbours, which keeps the bootstrap fast and no less wide.
+# Windows are sorted by length within this many batches, so that a stream of documents never has to fit in memory.
+_SORTED_BATCHES = 64
+# Beyond this many windows the bootstrap resamples runs of neighbouring windows: faster, and no narrower.
 _MAX_UNITS = 2048
 
 
@@ -71,7 +75,7 @@ class Scores:
         """Numerator and denominator of a metric per window.
 
         Raises:
-            EvaluationError: the metric has another name, or no byte was scored.
+            EvaluationError: the metric is unknown, or no byte was scored.
         """
         if metric == "nats_per_token":
             return self.nats, self.tokens
@@ -86,9 +90,9 @@ class Scores:
     def interval(
         self, metric: MetricName = "nats_per_token", *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> Interval:
-        """Percentile bootstrap over windows: how the metric would vary over other text of the same kind."""
-        (samples,) = _resampled([self.fraction(metric)], resamples, seed)
-        return _interval(self.value(metric), samples, confidence)
+        """Percentile bootstrap over windows: how the metric varies over other text of the same kind."""
+        (samples,) = _resample([self.fraction(metric)], resamples, seed)
+        return _percentile_interval(self.value(metric), samples, confidence)
 
 
 def paired_difference(
@@ -100,7 +104,7 @@ def paired_difference(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """`a`'s metric minus `b`'s, each bootstrap sample drawing the same windows of both.
+    """`a`'s metric minus `b`'s; each bootstrap sample draws the same windows of both.
 
     Raises:
         EvaluationError: the two did not score the same windows.
@@ -111,8 +115,8 @@ def paired_difference(
             f"The two scores hold {_size(a)} and {_size(b)}, but a paired difference needs the same windows: "
             "score the same documents with the same tokenizer and length."
         )
-    of_a, of_b = _resampled([a.fraction(metric), b.fraction(metric)], resamples, seed)
-    return _interval(a.value(metric) - b.value(metric), of_a - of_b, confidence)
+    samples_a, samples_b = _resample([a.fraction(metric), b.fraction(metric)], resamples, seed)
+    return _percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b, confidence)
 
 
 def score(
@@ -129,15 +133,15 @@ def score(
     """Score every token of `documents` (strings, or objects with `.text` and `.prompt`) in windows of `length` tokens.
 
     Args:
-        tokenizer: gives the ids, and whether a BOS belongs before a text.
-        documents: read once, and never all held in memory.
-        length: of a window, in tokens, with its context token and BOS.
-        batch_size: windows per call of the model; it changes nothing but speed and memory.
-        model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V); a
-            `GraftedModel` is also told which tokens are prompts.
-        precision: "bf16" computes under autocast; "fp32" leaves the model in its own dtype. Losses are float32 always.
-        limit_tokens: stop after so many scored tokens.
-        progress: called after each batch with the number of tokens it scored.
+        model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V). A
+            `GraftedModel` also receives the mask of prompt tokens.
+        tokenizer: gives the ids, and says whether a BOS belongs before a text.
+        documents: read once; a stream never has to fit in memory.
+        length: tokens of a window, its context token and BOS included.
+        batch_size: windows per call of the model; it affects speed and memory only.
+        precision: "bf16" computes under autocast; "fp32" leaves the model in its own dtype. Losses are always float32.
+        limit_tokens: stop after this many scored tokens.
+        progress: called after each batch with the number of tokens that the batch scored.
 
     Raises:
         EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
@@ -157,21 +161,26 @@ def score_windows(
     precision: Precision = "fp32",
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
-    """As `score`, of windows that are cut already."""
+    """Score windows that are cut already; see `score`."""
     windows = iter(windows)
-    parts: list[list[tuple[float, Window]]] = []
-    with evaluating(model), torch.inference_mode(), _autocast(model, precision):
-        while ahead := list(islice(windows, batch_size * _BATCHES_AHEAD)):
-            parts.append(_score_windows(model, tokenizer, ahead, batch_size, progress))
-    scored = [pair for part in parts for pair in part]
+    scored: list[tuple[float, Window]] = []
+    with evaluation_mode(model), torch.inference_mode(), _autocast(model, precision):
+        while chunk := list(islice(windows, batch_size * _SORTED_BATCHES)):
+            scored += _score_chunk(model, tokenizer, chunk, batch_size, progress)
     if not scored:
         raise DataError("The documents hold no token to score: give at least one document of two tokens or more.")
-    return _collect(scored)
+    return Scores(
+        nats=np.array([nats for nats, _ in scored]),
+        tokens=np.array([window.tokens for _, window in scored]),
+        bytes=np.array([int(window.bytes.sum()) for _, window in scored]),
+        document=np.array([window.document for _, window in scored]),
+    )
 
 
-def _score_windows(
+def _score_chunk(
     model: Any, tokenizer: Any, windows: list[Window], batch_size: int, progress: Callable[[int], None] | None
 ) -> list[tuple[float, Window]]:
+    """Windows with their summed losses, computed longest first."""
     order = sorted(range(len(windows)), key=lambda i: len(windows[i].ids), reverse=True)
     nats = np.zeros(len(windows))
     for start in range(0, len(order), batch_size):
@@ -187,7 +196,7 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
     """Summed losses (B,) of the scored tokens of each window."""
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, getattr(tokenizer, "pad_token_id", None) or 0)
-    mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, _IGNORED)
+    mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, _IGNORE_INDEX)
     prompt = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(batch):
         size = len(window.ids)
@@ -196,8 +205,8 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
         prompt[row, : window.prompt] = True
         labels[row, window.first - 1 : size - 1] = ids[row, window.first : size]
     device = device_of(model)
-    said = {"prompt": prompt.to(device)} if prompt.any() and isinstance(model, GraftedModel) else {}
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **said).logits
+    extra = {"prompt": prompt.to(device)} if prompt.any() and isinstance(model, GraftedModel) else {}
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **extra).logits
     nats = _token_losses(logits, labels.to(logits.device)).sum(dim=1).cpu().numpy()
     if not np.isfinite(nats).all():
         raise EvaluationError(
@@ -208,24 +217,14 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Losses (B, T) in float64, of float32 logits; `labels` are already shifted to the position that predicts them."""
+    """Losses (B, T) in float64, from float32 logits; `labels` stand at the position that predicts them."""
     flat, targets = logits.flatten(0, 1), labels.flatten()
     step = max(1, _CHUNK_VALUES // flat.shape[-1])
     chunks = [
-        F.cross_entropy(flat[i : i + step].float(), targets[i : i + step], reduction="none", ignore_index=_IGNORED)
+        F.cross_entropy(flat[i : i + step].float(), targets[i : i + step], reduction="none", ignore_index=_IGNORE_INDEX)
         for i in range(0, len(flat), step)
     ]
     return torch.cat(chunks).view_as(labels).to("cpu", torch.float64)
-
-
-def _collect(scored: list[tuple[float, Window]]) -> Scores:
-    windows = [window for _, window in scored]
-    return Scores(
-        nats=np.array([nats for nats, _ in scored]),
-        tokens=np.array([window.tokens for window in windows]),
-        bytes=np.array([int(window.bytes.sum()) for window in windows]),
-        document=np.array([window.document for window in windows]),
-    )
 
 
 def _check_length(model: Any, length: int) -> None:
@@ -239,15 +238,93 @@ def _check_length(model: Any, length: int) -> None:
         )
 
 
+def decode_speed(
+    model: Any, tokenizer: Any, prompts: Sequence[str], new_tokens: int = 64, *, prompt_tokens: int = 32
+) -> float:
+    """Tokens per second of greedy decoding with a cache, one sequence at a time, after a warm-up.
+
+    Each prompt is cut to its first `prompt_tokens` tokens; the time of its prefill counts. An end-of-text token does
+    not end the decoding, so every prompt yields `new_tokens` tokens.
+
+    Raises:
+        DataError: no prompt has text.
+    """
+    device = device_of(model)
+    encoded = [tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens] for text in prompts]
+    rows = [ids.to(device) for ids in encoded if ids.numel()]
+    if not rows:
+        raise DataError("There is no prompt to decode from: give at least one text that is not empty.")
+    with evaluation_mode(model), torch.inference_mode():
+        _decode(model, tokenizer, rows[0], min(new_tokens, 8))
+        start = _synchronised_time(device)
+        for ids in rows:
+            _decode(model, tokenizer, ids, new_tokens)
+        return new_tokens * len(rows) / (_synchronised_time(device) - start)
+
+
+def _decode(model: Any, tokenizer: Any, ids: Tensor, new_tokens: int) -> None:
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        pad_token_id=tokenizer.pad_token_id or 0,
+    )
+
+
+def _synchronised_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class MemoryWatch:
+    """Measures the peak memory of a `with` block.
+
+    `peak` is in bytes. With CUDA it is the peak of allocated device memory. Without, it is the peak of the process's
+    resident set, sampled every few milliseconds; that includes what the process held before the block.
+    """
+
+    def __init__(self, every: float = 0.02) -> None:
+        self.peak = 0
+        self._every = every
+        self._process = psutil.Process()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self._done.set()
+            self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._process.memory_info().rss)
+            if self._done.wait(self._every):
+                return
+
+
 def device_of(model: Any) -> torch.device:
-    """Where a model takes its inputs."""
+    """The device of a model's inputs."""
     device = getattr(model, "device", None)
     return device if isinstance(device, torch.device) else next(model.parameters()).device
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """The model without dropout; its mode is given back."""
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Put a model into evaluation mode for a `with` block, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -264,26 +341,22 @@ def _autocast(model: Any, precision: Precision) -> contextlib.AbstractContextMan
     return torch.autocast(device_of(model).type, dtype=torch.bfloat16)
 
 
-def _resampled(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> list[np.ndarray]:
-    """Bootstrap samples (resamples,) of each ratio of sums, all drawn with the same windows."""
-    columns = _grouped(np.stack([column for fraction in fractions for column in fraction], axis=1).astype(np.float64))
+def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> list[np.ndarray]:
+    """Bootstrap samples (resamples,) of each ratio of sums; one sample draws the same windows for all ratios."""
+    columns = np.stack([column for fraction in fractions for column in fraction], axis=1).astype(np.float64)
+    if len(columns) > _MAX_UNITS:
+        starts = np.linspace(0, len(columns), _MAX_UNITS, endpoint=False).astype(np.int64)
+        columns = np.add.reduceat(columns, starts, axis=0)
     units = len(columns)
-    drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
-    sums = drawn @ columns  # (resamples, 2 · ratios)
-    # A sample may hold only windows without bytes, and then it says nothing.
+    draws = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
+    sums = draws @ columns  # (resamples, 2 · ratios)
+    # A sample may hold only windows without bytes; it is left out of the quantiles.
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = [sums[:, i] / sums[:, i + 1] for i in range(0, sums.shape[1], 2)]
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
 
 
-def _grouped(columns: np.ndarray) -> np.ndarray:
-    if len(columns) <= _MAX_UNITS:
-        return columns
-    starts = np.linspace(0, len(columns), _MAX_UNITS, endpoint=False).astype(np.int64)
-    return np.add.reduceat(columns, starts, axis=0)
-
-
-def _interval(mean: float, samples: np.ndarray, confidence: float) -> Interval:
+def _percentile_interval(mean: float, samples: np.ndarray, confidence: float) -> Interval:
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(samples, [tail, 1 - tail])
     return Interval(mean=mean, low=float(low), high=float(high))

@@ -1,9 +1,10 @@
-"""Scores equal a literal loop over tokens; bytes add up to the text's; intervals mean what they say."""
+"""Scores equal a literal loop over tokens, bytes sum to the text's, intervals cover, and costs are measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import types
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, paired_difference, score
+from graftlm.evaluation.metrics import MemoryWatch, decode_speed
 from graftlm.evaluation.windows import encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
 
@@ -211,3 +213,40 @@ def test_nothing_to_score_and_wrong_arguments(model: Any, tokenizer: Any) -> Non
         score(model, tokenizer, DOCUMENTS, precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(EvaluationError, match="no metric"):
         scores_of([1.0]).interval("ppl")  # type: ignore[arg-type]
+
+
+class Counting:
+    """Counts calls of a model's `generate`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.outputs = inner, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def generate(self, **arguments: Any) -> torch.Tensor:
+        self.outputs.append(self.inner.generate(**arguments))
+        return self.outputs[-1]
+
+
+def test_every_prompt_yields_all_new_tokens() -> None:
+    model = Counting(tiny_model("llama"))
+    assert decode_speed(model, tiny_tokenizer(), ["the dog " * 30, "", "le chien"], new_tokens=9, prompt_tokens=4) > 0
+    assert [out.shape[1] for out in model.outputs[:2]] == [4 + 8, 4 + 9]
+    assert len(model.outputs) == 3
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(DataError, match="no prompt"):
+        decode_speed(tiny_model("llama"), tiny_tokenizer(), [""])
+
+
+def test_the_watch_sees_a_large_tensor_that_is_gone_again() -> None:
+    with MemoryWatch() as before:
+        pass
+    with MemoryWatch(every=0.001) as watch:
+        block = torch.ones(2**25)
+        size = block.nbytes
+        time.sleep(0.1)
+        del block
+    assert watch.peak >= before.peak + 0.8 * size
