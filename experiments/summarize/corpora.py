@@ -22,7 +22,7 @@ from pydantic import Field
 from experiments.jobs import Job
 from graftlm.config import Config
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize import Document, oracle_extract, read_text
+from graftlm.pipelines.summarize import SourceDocument, oracle_extract, read_text
 
 CORPORA = {"peps": ".rst", "rust_rfcs": ".md", "eips": ".md", "ercs": ".md", "keps": ".md"}
 FILES = tuple(f"longdocs/{name}.jsonl" for name in CORPORA)
@@ -61,7 +61,7 @@ class Sample:
 
     id: str
     corpus: str
-    document: Document
+    document: SourceDocument
     abstract: tuple[str, ...]
 
     @property

@@ -8,19 +8,18 @@ from typing import Any
 
 from experiments.summarize.corpora import Sample
 from graftlm.evaluation import Interval, Metric, Row, combine_seeds
-from graftlm.pipelines.summarize import Document
-from graftlm.pipelines.summarize.measures import (
+from graftlm.pipelines.summarize import SourceDocument
+from graftlm.pipelines.summarize.metrics import (
     LONGEST,
     CopyShare,
     bootstrap,
     copy_shares,
     faithfulness,
-    mean_shares,
+    mean_copy_shares,
     rouge,
 )
-from graftlm.pipelines.summarize.sentences import split_sentences
-from graftlm.pipelines.summarize.words import words_of
-from graftlm.pipelines.summarize.write import opening_text
+from graftlm.pipelines.summarize.text import split_sentences, split_words
+from graftlm.pipelines.summarize.writer import introduction_text
 
 Values = dict[str, float]
 
@@ -59,9 +58,9 @@ def figures_of(
         if likely is not None:
             found["abstract_nll"] = likely[sample.id]
         copied[sample.id] = copy_shares(
-            text, source, extracts[sample.id] if extracts else "", opening_text(sample.document)
+            text, source, extracts[sample.id] if extracts else "", introduction_text(sample.document)
         )
-        values[sample.id] = found | _faithful(text, source) | {"words": float(len(words_of(text)))}
+        values[sample.id] = found | _faithful(text, source) | {"words": float(len(split_words(text)))}
     return Figures(values, copied)
 
 
@@ -73,7 +72,7 @@ def _faithful(text: str, source: str) -> Values:
     return {name: 100 * share for name, share in shares.items() if share is not None}
 
 
-def whole_text(document: Document) -> str:
+def whole_text(document: SourceDocument) -> str:
     """All sentences of a document."""
     return " ".join(sentence.text for sentence in document.sentences)
 
@@ -104,7 +103,7 @@ def _metrics(figures: Figures) -> dict[str, Interval]:
 
 def curve_of(seeds: Sequence[Figures]) -> dict[str, list[float]]:
     """Percent of n-grams by origin, for n from 1, over documents and seeds."""
-    shares = mean_shares(copied for figures in seeds for copied in figures.copied.values())
+    shares = mean_copy_shares(copied for figures in seeds for copied in figures.copied.values())
     lengths = sorted(shares)
     columns = ("copied", "extract", "introduction", "rest")
     return {column: [round(100 * shares[n][column], 3) for n in lengths] for column in columns}

@@ -15,7 +15,7 @@ from experiments.summarize.corpora import Labels, Part, Parts, Sizes, label, loa
 from experiments.summarize.selecting import Gold, Selecting, rank
 from experiments.summarize.writing import Context, Reading, Writing, read, write
 from graftlm.config import Config
-from graftlm.pipelines.summarize import SelectorTraining, Wording
+from graftlm.pipelines.summarize import SelectorTrainingConfig, SummaryDecoding
 from graftlm.training import TrainingConfig
 
 TABLES = ("extracts", "writers")
@@ -38,11 +38,11 @@ class Setting(Config):
         window: tokens of a row, introduction, extract and summary together.
         reading: the training on the rest of the documents that all writers share.
         writing: the training of each writer on its layout.
-        wording: how summaries are written.
+        decoding: how summaries are written.
     """
 
     sizes: Sizes = Field(default_factory=Sizes)
-    selectors: dict[str, SelectorTraining]
+    selectors: dict[str, SelectorTrainingConfig]
     documents: int
     seen: int
     start: str | None
@@ -52,16 +52,16 @@ class Setting(Config):
     window: int
     reading: TrainingConfig
     writing: TrainingConfig
-    wording: Wording
+    decoding: SummaryDecoding
 
 
 _LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
 _SHORT = {"steps": 600, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 60, "patience": 3}
 FULL = Setting(
     selectors={
-        "sent_clf": SelectorTraining.parse({"kind": "classifier", "model": _LSTM} | _SHORT),
-        "sent_ptr": SelectorTraining.parse({"kind": "pointer", "model": _LSTM} | _SHORT),
-        "sent_modern": SelectorTraining.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
+        "sent_clf": SelectorTrainingConfig.parse({"kind": "classifier", "model": _LSTM} | _SHORT),
+        "sent_ptr": SelectorTrainingConfig.parse({"kind": "pointer", "model": _LSTM} | _SHORT),
+        "sent_modern": SelectorTrainingConfig.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
     },
     documents=400,
     seen=80,
@@ -74,12 +74,12 @@ FULL = Setting(
         steps=160, batch_size=4, learning_rate=1.5e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
     ),
     writing=TrainingConfig(steps=110, batch_size=4, learning_rate=1e-3, warmup_steps=5, precision="bf16"),
-    wording=Wording(method="sample", max_new_tokens=160),
+    decoding=SummaryDecoding(method="sample", max_new_tokens=160),
 )
 QUICK = Setting(
     sizes=Sizes(most=8, validation=0.2, test=0.2),
     selectors={
-        row: SelectorTraining.parse(
+        row: SelectorTrainingConfig.parse(
             {"kind": kind, "steps": 2, "batch_size": 2, "evaluate_every": 1}
             | {"model": {"hidden_size": 4, "num_layers": 1} | ({} if kind == "modern" else {"vocab_size": 300})}
         )
@@ -102,7 +102,7 @@ QUICK = Setting(
     window=256,
     reading=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
     writing=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
-    wording=Wording(method="sample", max_new_tokens=40),
+    decoding=SummaryDecoding(method="sample", max_new_tokens=40),
 )
 
 
@@ -225,7 +225,7 @@ class Plan:
             extract_size=self.extract_size,
             window=s.window,
             training=training,
-            wording=s.wording.model_copy(update={"seed": seed}),
+            decoding=s.decoding.model_copy(update={"seed": seed}),
             **self._where,
         )
 

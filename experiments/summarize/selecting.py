@@ -14,23 +14,23 @@ from experiments.jobs import Job
 from experiments.summarize.corpora import Part, Parts, Sample, Sizes, load
 from graftlm.pipelines.summarize import (
     Budget,
-    Example,
     Extract,
-    Lead,
+    LeadSelector,
     Selector,
-    SelectorTraining,
-    Sumy,
+    SelectorExample,
+    SelectorTrainingConfig,
+    SumySelector,
     load_selector,
     select,
     train_selector,
 )
-from graftlm.pipelines.summarize.baselines import Given
+from graftlm.pipelines.summarize.baselines import FixedSelector
 
 UNTRAINED: dict[str, Selector] = {
-    "lead": Lead(),
-    "lexrank": Sumy("lexrank"),
-    "sumbasic": Sumy("sumbasic"),
-    "lsa": Sumy("lsa"),
+    "lead": LeadSelector(),
+    "lexrank": SumySelector("lexrank"),
+    "sumbasic": SumySelector("sumbasic"),
+    "lsa": SumySelector("lsa"),
 }
 Gold = Mapping[str, Sequence[int]]
 
@@ -52,7 +52,7 @@ class Selecting(Job):
     data: str
     sizes: Sizes
     kind: Literal["lead", "lexrank", "sumbasic", "lsa", "trained"]
-    training: SelectorTraining | None = None
+    training: SelectorTrainingConfig | None = None
     folder: str | None = None
     documents: int | None = Field(None, ge=1)
     seen: int | None = Field(None, ge=1)
@@ -102,11 +102,11 @@ def evenly(samples: Sequence[Sample], most: int) -> list[Sample]:
     return [samples[place * len(samples) // count] for place in range(count)]
 
 
-def _example(sample: Sample, gold: Gold, seen: int | None) -> Example:
+def _example(sample: Sample, gold: Gold, seen: int | None) -> SelectorExample:
     selectable = sample.document.selectable[:seen]
     places = {index: place for place, index in enumerate(selectable)}
     sentences = tuple(sample.document.sentences[index].text for index in selectable)
-    return Example(sentences, tuple(places[index] for index in gold[sample.id] if index in places))
+    return SelectorExample(sentences, tuple(places[index] for index in gold[sample.id] if index in places))
 
 
 def _ranking(selector: Selector, sample: Sample, kept: int) -> list[int]:
@@ -115,4 +115,4 @@ def _ranking(selector: Selector, sample: Sample, kept: int) -> list[int]:
 
 def extract_of(sample: Sample, ranked: Sequence[int], amount: int) -> Extract:
     """The first sentences of a ranking, in the document's order."""
-    return select(sample.document, Given(ranked), Budget(amount=amount))
+    return select(sample.document, FixedSelector(ranked), Budget(amount=amount))

@@ -13,10 +13,24 @@ from transformers import PreTrainedTokenizerBase
 from experiments.jobs import Job
 from experiments.summarize.corpora import Sample, Sizes, load
 from experiments.summarize.selecting import evenly, extract_of
-from graftlm.pipelines.summarize import Extract, LanguageModelWriter, Layout, Lead, Wording, load_writer, select
-from graftlm.pipelines.summarize.select import Budget
-from graftlm.pipelines.summarize.train_writer import MODEL, Lesson, likelihoods, rest_text, train_writer
-from graftlm.pipelines.summarize.write import whole_sentences
+from graftlm.pipelines.summarize import (
+    Extract,
+    LanguageModelWriter,
+    LeadSelector,
+    PromptLayout,
+    SummaryDecoding,
+    load_writer,
+    select,
+)
+from graftlm.pipelines.summarize.selection import Budget
+from graftlm.pipelines.summarize.writer import drop_partial_sentence
+from graftlm.pipelines.summarize.writer_training import (
+    MODEL,
+    WriterExample,
+    rest_text,
+    summary_likelihoods,
+    train_writer,
+)
 from graftlm.runs.bench import count_weights
 from graftlm.training import TrainingConfig
 from graftlm.training.history import read_history
@@ -71,7 +85,7 @@ class Writing(Job):
     extract_size: int = Field(ge=1)
     window: int = Field(ge=32)
     training: TrainingConfig
-    wording: Wording
+    decoding: SummaryDecoding
     batch_size: int = Field(16, ge=1)
 
 
@@ -79,11 +93,11 @@ def read(job: Reading, folder: Path) -> dict[str, Any]:
     """Train the job's model; gives where it lies, its size and its losses."""
     samples = evenly(load(job.data, job.sizes)["train"], job.documents)
     model, tokenizer = _begin(job, samples)
-    wording = Wording(max_new_tokens=job.window // 3)
-    writer = LanguageModelWriter(model, tokenizer, "the common model", Layout(window=job.window), wording)
+    decoding = SummaryDecoding(max_new_tokens=job.window // 3)
+    writer = LanguageModelWriter(model, tokenizer, "the common model", PromptLayout(window=job.window), decoding)
     started = time.process_time()
-    lessons = [Lesson(_first(sample), "") for sample in samples]
-    train_writer(writer, lessons, job.training, folder, rest_share=1, progress=False)
+    lessons = [WriterExample(_first(sample), "") for sample in samples]
+    train_writer(writer, lessons, job.training, folder, rest_fraction=1, progress=False)
     seconds = time.process_time() - started
     said = {"folder": str(folder / MODEL), "parameters": count_weights(model.parameters())}
     return said | {"training_cpu_s": round(seconds, 1), "losses": _losses(folder)}
@@ -102,23 +116,23 @@ def _begin(job: Reading, samples: Sequence[Sample]) -> tuple[Any, PreTrainedToke
 def write(job: Writing, folder: Path, rankings: Rankings) -> dict[str, Any]:
     """Train a writer on its lessons, then measure it on the test documents in every context."""
     parts = load(job.data, job.sizes)
-    layout = Layout(window=job.window) if job.context != "none" else Layout(window=job.window, extract=None)
+    layout = PromptLayout(window=job.window) if job.context != "none" else PromptLayout(window=job.window, extract=None)
     before = load_writer(job.start, device="cpu")
-    writer = LanguageModelWriter(before.model, before.tokenizer, "the writer", layout, job.wording)
+    writer = LanguageModelWriter(before.model, before.tokenizer, "the writer", layout, job.decoding)
     started = time.process_time()
     lessons = lessons_of(evenly(parts["train"], job.documents), job.context, rankings, job.extract_size)
-    train_writer(writer, lessons, job.training, folder, rest_share=0, progress=False)
+    train_writer(writer, lessons, job.training, folder, rest_fraction=0, progress=False)
     trained = time.process_time() - started
     found = {context: _measure(writer, parts["test"], context, job, rankings) for context in job.tested}
     held_out = lessons_of(parts["validation"], job.context, rankings, job.extract_size)
-    validation = [one.nats / one.tokens for one in likelihoods(writer, held_out)]
+    validation = [one.nats / one.tokens for one in summary_likelihoods(writer, held_out)]
     cost = {"training_cpu_s": round(trained, 1), "losses": _losses(folder)}
     return {"contexts": found, "validation_nll": sum(validation) / len(validation)} | cost
 
 
-def lessons_of(samples: Sequence[Sample], context: Context, rankings: Rankings, size: int) -> list[Lesson]:
+def lessons_of(samples: Sequence[Sample], context: Context, rankings: Rankings, size: int) -> list[WriterExample]:
     """What is learned from, or tested on: documents with the extract of a context, and their abstracts."""
-    return [Lesson(context_of(sample, context, rankings, size), sample.summary) for sample in samples]
+    return [WriterExample(context_of(sample, context, rankings, size), sample.summary) for sample in samples]
 
 
 def context_of(sample: Sample, context: Context, rankings: Rankings, size: int) -> Extract:
@@ -131,7 +145,7 @@ def context_of(sample: Sample, context: Context, rankings: Rankings, size: int) 
 
 def _first(sample: Sample) -> Extract:
     """For a writer that does not read it."""
-    return select(sample.document, Lead(), Budget(amount=1))
+    return select(sample.document, LeadSelector(), Budget(amount=1))
 
 
 def _measure(
@@ -139,18 +153,18 @@ def _measure(
 ) -> dict[str, Any]:
     """Nats per token of each abstract, and what the writer writes, by document."""
     lessons = lessons_of(samples, context, rankings, job.extract_size)
-    likely = likelihoods(writer, lessons)
+    likely = summary_likelihoods(writer, lessons)
     names = [sample.id for sample in samples]
     nats = {name: one.nats / one.tokens for name, one in zip(names, likely, strict=True)}
     return {"nll": nats, "texts": dict(zip(names, _written(writer, lessons, job.batch_size), strict=True))}
 
 
-def _written(writer: LanguageModelWriter, lessons: Sequence[Lesson], batch_size: int) -> list[str]:
+def _written(writer: LanguageModelWriter, lessons: Sequence[WriterExample], batch_size: int) -> list[str]:
     prompts = [writer.prompt(lesson.extract)[0] for lesson in lessons]
     found = []
     for first in range(0, len(prompts), batch_size):
         for text, cut in writer.continuations(prompts[first : first + batch_size]):
-            found.append(whole_sentences(text.strip()) if cut else text.strip())
+            found.append(drop_partial_sentence(text.strip()) if cut else text.strip())
     return found
 
 

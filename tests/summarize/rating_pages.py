@@ -6,22 +6,22 @@ import json
 from pathlib import Path
 
 from graftlm.pipelines.summarize import read_text
-from graftlm.pipelines.summarize.rating import Item
+from graftlm.pipelines.summarize.rating import RatingItem
 from summarize.tools import TEA
 
 ARABIC = "هذا اختبار. هل هذا صحيح؟ نعم."
 
 
-def items() -> list[Item]:
+def items() -> list[RatingItem]:
     """Three documents; of the second two systems wrote the same."""
     return [
-        Item.of(
+        RatingItem.of(
             read_text(TEA, ".md", "tea.md"), {"lead": "Tea is drunk.", "ours": "Tea helps.", "human": "It </script>"}
         ),
-        Item.of(
+        RatingItem.of(
             read_text("Water is wet. It runs."), {"lead": "Water is wet.", "ours": "Water  is\nwet.", "human": "Wet."}
         ),
-        Item.of(read_text(ARABIC), {"lead": "هذا اختبار.", "ours": "نعم.", "human": "هل هذا صحيح؟"}),
+        RatingItem.of(read_text(ARABIC), {"lead": "هذا اختبار.", "ours": "نعم.", "human": "هل هذا صحيح؟"}),
     ]
 
 

@@ -9,8 +9,8 @@ from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 
 from cli.tools import invoke
-from graftlm.pipelines.summarize import Budget, Extract, Lead, read_text, summarize
-from graftlm.pipelines.summarize.write import Written
+from graftlm.pipelines.summarize import Budget, Extract, LeadSelector, read_text, summarize
+from graftlm.pipelines.summarize.writer import WriterOutput
 from summarize.tools import TEA, write_pdf
 
 pypdf = pytest.importorskip("pypdf")
@@ -67,9 +67,11 @@ def test_a_document_of_one_sentence(tmp_path: Path) -> None:
 
 
 def test_an_extract_as_long_as_the_document() -> None:
-    summary = summarize(read_text(TEA, ".md"), selector=Lead(), budget=Budget(amount=100_000, unit="characters"))
+    summary = summarize(
+        read_text(TEA, ".md"), selector=LeadSelector(), budget=Budget(amount=100_000, unit="characters")
+    )
     assert len(summary.extract.indices) == 9, "all but the reference"
-    whole = summarize(read_text("Tea is good. Water is wet."), selector=Lead(), budget=Budget(amount=10))
+    whole = summarize(read_text("Tea is good. Water is wet."), selector=LeadSelector(), budget=Budget(amount=10))
     assert whole.notes == ("The text is no longer than the summary asked for: the extract is all of it.",)
 
 
@@ -84,22 +86,25 @@ class Says:
     def count_tokens(self, text: str) -> int:
         return len(text.split())
 
-    def write(self, extract: Extract) -> Written:
-        return Written(self.text)
+    def write(self, extract: Extract) -> WriterOutput:
+        return WriterOutput(self.text)
 
 
 def test_a_written_summary_longer_than_its_document() -> None:
     short = "# Introduction\n\nTea is good. Water is wet."
-    notes = summarize(read_text(short, ".md"), selector=Lead(), writer=Says("Tea is good. " * 3)).notes
+    notes = summarize(read_text(short, ".md"), selector=LeadSelector(), writer=Says("Tea is good. " * 3)).notes
     assert notes[1:] == ("The summary is longer than The text itself: ask for fewer tokens.",)
-    assert len(summarize(read_text(short, ".md"), selector=Lead(), writer=Says("Tea.")).notes) == 1
+    assert len(summarize(read_text(short, ".md"), selector=LeadSelector(), writer=Says("Tea.")).notes) == 1
 
 
 def test_a_document_without_an_introduction() -> None:
-    summary = summarize(read_text("One is here. Two is. Three."), selector=Lead(), writer=Says("One."))
+    summary = summarize(read_text("One is here. Two is. Three."), selector=LeadSelector(), writer=Says("One."))
     wanted = "The text has no heading that names an introduction: the writer reads its first sentences instead."
     assert wanted in summary.notes
-    assert summarize(read_text(TEA, ".md"), selector=Lead(), writer=Says("One."), budget=Budget(amount=2)).notes == ()
+    assert (
+        summarize(read_text(TEA, ".md"), selector=LeadSelector(), writer=Says("One."), budget=Budget(amount=2)).notes
+        == ()
+    )
 
 
 @pytest.mark.parametrize(

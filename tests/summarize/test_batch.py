@@ -12,7 +12,7 @@ import pytest
 
 from cli.tools import invoke
 from graftlm.errors import DataError, RecipeError
-from graftlm.pipelines.summarize import Lead, Summary, documents_in, pending, summarize_many, write_rows
+from graftlm.pipelines.summarize import LeadSelector, Summary, append_summaries, find_documents, pending, summarize_many
 from graftlm.pipelines.summarize import batch as many
 
 pytest.importorskip("sentencex")
@@ -69,7 +69,7 @@ def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytes
     write_documents(tmp_path, 4)
     held: list[weakref.ref] = []
     alive = 0
-    for found in summarize_many(documents_in([tmp_path])):
+    for found in summarize_many(find_documents([tmp_path])):
         assert isinstance(found, Summary)
         held.append(weakref.ref(found.document))
         del found
@@ -89,22 +89,22 @@ class Stops:
         self.left -= 1
         if self.left < 0:
             raise KeyboardInterrupt
-        return Lead().rank(document)
+        return LeadSelector().rank(document)
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, out = write_documents(tmp_path, 9), tmp_path / "out" / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Stops(5)))
+        list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=Stops(5)))
     assert len(rows_in(out)) == 5
     out.write_bytes(out.read_bytes()[:-30])  # as a kill amid writing leaves it
     seen: list[Path] = []
     whole = many.summarize
     monkeypatch.setattr(many, "summarize", lambda path, **more: seen.append(path) or whole(path, **more))
-    list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Lead()))
+    list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=LeadSelector()))
     assert seen == paths[4:]
     at_once = tmp_path / "at-once.jsonl"
-    list(write_rows(at_once, pending(at_once, paths, ASKED), ASKED, selector=Lead()))
+    list(append_summaries(at_once, pending(at_once, paths, ASKED), ASKED, selector=LeadSelector()))
     assert rows_in(out) == rows_in(at_once)
     assert pending(out, paths, ASKED) == []
     assert not list(out.parent.glob(".*"))
@@ -113,12 +113,12 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 3), tmp_path / "rows.jsonl"
     paths[0].write_text("")
-    first = list(write_rows(out, pending(out, paths, ASKED), ASKED, selector=Lead()))
+    first = list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=LeadSelector()))
     assert ["error" in row for row in first] == [True, False, False]
     paths[0].write_text("Tea is good. Water is wet.")
     paths[2].write_text("Coffee is better.")
     assert pending(out, [paths[2], paths[0], paths[1]], ASKED) == [paths[2], paths[0]]
-    list(write_rows(out, [paths[2], paths[0]], ASKED, selector=Lead()))
+    list(append_summaries(out, [paths[2], paths[0]], ASKED, selector=LeadSelector()))
     found = {row["document"]: row.get("summary") for row in rows_in(out)}
     assert found[str(paths[2])] == "Coffee is better."
     assert len(found) == len(rows_in(out)) == 3
@@ -128,7 +128,7 @@ def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
 
 def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 1), tmp_path / "rows.jsonl"
-    list(write_rows(out, paths, ASKED, selector=Lead()))
+    list(append_summaries(out, paths, ASKED, selector=LeadSelector()))
     with pytest.raises(RecipeError, match="holds summaries with budget 2 sentences, and 3 sentences is asked for"):
         pending(out, paths, {"budget": "3 sentences"})
     done = invoke("summarize", str(paths[0]), "--out", str(out), "--budget", "3")
@@ -138,7 +138,7 @@ def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"rows.jsonl line 1 is no row of graft summarize --batch"):
             pending(out, paths, ASKED)
     with pytest.raises(DataError, match="can't be written to"):
-        list(write_rows(tmp_path, paths, ASKED, selector=Lead()))
+        list(append_summaries(tmp_path, paths, ASKED, selector=LeadSelector()))
 
 
 def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None
         def rank(self, document):
             if "Tea 0" in document.sentences[0].text:
                 raise RecursionError("maximum recursion depth exceeded\nin something")
-            return Lead().rank(document)
+            return LeadSelector().rank(document)
 
     first, second = summarize_many(write_documents(tmp_path, 2), selector=Stumbles())
-    assert isinstance(first, many.Failure)
+    assert isinstance(first, many.SummaryFailure)
     assert "(RecursionError: maximum recursion depth exceeded), which is a mistake of ours" in first.error
     assert isinstance(second, Summary)
 
@@ -159,7 +159,7 @@ def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None
 def test_documents_are_found_once_each(tmp_path: Path) -> None:
     paths = write_documents(tmp_path, 5)
     (tmp_path / "notes.docx").write_text("x")
-    assert list(documents_in([paths[3], tmp_path])) == [paths[3], *(path for path in paths if path != paths[3])]
+    assert list(find_documents([paths[3], tmp_path])) == [paths[3], *(path for path in paths if path != paths[3])]
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="has no document"):
-        list(documents_in([tmp_path / "none"]))
+        list(find_documents([tmp_path / "none"]))

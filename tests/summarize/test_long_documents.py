@@ -10,11 +10,11 @@ import torch
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import (
     Budget,
-    Document,
     LanguageModelWriter,
-    Layout,
+    PromptLayout,
+    SourceDocument,
+    SummaryDecoding,
     TrainedSelector,
-    Wording,
     read_text,
     summarize,
 )
@@ -26,7 +26,7 @@ SENTENCES, TOKENS = 20, 200  # windows of selector and writer
 WORDS = ["tea", "water", "cards", "persons", "drank", "sorted", "many", "was", "in", "the", "cup"]
 
 
-def long_document(times: int = 10) -> Document:
+def long_document(times: int = 10) -> SourceDocument:
     """With an introduction that alone is longer than the writer's window."""
     chance = random.Random(0)
     lines = [" ".join(chance.choices(WORDS, k=8)).capitalize() + f" {number}." for number in range(times * SENTENCES)]
@@ -34,7 +34,7 @@ def long_document(times: int = 10) -> Document:
     return read_text(f"# Introduction\n\n{' '.join(lines[:half])}\n\n# Results\n\n{' '.join(lines[half:])}", ".md")
 
 
-def selector(head: str, document: Document) -> TrainedSelector:
+def selector(head: str, document: SourceDocument) -> TrainedSelector:
     torch.manual_seed(0)
     pieces = train_pieces((one.text for one in document.sentences), 80)
     config = SentenceSelectorConfig(
@@ -48,7 +48,7 @@ def test_ten_windows_are_summarised_within_their_budgets(head: str, monkeypatch:
     document = long_document()
     chosen = selector(head, document)
     model = tiny_model("llama", max_position_embeddings=TOKENS).eval()
-    writer = LanguageModelWriter(model, tiny_tokenizer(), "tiny", Layout(), Wording(max_new_tokens=12))
+    writer = LanguageModelWriter(model, tiny_tokenizer(), "tiny", PromptLayout(), SummaryDecoding(max_new_tokens=12))
     whole = writer.count_tokens(" ".join(one.text for one in document.sentences))
     assert len(document.sentences) >= 10 * SENTENCES
     assert whole >= 10 * TOKENS

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.pipelines.summarize import oracle, oracle_extract, oracle_labels
-from graftlm.pipelines.summarize.words import rouge_words
+from graftlm.pipelines.summarize.text import rouge_tokens
 
 rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
 SCORERS = {stem: rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=stem) for stem in (True, False)}
@@ -56,4 +56,4 @@ def test_many_sentences_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 @given(st.text(max_size=60), st.booleans())
 def test_words_are_the_tokens_of_rouge_score(text: str, stem: bool) -> None:
-    assert rouge_words(text, stem) == SCORERS[stem]._tokenizer.tokenize(text)
+    assert rouge_tokens(text, stem) == SCORERS[stem]._tokenizer.tokenize(text)

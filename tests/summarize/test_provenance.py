@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from graftlm.pipelines.summarize import Budget, Document, read_document, read_text, summarize
+from graftlm.pipelines.summarize import Budget, SourceDocument, read_document, read_text, summarize
 from summarize.tools import write_pdf
 
 pypdf = pytest.importorskip("pypdf")
@@ -51,7 +51,7 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def check_extract(path: Path, amount: int = 8) -> Document:
+def check_extract(path: Path, amount: int = 8) -> SourceDocument:
     """The extract of a file, sentence by sentence: the source has it at its place, and the file has that source."""
     summary = summarize(path, budget=Budget(amount=amount))
     pdf = path.suffix == ".pdf"
@@ -65,7 +65,7 @@ def check_extract(path: Path, amount: int = 8) -> Document:
     return summary.document
 
 
-def check_prose(document: Document) -> None:
+def check_prose(document: SourceDocument) -> None:
     """The sentences of a PDF are those of the text that it was made from, but for those that a page breaks.
 
     Nothing in a page's text ends a heading, an item or code without a full stop, so what is before and behind counts.

@@ -16,14 +16,14 @@ from graftlm.evaluation import Interval, Results
 from graftlm.pipelines.summarize.rating import (
     CRITERIA,
     Ratings,
-    items_of,
+    load_rating_items,
     ordinal_alpha,
     page,
+    parse_systems,
     rating_page,
     reference,
-    systems_of,
 )
-from graftlm.pipelines.summarize.rating.page import Item, key_path
+from graftlm.pipelines.summarize.rating.page import RatingItem, key_path
 from summarize.rating_pages import items, write_systems
 
 pytest.importorskip("sentencex")
@@ -108,7 +108,7 @@ def test_the_command_makes_page_and_key(tmp_path: Path) -> None:
     passages = [title for row in embedded(out.read_text())["documents"] for title, _ in row["passages"]]
     assert "1. Introduction" in passages
     assert "send raters the page alone" in done.err
-    fewer, notes = items_of(systems_of(write_systems(tmp_path)), most=1)
+    fewer, notes = load_rating_items(parse_systems(write_systems(tmp_path)), most=1)
     assert (len(fewer), notes[1]) == (1, "Of those 1 are drawn.")
 
 
@@ -123,21 +123,21 @@ def test_the_command_makes_page_and_key(tmp_path: Path) -> None:
 def test_files_of_another_form_are_told(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(DataError, match=message):
-        items_of({"a": tmp_path / "a.jsonl"})
+        load_rating_items({"a": tmp_path / "a.jsonl"})
 
 
 def test_systems_are_told_apart(tmp_path: Path) -> None:
-    assert systems_of(["x=a.jsonl", "b.jsonl"]) == {"x": Path("a.jsonl"), "b": Path("b.jsonl")}
+    assert parse_systems(["x=a.jsonl", "b.jsonl"]) == {"x": Path("a.jsonl"), "b": Path("b.jsonl")}
     with pytest.raises(RecipeError, match="are both called a: give them names, as NAME=FILE"):
-        systems_of(["a.jsonl", "b/a.jsonl"])
+        parse_systems(["a.jsonl", "b/a.jsonl"])
     with pytest.raises(RecipeError, match="has no name"):
-        systems_of(["=a.jsonl"])
+        parse_systems(["=a.jsonl"])
     with pytest.raises(DataError, match=r"none.jsonl can't be read"):
-        items_of({"a": tmp_path / "none.jsonl"})
+        load_rating_items({"a": tmp_path / "none.jsonl"})
     (tmp_path / "a.jsonl").write_text('{"document": "x", "summary": "X."}\n')
     (tmp_path / "b.jsonl").write_text('{"document": "y", "summary": "Y."}\n')
     with pytest.raises(DataError, match="No document has a summary in each of"):
-        items_of({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"})
+        load_rating_items({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"})
 
 
 def saved(made: page.RatingPage, rater: str, rate) -> dict[str, Any]:
@@ -230,5 +230,5 @@ def test_keys_and_files_that_are_none(rated, tmp_path: Path) -> None:
 
 def test_a_heading_without_text_is_kept() -> None:
     document = items()[0]
-    assert isinstance(document, Item)
+    assert isinstance(document, RatingItem)
     assert [title for title, _ in document.passages][:2] == ["A study of tea", "1. Introduction"]

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.errors import DataError, MissingExtraError
-from graftlm.pipelines.summarize import Document, read_document, read_text
+from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
 from graftlm.pipelines.summarize.document import build_document, plain_title
-from graftlm.pipelines.summarize.sentences import split_sentences
+from graftlm.pipelines.summarize.text import split_sentences
 from summarize.tools import TEA, write_pdf
 
 pypdf = pytest.importorskip("pypdf")
@@ -53,7 +53,7 @@ def written(draw, suffix: str) -> tuple[str, list[str]]:
     return source, words
 
 
-def check_places(document: Document) -> None:
+def check_places(document: SourceDocument) -> None:
     """Spans rise, and what they cut out of the source is what the sentence says."""
     behind = (0, 0)
     for sentence in document.sentences:

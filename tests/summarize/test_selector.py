@@ -15,13 +15,13 @@ from graftlm.errors import ArtifactError, DataError, RecipeError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig, reference
 from graftlm.pipelines.summarize import (
     Budget,
-    Example,
-    SelectorTraining,
+    SelectorExample,
+    SelectorTrainingConfig,
     TrainedSelector,
-    example_of,
     load_selector,
     read_text,
     select,
+    selector_example,
     train_selector,
 )  # fmt: skip
 from summarize.tools import TEA
@@ -110,7 +110,7 @@ def test_padding_and_neighbours_change_nothing(changes: dict[str, str]) -> None:
         assert torch.allclose(model(inputs, mask, targets), mean)
 
 
-def lesson(documents: int, seed: int = 0) -> list[Example]:
+def lesson(documents: int, seed: int = 0) -> list[SelectorExample]:
     """Sentences that say "tea" make the extract."""
     chance = random.Random(seed)
     found = []
@@ -120,14 +120,14 @@ def lesson(documents: int, seed: int = 0) -> list[Example]:
             [*chance.choices(["water", "cards", "rain", "people"], k=4), *["tea"] * (place in places)]
             for place in range(8)
         ]
-        found.append(Example(tuple(" ".join(chance.sample(row, len(row))) for row in words), tuple(places)))
+        found.append(SelectorExample(tuple(" ".join(chance.sample(row, len(row))) for row in words), tuple(places)))
     return found
 
 
-def training(kind, **changes) -> SelectorTraining:
+def training(kind, **changes) -> SelectorTrainingConfig:
     model = {"vocab_size": 300, "embedding_size": 16, "hidden_size": 12, "num_layers": 1, "dropout": 0.0}
     values = {"kind": kind, "steps": 60, "batch_size": 8, "learning_rate": 0.03, "evaluate_every": 20, "model": model}
-    return SelectorTraining.parse(values | changes)
+    return SelectorTrainingConfig.parse(values | changes)
 
 
 @pytest.fixture(scope="module", params=["classifier", "pointer"])
@@ -183,7 +183,7 @@ def test_a_document_longer_than_the_model_reads_is_ranked_in_pieces(trained: Tra
 
 
 def test_examples_come_from_the_oracle() -> None:
-    found = example_of(read_text(TEA, ".md"), ["Most people live in Asia."])
+    found = selector_example(read_text(TEA, ".md"), ["Most people live in Asia."])
     assert len(found.sentences) == 9
     assert 1 in found.chosen
     assert len(found.chosen) == 2
@@ -207,7 +207,7 @@ def test_files_that_are_no_selector_are_named(trained: TrainedSelector, tmp_path
 
 def test_what_can_not_be_trained_is_told() -> None:
     with pytest.raises(DataError, match="no document with an extract"):
-        train_selector([Example(("a b",), ())], lesson(1), training("pointer"))
+        train_selector([SelectorExample(("a b",), ())], lesson(1), training("pointer"))
     with pytest.raises(DataError, match="needs an encoder"):
         train_selector(lesson(2), lesson(1), training("modern"))
     with pytest.raises(RecipeError, match="head is 'guess'"):
@@ -221,7 +221,7 @@ def test_what_can_not_be_trained_is_told() -> None:
 
 
 def test_the_defaults_are_those_of_the_thesis() -> None:
-    config, chosen = SentenceSelectorConfig(), SelectorTraining()
+    config, chosen = SentenceSelectorConfig(), SelectorTrainingConfig()
     assert (config.embedding_size, config.hidden_size, config.num_layers, config.dropout) == (300, 512, 2, 0.5)
     assert (config.max_sentences, config.max_tokens, config.beams, config.vocab_size) == (300, 35, 4, 40_000)
     assert (chosen.learning_rate, chosen.weight_decay, chosen.batch_size) == (1e-3, 1e-5, 32)

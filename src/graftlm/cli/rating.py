@@ -30,7 +30,7 @@ def rate(
     from graftlm.pipelines import pipeline
 
     room = pipeline("summarize.rating")
-    items, notes = room.items_of(room.systems_of(summaries), documents, seed)
+    items, notes = room.load_rating_items(room.parse_systems(summaries), documents, seed)
     page, key = room.rating_page(items, seed).write(out)
     for text in notes:
         logger(quiet)(f"note: {text}")

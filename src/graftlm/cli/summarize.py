@@ -57,19 +57,21 @@ def summarize(
     from graftlm.pipelines import pipeline
 
     room = pipeline("summarize")
-    wording = room.Wording.parse({"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize")
+    decoding = room.SummaryDecoding.parse(
+        {"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize"
+    )
     options: dict[str, Any] = {"budget": room.Budget.read(budget), "language": language}
     if selector is not None:
         options["selector"] = room.load_selector(selector, device=device)
     if writer is not None:
-        options["writer"] = room.load_writer(writer, wording, device=device, trust_remote_code=trust_remote_code)
-    paths = list(room.documents_in(files))
+        options["writer"] = room.load_writer(writer, decoding, device=device, trust_remote_code=trust_remote_code)
+    paths = list(room.find_documents(files))
     if out is not None:
         asked = {"budget": str(options["budget"]), "language": language}
         asked |= {"selector": selector and str(selector), "writer": writer and str(writer)}
-        asked |= wording.model_dump(mode="json") if writer is not None else {}
+        asked |= decoding.model_dump(mode="json") if writer is not None else {}
         left = room.pending(out, paths, asked)
-        return _keep(room.write_rows(out, left, asked, **options), len(left), out, quiet)
+        return _keep(room.append_summaries(out, left, asked, **options), len(left), out, quiet)
     if batch:
         return _finish(map(_print, room.summarize_many(paths, **options)), logger(quiet))
     found = [room.summarize(path, **options) for path in paths]
@@ -106,7 +108,7 @@ def _show(found: list[Any], room: Any, say: Any) -> None:
             say(f"note: {text}")
         if len(found) > 1:
             typer.echo(f"{summary.document.where}\n")
-        for line in room.lines_of(summary):
+        for line in room.format_summary(summary):
             typer.echo(line)
         if summary is not found[-1]:
             typer.echo("")

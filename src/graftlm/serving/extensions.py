@@ -18,7 +18,7 @@ from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
 from graftlm.pipelines import clarify as asking
 from graftlm.pipelines import summarize as summing
-from graftlm.pipelines.summarize.write import read_layout
+from graftlm.pipelines.summarize.writer import read_layout
 from graftlm.serving.errors import RefusedError
 from graftlm.serving.protocol import BusyError, ServingError, UnknownModelError
 from graftlm.serving.reports import Overview, Report, overview, report_of
@@ -259,7 +259,7 @@ def _summary(service: Service, body: SummarizeBody, errand: Errand) -> dict[str,
     return summing.summarize(document, writer=writer, budget=budget).to_json() | {"format": body.format}
 
 
-def _document(body: SummarizeBody) -> summing.Document:
+def _document(body: SummarizeBody) -> summing.SourceDocument:
     try:
         return summing.read_text(body.text, SUFFIXES[body.format], language=body.language)
     except RecursionError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graftlm.pipelines.clarify import Cost, Reply
-from graftlm.pipelines.summarize import LanguageModelWriter, Layout, Wording
+from graftlm.pipelines.summarize import LanguageModelWriter, PromptLayout, SummaryDecoding
 from graftlm.serving.errors import TimedOutError
 from graftlm.serving.prompts import Prompts
 from graftlm.serving.protocol import Ask, ClosingError, End, Engine, EngineError, ServingError
@@ -162,10 +162,10 @@ class SummaryWriter(LanguageModelWriter):
     """
 
     def __init__(
-        self, errand: Errand, prompts: Prompts, context: int, max_tokens: int, layout: Layout | None = None
+        self, errand: Errand, prompts: Prompts, context: int, max_tokens: int, layout: PromptLayout | None = None
     ) -> None:
-        wording = Wording(max_new_tokens=max_tokens)
-        super().__init__(None, prompts.tokenizer, errand.model, layout, wording)
+        decoding = SummaryDecoding(max_new_tokens=max_tokens)
+        super().__init__(None, prompts.tokenizer, errand.model, layout, decoding)
         self._errand, self._context = errand, context
 
     @property
@@ -173,5 +173,5 @@ class SummaryWriter(LanguageModelWriter):
         return min(self.layout.window or self._context, self._context)
 
     def continuation(self, prompt: list[int]) -> tuple[str, bool]:
-        found = self._errand.ask(prompt, self.wording.max_new_tokens)
+        found = self._errand.ask(prompt, self.decoding.max_new_tokens)
         return found.text, found.cut

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graftlm.models.sentence_selector.config import SentenceSelectorConfig
 
 
-class Classifier(nn.Module):
+class ClassifierHead(nn.Module):
     """One logit a sentence: W_o [d_i; tanh(b_d + W_d mean(d))] + b_o (equations 2.1 and 2.2)."""
 
     def __init__(self, config: SentenceSelectorConfig) -> None:
@@ -42,7 +42,7 @@ class PointerState:
         return PointerState(self.hidden[:, rows_B], self.cell[:, rows_B], self.attended[rows_B])
 
 
-class Pointer(nn.Module):
+class PointerHead(nn.Module):
     """An LSTM that points at one sentence after another, fed with the last one's vector s and what it attended to.
 
     a_t = softmax over i of (W_a h_t) · d_i, c_t = Σ a_ti d_i, and h̃_t = tanh(W_c [c_t; h_t]) goes into the next step.

@@ -15,11 +15,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from graftlm.models.sentence_selector.config import SentenceSelectorConfig
 from graftlm.models.sentence_selector.encoders import AttentiveDocument, RecurrentDocument, TokenReader
-from graftlm.models.sentence_selector.heads import Classifier, Pointer
+from graftlm.models.sentence_selector.heads import ClassifierHead, PointerHead
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectorOutput:
     """Sentences of one document, what matters most first, and how much each does.
 
     Of a classifier, log-odds of all sentences; of a pointer, log-probabilities: first of the sequence that beam search
@@ -43,7 +43,7 @@ class SentenceSelector(PreTrainedModel):
         document = RecurrentDocument if config.document == "lstm" else AttentiveDocument
         self.document = document(config, inputs)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = Classifier(config) if config.head == "classifier" else Pointer(config, inputs)
+        self.head = ClassifierHead(config) if config.head == "classifier" else PointerHead(config, inputs)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -69,14 +69,14 @@ class SentenceSelector(PreTrainedModel):
                 order, −1 as padding.
         """
         s_BNs, d_BNw = self.encode(inputs, mask_BN)
-        if isinstance(self.head, Classifier):
+        if isinstance(self.head, ClassifierHead):
             logits_BN = self.head(d_BNw, mask_BN)
             return functional.binary_cross_entropy_with_logits(logits_BN[mask_BN], targets[mask_BN].float())
-        found_BKN = cast("Pointer", self.head)(s_BNs, d_BNw, mask_BN, targets)
+        found_BKN = cast("PointerHead", self.head)(s_BNs, d_BNw, mask_BN, targets)
         return functional.nll_loss(found_BKN.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.inference_mode()
-    def choose(self, inputs: Tensor, steps: int | None = None) -> Choice:
+    def choose(self, inputs: Tensor, steps: int | None = None) -> SelectorOutput:
         """Rank the sentences of one document.
 
         Args:
@@ -85,16 +85,16 @@ class SentenceSelector(PreTrainedModel):
         """
         mask_BN = torch.ones(1, len(inputs), dtype=torch.bool, device=inputs.device)
         s_BNs, d_BNw = self.encode(inputs[None], mask_BN)
-        if isinstance(self.head, Classifier):
+        if isinstance(self.head, ClassifierHead):
             return _sorted(self.head(d_BNw, mask_BN)[0])
-        pointer = cast("Pointer", self.head)
+        pointer = cast("PointerHead", self.head)
         length = int(steps or self.config.extract_size)
         first, gains, after_N = pointer.search(s_BNs[0], d_BNw[0], length, self.config.beams)
         rest = _sorted(after_N)
         others = [(index, score) for index, score in zip(rest.indices, rest.scores, strict=True) if index not in first]
-        return Choice([*first, *(index for index, _ in others)], [*gains, *(score for _, score in others)])
+        return SelectorOutput([*first, *(index for index, _ in others)], [*gains, *(score for _, score in others)])
 
 
-def _sorted(scores_N: Tensor) -> Choice:
+def _sorted(scores_N: Tensor) -> SelectorOutput:
     order = scores_N.sort(descending=True, stable=True)
-    return Choice(order.indices.tolist(), order.values.tolist())
+    return SelectorOutput(order.indices.tolist(), order.values.tolist())

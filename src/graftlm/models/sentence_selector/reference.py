@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.sentence_selector.heads import Classifier, Pointer
+from graftlm.models.sentence_selector.heads import ClassifierHead, PointerHead
 
 
 def lstm(
@@ -39,13 +39,13 @@ def lstm(
     return inputs, ends
 
 
-def classify(head: Classifier, d: list[Tensor]) -> list[float]:
+def classify(head: ClassifierHead, d: list[Tensor]) -> list[float]:
     """σ(W_o [d_i; d] + b_o) with d = tanh(b_d + W_d (1/N) Σ d_i)."""
     whole = torch.tanh(head.whole.bias + head.whole.weight @ (sum(d[1:], d[0]) / len(d)))
     return [float(torch.sigmoid(head.out.weight @ torch.cat([one, whole]) + head.out.bias)) for one in d]
 
 
-def point(head: Pointer, s: list[Tensor], d: list[Tensor], chosen: list[int]) -> list[list[float]]:
+def point(head: PointerHead, s: list[Tensor], d: list[Tensor], chosen: list[int]) -> list[list[float]]:
     """log a_t for each step, given the sentences that were chosen before it; one step more than there are."""
     mean = sum(d[1:], d[0]) / len(d)
     first = torch.tanh(head.begin.weight @ mean + head.begin.bias)
@@ -62,7 +62,7 @@ def point(head: Pointer, s: list[Tensor], d: list[Tensor], chosen: list[int]) ->
     return steps
 
 
-def best_sequence(head: Pointer, s: list[Tensor], d: list[Tensor], length: int) -> list[int]:
+def best_sequence(head: PointerHead, s: list[Tensor], d: list[Tensor], length: int) -> list[int]:
     """The likeliest sequence of different sentences among all that there are."""
 
     def total(chosen: tuple[int, ...]) -> float:

@@ -1,42 +1,53 @@
 """Summaries of long documents: select what matters, then write, and say where each sentence came from."""
 
-from graftlm.pipelines.summarize.baselines import Lead, Sumy
-from graftlm.pipelines.summarize.batch import Failure, documents_in, pending, summarize_many, write_rows
-from graftlm.pipelines.summarize.document import Document, Section, Sentence
+from graftlm.pipelines.summarize.baselines import LeadSelector, SumySelector
+from graftlm.pipelines.summarize.batch import SummaryFailure, append_summaries, find_documents, pending, summarize_many
+from graftlm.pipelines.summarize.document import Section, Sentence, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.readers import read_document, read_text
-from graftlm.pipelines.summarize.select import Budget, Extract, Ranked, Selector, select
-from graftlm.pipelines.summarize.show import lines_of
-from graftlm.pipelines.summarize.summary import Link, Summary, summarize
-from graftlm.pipelines.summarize.train import Example, SelectorTraining, example_of, train_selector
-from graftlm.pipelines.summarize.train_writer import Lesson, train_writer
-from graftlm.pipelines.summarize.trained import TrainedSelector, load_selector
-from graftlm.pipelines.summarize.write import LanguageModelWriter, Layout, Wording, Writer, load_writer
+from graftlm.pipelines.summarize.selection import Budget, Extract, RankedSentence, Selector, select
+from graftlm.pipelines.summarize.selector import TrainedSelector, load_selector
+from graftlm.pipelines.summarize.selector_training import (
+    SelectorExample,
+    SelectorTrainingConfig,
+    selector_example,
+    train_selector,
+)
+from graftlm.pipelines.summarize.show import format_summary
+from graftlm.pipelines.summarize.summary import SentenceLink, Summary, summarize
+from graftlm.pipelines.summarize.writer import (
+    AbstractiveWriter,
+    LanguageModelWriter,
+    PromptLayout,
+    SummaryDecoding,
+    load_writer,
+)
+from graftlm.pipelines.summarize.writer_training import WriterExample, train_writer
 
 __all__ = [
+    "AbstractiveWriter",
     "Budget",
-    "Document",
-    "Example",
     "Extract",
-    "Failure",
     "LanguageModelWriter",
-    "Layout",
-    "Lead",
-    "Lesson",
-    "Link",
-    "Ranked",
+    "LeadSelector",
+    "PromptLayout",
+    "RankedSentence",
     "Section",
     "Selector",
-    "SelectorTraining",
+    "SelectorExample",
+    "SelectorTrainingConfig",
     "Sentence",
+    "SentenceLink",
+    "SourceDocument",
     "Summary",
-    "Sumy",
+    "SummaryDecoding",
+    "SummaryFailure",
+    "SumySelector",
     "TrainedSelector",
-    "Wording",
-    "Writer",
-    "documents_in",
-    "example_of",
-    "lines_of",
+    "WriterExample",
+    "append_summaries",
+    "find_documents",
+    "format_summary",
     "load_selector",
     "load_writer",
     "oracle_extract",
@@ -45,9 +56,9 @@ __all__ = [
     "read_document",
     "read_text",
     "select",
+    "selector_example",
     "summarize",
     "summarize_many",
     "train_selector",
     "train_writer",
-    "write_rows",
 ]

@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graftlm.pipelines.summarize.document import Document
-from graftlm.pipelines.summarize.extra import need
-from graftlm.pipelines.summarize.select import Ranked
-from graftlm.pipelines.summarize.words import words_of
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.selection import RankedSentence
+from graftlm.pipelines.summarize.text import import_extra, split_words
 
 BLOCK = 1000
 Kind = Literal["lexrank", "lsa", "sumbasic"]
@@ -32,30 +31,30 @@ _LANGUAGES = {
 
 
 @dataclass(frozen=True)
-class Lead:
+class LeadSelector:
     """The first sentences."""
 
     name: str = "Lead"
 
-    def rank(self, document: Document) -> list[Ranked]:
+    def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """All that may be taken, in order; the score falls from 0."""
-        return [Ranked(index, -float(place)) for place, index in enumerate(document.selectable)]
+        return [RankedSentence(index, -float(place)) for place, index in enumerate(document.selectable)]
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedSelector:
     """Sentences that were chosen before, such as those of the oracle, in the order given."""
 
     indices: Sequence[int]
     name: str = "gold extract"
 
-    def rank(self, document: Document) -> list[Ranked]:
+    def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """The given sentences."""
-        return [Ranked(index, -float(place)) for place, index in enumerate(self.indices)]
+        return [RankedSentence(index, -float(place)) for place, index in enumerate(self.indices)]
 
 
 @dataclass(frozen=True)
-class Sumy:
+class SumySelector:
     """A summariser of sumy, with its stop words and stemmer where it knows the language.
 
     Attributes:
@@ -72,7 +71,7 @@ class Sumy:
     def name(self) -> str:
         return f"{_NAMES[self.kind]} (sumy)"
 
-    def rank(self, document: Document) -> list[Ranked]:
+    def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """All sentences with words; from a long document the best of each block, half a block in all."""
         summariser, build = _summariser(self.kind, document.language, self.exact), _model()
         left = document.selectable
@@ -87,7 +86,7 @@ class Sumy:
 
 def _rank(
     summariser: Any, build: Callable[[list[str]], Any], indices: list[int], texts: dict[int, str]
-) -> list[Ranked]:
+) -> list[RankedSentence]:
     """Sentences by a summariser's rating; it hands them to the `count` that it is given, best first.
 
     Where no sentence is like another the ratings are nan, and the document's order stays.
@@ -102,21 +101,23 @@ def _rank(
         warnings.simplefilter("ignore")  # that there are fewer words than sentences
         summariser(build([texts[index] for index in indices]), keep)
     if not found:  # of stop words alone
-        return [Ranked(index, 0.0) for index in indices]
-    return [Ranked(indices[info.order], 0.0 if math.isnan(info.rating) else float(info.rating)) for info in found]
+        return [RankedSentence(index, 0.0) for index in indices]
+    return [
+        RankedSentence(indices[info.order], 0.0 if math.isnan(info.rating) else float(info.rating)) for info in found
+    ]
 
 
 class _Words:
     """As sumy asks for a tokenizer."""
 
     def to_words(self, sentence: str) -> list[str]:
-        return words_of(sentence) or [sentence]
+        return split_words(sentence) or [sentence]
 
 
 @cache
 def _model() -> Callable[[list[str]], Any]:
     """Builds sumy's model of a document from sentences."""
-    dom: Any = need("sumy.models.dom", "Ranking sentences")
+    dom: Any = import_extra("sumy.models.dom", "Ranking sentences")
     tokenizer = _Words()
 
     def build(sentences: list[str]) -> Any:
@@ -127,8 +128,8 @@ def _model() -> Callable[[list[str]], Any]:
 
 @cache
 def _summariser(kind: Kind, language: str, exact: bool) -> Any:
-    stemmers: Any = need("sumy.nlp.stemmers", "Ranking sentences")
-    utils: Any = need("sumy.utils", "Ranking sentences")
+    stemmers: Any = import_extra("sumy.nlp.stemmers", "Ranking sentences")
+    utils: Any = import_extra("sumy.utils", "Ranking sentences")
     known = _LANGUAGES.get(language)
     made = _class(kind, exact)(stemmers.Stemmer(known) if known else stemmers.null_stemmer)
     if known:
@@ -138,10 +139,10 @@ def _summariser(kind: Kind, language: str, exact: bool) -> Any:
 
 def _class(kind: Kind, exact: bool) -> Any:
     if kind == "lsa":
-        return need("sumy.summarizers.lsa", "Ranking sentences").LsaSummarizer
+        return import_extra("sumy.summarizers.lsa", "Ranking sentences").LsaSummarizer
     if kind == "sumbasic":
-        return need("sumy.summarizers.sum_basic", "Ranking sentences").SumBasicSummarizer
-    theirs: Any = need("sumy.summarizers.lex_rank", "Ranking sentences").LexRankSummarizer
+        return import_extra("sumy.summarizers.sum_basic", "Ranking sentences").SumBasicSummarizer
+    theirs: Any = import_extra("sumy.summarizers.lex_rank", "Ranking sentences").LexRankSummarizer
     return theirs if exact else _matrix_form(theirs)
 
 

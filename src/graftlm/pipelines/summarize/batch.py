@@ -22,7 +22,7 @@ _LARGE = 1_000_000  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SummaryFailure:
     """A document of many that has no summary, and why."""
 
     document: str
@@ -33,7 +33,7 @@ class Failure:
         return {"document": self.document, "error": self.error}
 
 
-def summarize_many(paths: Iterable[Path], **options: Any) -> Iterator[Summary | Failure]:
+def summarize_many(paths: Iterable[Path], **options: Any) -> Iterator[Summary | SummaryFailure]:
     """Summaries of many files, one at a time; only one document is held in memory.
 
     Args:
@@ -45,21 +45,21 @@ def summarize_many(paths: Iterable[Path], **options: Any) -> Iterator[Summary | 
         _forget(path)
 
 
-def _attempt(path: Path, options: Mapping[str, Any]) -> Summary | Failure:
+def _attempt(path: Path, options: Mapping[str, Any]) -> Summary | SummaryFailure:
     try:
         return summarize(path, **options)
     except GraftError as error:
-        return Failure(str(path), str(error))
+        return SummaryFailure(str(path), str(error))
     except Exception as error:  # whatever a library stumbles over in one file, the others don't wait for it
         cause = str(error).splitlines()[0].rstrip(".") if str(error) else "no more is known"
-        return Failure(
+        return SummaryFailure(
             str(path),
             f"{path} could not be summarised ({type(error).__name__}: {cause}), which is a mistake of ours or of a "
             "library: leave it out, and report it.",
         )
 
 
-def documents_in(paths: Iterable[Path]) -> Iterator[Path]:
+def find_documents(paths: Iterable[Path]) -> Iterator[Path]:
     """Files, and in the place of a folder all documents below it, by name; each once.
 
     Raises:
@@ -98,7 +98,7 @@ def pending(out: Path, paths: Iterable[Path], asked: Mapping[str, Any]) -> list[
     return [path for name, path in wanted.items() if name not in done]
 
 
-def write_rows(out: Path, paths: Iterable[Path], asked: Mapping[str, Any], **options: Any) -> Iterator[Row]:
+def append_summaries(out: Path, paths: Iterable[Path], asked: Mapping[str, Any], **options: Any) -> Iterator[Row]:
     """Append a row for each document to a file, and give it when it is written.
 
     Args:

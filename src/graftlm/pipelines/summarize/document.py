@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.sentences import language_of, split_sentences
+from graftlm.pipelines.summarize.text import detect_language, split_sentences
 
 _NUMBERING = re.compile(
     r"^\s*(?:(?:chapter|section|appendix)\s+)?(?:[\dA-Z]{1,2}(?:\.\d+)*|[IVXLC]+)?[.):\s]*", re.IGNORECASE
@@ -30,7 +30,7 @@ _LIGATURES = str.maketrans(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextSpan:
     """Readable text and the span of the source that it stands for.
 
     Text as long as its span stands for it character by character; other text stands for the span as a whole.
@@ -42,10 +42,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TextBlock:
     """A paragraph, or with a `level` of 1 and more a heading; `page` counts from 1 where there are pages."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextSpan, ...]
     level: int = 0
     page: int | None = None
 
@@ -93,7 +93,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceDocument:
     """A text that was read.
 
     Attributes:
@@ -146,7 +146,9 @@ def plain_title(title: str) -> str:
     return words if words in (*_INTRODUCTIONS, *_OPENINGS, *_SOURCES) else _NUMBERING.sub("", words, count=1)
 
 
-def build_document(where: str, pages: Sequence[str], blocks: Iterable[Block], language: str | None = None) -> Document:
+def build_document(
+    where: str, pages: Sequence[str], blocks: Iterable[TextBlock], language: str | None = None
+) -> SourceDocument:
     """Split blocks into sentences and sections.
 
     Args:
@@ -159,7 +161,7 @@ def build_document(where: str, pages: Sequence[str], blocks: Iterable[Block], la
         DataError: there is no sentence, or nothing marks sentences in the text's script.
     """
     found = [block for block in blocks if block.text.strip()]
-    language = language or language_of((block.text for block in found), where)
+    language = language or detect_language((block.text for block in found), where)
     sentences: list[Sentence] = []
     heads: list[tuple[str, int, int]] = []
     for block in found:
@@ -173,10 +175,10 @@ def build_document(where: str, pages: Sequence[str], blocks: Iterable[Block], la
         raise DataError(f"{where} has no sentence to summarise: a text with words is expected.")
     ends = [first for _, _, first in heads[1:]] + [len(sentences)]
     sections = (Section(*head, end) for head, end in zip(heads, ends, strict=True))
-    return Document(where, tuple(pages), tuple(sections), tuple(sentences), language)
+    return SourceDocument(where, tuple(pages), tuple(sections), tuple(sentences), language)
 
 
-def _sentences(block: Block, pages: Sequence[str], language: str, section: int) -> Iterable[Sentence]:
+def _sentences(block: TextBlock, pages: Sequence[str], language: str, section: int) -> Iterable[Sentence]:
     text, locate = block.text, _Locator(block.pieces)
     source = pages[(block.page or 1) - 1]
     for first, last in split_sentences(text, language):
@@ -191,7 +193,7 @@ def _in_one_line(text: str) -> str:
 class _Locator:
     """Places in a block's readable text -> places in the source."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TextSpan]) -> None:
         self._pieces = [piece for piece in pieces if piece.text]
         self._firsts: list[int] = []
         length = 0
@@ -208,10 +210,10 @@ class _Locator:
         piece, inside = self._at(place)
         return piece.start + inside + 1 if _is_literal(piece) else piece.end
 
-    def _at(self, place: int) -> tuple[Piece, int]:
+    def _at(self, place: int) -> tuple[TextSpan, int]:
         index = bisect.bisect_right(self._firsts, place) - 1
         return self._pieces[index], place - self._firsts[index]
 
 
-def _is_literal(piece: Piece) -> bool:
+def _is_literal(piece: TextSpan) -> bool:
     return len(piece.text) == piece.end - piece.start

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graftlm.pipelines.summarize.words import ngrams, rouge_words
+from graftlm.pipelines.summarize.text import ngrams, rouge_tokens
 
 _BITS = 64
 _CELLS = 4_000_000  # of a temporary array
@@ -45,8 +45,8 @@ def oracle_extract(document: Sequence[str], summary: Sequence[str], each: int = 
 
 def rouge_scores(document: Sequence[str], summary: Sequence[str], *, stem: bool = True) -> Floats:
     """The mean of ROUGE-1, 2 and L (F1) of each document's sentence with each summary's sentence, (N, M)."""
-    tokens_N = [rouge_words(sentence, stem) for sentence in document]
-    tokens_M = [rouge_words(sentence, stem) for sentence in summary]
+    tokens_N = [rouge_tokens(sentence, stem) for sentence in document]
+    tokens_M = [rouge_tokens(sentence, stem) for sentence in summary]
     if not tokens_N or not tokens_M:
         return np.zeros((len(tokens_N), len(tokens_M)))
     unigrams, bigrams = (_ngram_f1(tokens_N, tokens_M, n) for n in (1, 2))

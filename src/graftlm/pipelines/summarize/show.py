@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graftlm.pipelines.summarize.document import Document, Sentence
+from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 from graftlm.pipelines.summarize.summary import Summary
 
 _NEAR = 0.3  # of two sentences' words; below it, the nearest passage is not said to support a sentence
 
 
-def lines_of(summary: Summary) -> Iterator[str]:
+def format_summary(summary: Summary) -> Iterator[str]:
     """The summary with references in brackets, then each passage with its place."""
     numbers = {index: number for number, index in enumerate(summary.extract.indices, start=1)}
     if summary.writer is None:
@@ -30,7 +30,7 @@ def lines_of(summary: Summary) -> Iterator[str]:
         yield from _figures(summary)
 
 
-def place_of(document: Document, sentence: Sentence) -> str:
+def place_of(document: SourceDocument, sentence: Sentence) -> str:
     """Page, characters and section of a sentence."""
     page = "" if sentence.page is None else f"page {sentence.page}, "
     title = document.sections[sentence.section].title

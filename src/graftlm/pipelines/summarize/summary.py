@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.baselines import Sumy
-from graftlm.pipelines.summarize.document import Document
-from graftlm.pipelines.summarize.measures import Faithfulness, faithfulness
+from graftlm.pipelines.summarize.baselines import SumySelector
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.metrics import Faithfulness, faithfulness
 from graftlm.pipelines.summarize.readers import read_document
-from graftlm.pipelines.summarize.select import Budget, Extract, Selector, select
-from graftlm.pipelines.summarize.sentences import split_sentences
-from graftlm.pipelines.summarize.words import words_of
-from graftlm.pipelines.summarize.write import Writer
+from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
+from graftlm.pipelines.summarize.text import split_sentences, split_words
+from graftlm.pipelines.summarize.writer import AbstractiveWriter
 
 DEFAULT_NOTE = "No trained selector is named: LexRank of sumy, which is not trained, chose the sentences."
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SentenceLink:
     """A sentence of a written summary, and the extracted sentence that is nearest to it.
 
     Attributes:
@@ -55,12 +54,12 @@ class Summary:
     extract: Extract
     text: str
     writer: str | None
-    links: tuple[Link, ...]
+    links: tuple[SentenceLink, ...]
     faithfulness: Faithfulness
     notes: tuple[str, ...]
 
     @property
-    def document(self) -> Document:
+    def document(self) -> SourceDocument:
         """What was summarised."""
         return self.extract.document
 
@@ -79,10 +78,10 @@ class Summary:
 
 
 def summarize(
-    document: Document | str | Path,
+    document: SourceDocument | str | Path,
     *,
     selector: Selector | None = None,
-    writer: Writer | None = None,
+    writer: AbstractiveWriter | None = None,
     budget: Budget | None = None,
     language: str | None = None,
 ) -> Summary:
@@ -99,9 +98,9 @@ def summarize(
         DataError: the file can't be read as a document.
         RecipeError: the budget does not fit.
     """
-    if not isinstance(document, Document):
+    if not isinstance(document, SourceDocument):
         document = read_document(document, language)
-    chosen = selector or Sumy()
+    chosen = selector or SumySelector()
     count = writer.count_tokens if writer is not None else None
     extract = select(document, chosen, budget or Budget(), count)
     if not extract.indices:
@@ -118,7 +117,7 @@ def summarize(
     return Summary(extract, text, name, links, faithfulness(text, source), notes)
 
 
-def _notes(document: Document, written: str, source: str) -> tuple[str, ...]:
+def _notes(document: SourceDocument, written: str, source: str) -> tuple[str, ...]:
     """What the user should know about a written summary."""
     notes = []
     if document.introduction is None:
@@ -130,15 +129,15 @@ def _notes(document: Document, written: str, source: str) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def link(text: str, extract: Extract) -> tuple[Link, ...]:
+def link(text: str, extract: Extract) -> tuple[SentenceLink, ...]:
     """Each sentence of a summary, and the extracted sentence whose words are nearest to its own."""
     sentences = [text[start:end] for start, end in split_sentences(text, extract.document.language)]
-    sources = [(index, set(words_of(extract.document.sentences[index].text))) for index in extract.indices]
+    sources = [(index, set(split_words(extract.document.sentences[index].text))) for index in extract.indices]
     return tuple(_nearest(" ".join(sentence.split()), sources) for sentence in sentences)
 
 
-def _nearest(sentence: str, sources: Sequence[tuple[int, set[str]]]) -> Link:
-    words = set(words_of(sentence))
+def _nearest(sentence: str, sources: Sequence[tuple[int, set[str]]]) -> SentenceLink:
+    words = set(split_words(sentence))
     overlaps = [(2 * len(words & known) / max(len(words) + len(known), 1), -index) for index, known in sources]
     overlap, index = max(overlaps, default=(0.0, 0))
-    return Link(sentence, -index if overlap else None, overlap)
+    return SentenceLink(sentence, -index if overlap else None, overlap)

@@ -1,17 +1,17 @@
 """Human evaluation of summaries: a page that collects ratings, and what they say."""
 
 from graftlm.pipelines.summarize.rating.agreement import ordinal_alpha
-from graftlm.pipelines.summarize.rating.page import CRITERIA, Item, RatingPage, rating_page
+from graftlm.pipelines.summarize.rating.page import CRITERIA, RatingItem, RatingPage, rating_page
 from graftlm.pipelines.summarize.rating.ratings import Ratings
-from graftlm.pipelines.summarize.rating.sources import items_of, systems_of
+from graftlm.pipelines.summarize.rating.sources import load_rating_items, parse_systems
 
 __all__ = [
     "CRITERIA",
-    "Item",
+    "RatingItem",
     "RatingPage",
     "Ratings",
-    "items_of",
+    "load_rating_items",
     "ordinal_alpha",
+    "parse_systems",
     "rating_page",
-    "systems_of",
 ]

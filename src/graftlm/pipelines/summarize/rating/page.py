@@ -19,7 +19,7 @@ from typing import Any
 
 from graftlm.errors import DataError
 from graftlm.io import write_atomically
-from graftlm.pipelines.summarize.document import Document
+from graftlm.pipelines.summarize.document import SourceDocument
 
 SCALE = 5
 RATINGS_FORM, KEY_FORM = "graft-ratings-1", "graft-ratings-key-1"
@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 20_000_000  # of a page that a browser opens without trouble
 
 
 @dataclass(frozen=True)
-class Item:
+class RatingItem:
     """A document and what its summaries are.
 
     Attributes:
@@ -49,7 +49,7 @@ class Item:
     language: str = ""
 
     @classmethod
-    def of(cls, document: Document, summaries: Mapping[str, str]) -> Item:
+    def of(cls, document: SourceDocument, summaries: Mapping[str, str]) -> RatingItem:
         """A document that was read, section by section."""
         passages = tuple(
             (section.title, " ".join(one.text for one in document.sentences[section.first : section.end]))
@@ -83,7 +83,7 @@ def key_path(page: Path) -> Path:
     return page.with_suffix(".key.json")
 
 
-def rating_page(items: Sequence[Item], seed: int = 0) -> RatingPage:
+def rating_page(items: Sequence[RatingItem], seed: int = 0) -> RatingPage:
     """The page of some documents.
 
     Args:
@@ -107,7 +107,7 @@ def rating_page(items: Sequence[Item], seed: int = 0) -> RatingPage:
     return RatingPage(_html(data), key)
 
 
-def _blinded(item: Item, chance: random.Random) -> list[tuple[dict[str, str], list[str]]]:
+def _blinded(item: RatingItem, chance: random.Random) -> list[tuple[dict[str, str], list[str]]]:
     """Different summaries of a document in a drawn order, under drawn ids, and the systems that wrote each."""
     by_text: dict[str, list[str]] = {}
     for system in sorted(item.summaries):

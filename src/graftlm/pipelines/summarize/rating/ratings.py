@@ -11,7 +11,7 @@ from typing import Any
 from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row
 from graftlm.evaluation.results import Metric
-from graftlm.pipelines.summarize.measures import bootstrap
+from graftlm.pipelines.summarize.metrics import bootstrap
 from graftlm.pipelines.summarize.rating.agreement import ordinal_alpha
 from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORM, RATINGS_FORM
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from graftlm.errors import DataError, RecipeError
-from graftlm.pipelines.summarize.rating.page import Item
+from graftlm.pipelines.summarize.rating.page import RatingItem
 from graftlm.pipelines.summarize.readers import SUFFIXES, read_document, read_text
 
 
-def systems_of(named: Sequence[str]) -> dict[str, Path]:
+def parse_systems(named: Sequence[str]) -> dict[str, Path]:
     """Files by their systems' names, from `NAME=FILE`, or from `FILE`, which is named by its own name.
 
     Raises:
@@ -31,7 +31,9 @@ def systems_of(named: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def items_of(systems: Mapping[str, Path], most: int | None = None, seed: int = 0) -> tuple[list[Item], list[str]]:
+def load_rating_items(
+    systems: Mapping[str, Path], most: int | None = None, seed: int = 0
+) -> tuple[list[RatingItem], list[str]]:
     """The documents that all systems summarised, with their summaries.
 
     Args:
@@ -62,13 +64,13 @@ def items_of(systems: Mapping[str, Path], most: int | None = None, seed: int = 0
     return [_item(document, rows) for document in shared], notes
 
 
-def _item(document: str, rows: Mapping[str, Mapping[str, tuple[str, str | None]]]) -> Item:
+def _item(document: str, rows: Mapping[str, Mapping[str, tuple[str, str | None]]]) -> RatingItem:
     found = {name: of[document] for name, of in rows.items()}
     text = next((text for _, text in found.values() if text is not None), None)
     suffix = Path(document).suffix.lower()
     plain = suffix if suffix in SUFFIXES and suffix != ".pdf" else ".txt"
     read = read_document(document) if text is None else read_text(text, plain, document)
-    return Item.of(read, {name: summary for name, (summary, _) in found.items()})
+    return RatingItem.of(read, {name: summary for name, (summary, _) in found.items()})
 
 
 def _rows(path: Path) -> dict[str, tuple[str, str | None]]:

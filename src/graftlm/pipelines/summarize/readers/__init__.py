@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.document import Block, Document, build_document
+from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, build_document
+from graftlm.pipelines.summarize.readers.html import html_blocks
 from graftlm.pipelines.summarize.readers.latex import latex_blocks
 from graftlm.pipelines.summarize.readers.markdown import markdown_blocks
-from graftlm.pipelines.summarize.readers.page import html_blocks
 from graftlm.pipelines.summarize.readers.pdf import read_pages
 from graftlm.pipelines.summarize.readers.plain import plain_blocks
 
 MOST_CHARACTERS = 20_000_000
 _MOST_PDF_BYTES = 500_000_000
 
-_TEXTS: dict[str, Callable[[str], Iterable[Block]]] = {
+_TEXTS: dict[str, Callable[[str], Iterable[TextBlock]]] = {
     ".txt": plain_blocks,
     ".text": plain_blocks,
     ".rst": plain_blocks,
@@ -30,7 +30,7 @@ _TEXTS: dict[str, Callable[[str], Iterable[Block]]] = {
 SUFFIXES = (*_TEXTS, ".pdf")
 
 
-def read_document(path: str | Path, language: str | None = None) -> Document:
+def read_document(path: str | Path, language: str | None = None) -> SourceDocument:
     """Read a document: plain text, Markdown, HTML, LaTeX or PDF, by its suffix.
 
     Args:
@@ -53,7 +53,7 @@ def read_document(path: str | Path, language: str | None = None) -> Document:
     return read_text(_read(path), suffix, str(path), language)
 
 
-def read_text(text: str, suffix: str = ".txt", where: str = "The text", language: str | None = None) -> Document:
+def read_text(text: str, suffix: str = ".txt", where: str = "The text", language: str | None = None) -> SourceDocument:
     """The document of a text in memory, in the form that `suffix` names.
 
     Raises:

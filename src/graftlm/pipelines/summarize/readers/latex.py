@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from graftlm.pipelines.summarize.document import Block, Piece
-from graftlm.pipelines.summarize.extra import need
+from graftlm.pipelines.summarize.document import TextBlock, TextSpan
+from graftlm.pipelines.summarize.text import import_extra
 
 _HEADINGS = {
     "part": 1, "chapter": 1, "section": 1, "subsection": 2, "subsubsection": 3, "paragraph": 4, "subparagraph": 5,
@@ -31,13 +31,13 @@ _SYMBOLS = {
 _PARAGRAPH = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 
 
-def latex_blocks(text: str) -> Iterator[Block]:
+def latex_blocks(text: str) -> Iterator[TextBlock]:
     """Paragraphs, items and headings of a document's body; formulas in a line stay as they are written.
 
     Tables, figures, displayed formulas, code, notes and citations are left out.
     """
-    walker: Any = need("pylatexenc.latexwalker", "Reading LaTeX")
-    latex2text: Any = need("pylatexenc.latex2text", "Reading LaTeX")
+    walker: Any = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
+    latex2text: Any = import_extra("pylatexenc.latex2text", "Reading LaTeX")
     nodes, _, _ = walker.LatexWalker(text, tolerant_parsing=True).get_latex_nodes()
     reader = _Reader(text, latex2text.LatexNodes2Text(math_mode="verbatim"))
     bodies = [node for node in nodes if getattr(node, "environmentname", None) == "document"]
@@ -50,8 +50,8 @@ class _Reader:
 
     def __init__(self, text: str, to_text: Any) -> None:
         self._text, self._to_text = text, to_text
-        self._blocks: list[Block] = []
-        self._pieces: list[Piece] = []
+        self._blocks: list[TextBlock] = []
+        self._pieces: list[TextSpan] = []
         self._kinds: dict[str, Callable[[Any], None]] = {
             "LatexCharsNode": self._characters,
             "LatexCommentNode": self._comment,
@@ -62,7 +62,7 @@ class _Reader:
             "LatexMacroNode": self._macro,
         }
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TextBlock]:
         """All blocks, the open one too."""
         self._close()
         return self._blocks
@@ -99,7 +99,7 @@ class _Reader:
         if node.environmentname.rstrip("*") in _PROSE:
             self._close()
             if node.environmentname == "abstract":
-                self._blocks.append(Block((Piece("Abstract", node.pos, node.pos),), 1))
+                self._blocks.append(TextBlock((TextSpan("Abstract", node.pos, node.pos),), 1))
             self.walk(node.nodelist)
             self._close()
 
@@ -125,7 +125,7 @@ class _Reader:
         if self._pieces and len(self._pieces[-1].text) == self._pieces[-1].end - self._pieces[-1].start:
             last = self._pieces[-1]
             text = last.text.rstrip()
-            self._pieces[-1] = Piece(text, last.start, last.start + len(text))
+            self._pieces[-1] = TextSpan(text, last.start, last.start + len(text))
 
     def _argument(self, node: Any) -> None:
         """The last argument of a macro, which is the one that is printed."""
@@ -134,15 +134,15 @@ class _Reader:
 
     def _literal(self, start: int, end: int) -> None:
         if end > start:
-            self._pieces.append(Piece(self._text[start:end], start, end))
+            self._pieces.append(TextSpan(self._text[start:end], start, end))
 
     def _whole(self, node: Any) -> None:
         """A node that reads as what pylatexenc makes of it, as a whole."""
         text = self._to_text.nodelist_to_text([node])
         if text:
-            self._pieces.append(Piece(text, node.pos, node.pos + node.len))
+            self._pieces.append(TextSpan(text, node.pos, node.pos + node.len))
 
     def _close(self, level: int = 0) -> None:
         if self._pieces:
-            self._blocks.append(Block(tuple(self._pieces), level))
+            self._blocks.append(TextBlock(tuple(self._pieces), level))
         self._pieces = []

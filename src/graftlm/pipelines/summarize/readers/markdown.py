@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from graftlm.pipelines.summarize.document import Block, Piece
-from graftlm.pipelines.summarize.extra import need
+from graftlm.pipelines.summarize.document import TextBlock, TextSpan
+from graftlm.pipelines.summarize.text import import_extra
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _FRONT_MATTER = re.compile(r"\A ?---[ \t]*\r?\n.*?^(?:---|\.\.\.)[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 _LINK_END = re.compile(r"\](?:\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)|\[[^\]]*\])?")
 
 
-def markdown_blocks(text: str) -> Iterator[Block]:
+def markdown_blocks(text: str) -> Iterator[TextBlock]:
     """Paragraphs, items and headings; front matter, code, tables and raw HTML are left out."""
-    markdown: Any = need("markdown_it", "Reading Markdown")
+    markdown: Any = import_extra("markdown_it", "Reading Markdown")
     parser = markdown.MarkdownIt("commonmark").enable(["table", "strikethrough"]).disable("text_join")
     front = _FRONT_MATTER.match(text)
     skipped = front.end() if front else 0
@@ -28,11 +28,11 @@ def markdown_blocks(text: str) -> Iterator[Block]:
         elif token.type == "heading_open":
             level = int(token.tag[1])
         elif token.type == "inline" and not table:
-            yield Block(tuple(_pieces(token, lines[token.map[0] :])), level)
+            yield TextBlock(tuple(_pieces(token, lines[token.map[0] :])), level)
             level = 0
 
 
-def _pieces(token: Any, lines: list[tuple[int, str]]) -> Iterator[Piece]:
+def _pieces(token: Any, lines: list[tuple[int, str]]) -> Iterator[TextSpan]:
     """The readable pieces of an inline token, whose content's lines are ends of `lines`."""
     content, places = token.content, _places(token.content, lines)
     found = list(_inside(token.children, content.replace("\n", " ")))
@@ -40,9 +40,9 @@ def _pieces(token: Any, lines: list[tuple[int, str]]) -> Iterator[Piece]:
         found = [(content, 0, len(content))]
     for text, start, end in found:
         if "\n" in content[start:end]:
-            yield from (Piece(text[at], places[start + at], places[start + at] + 1) for at in range(len(text)))
+            yield from (TextSpan(text[at], places[start + at], places[start + at] + 1) for at in range(len(text)))
         elif end > start:
-            yield Piece(text, places[start], places[end - 1] + 1)
+            yield TextSpan(text, places[start], places[end - 1] + 1)
 
 
 def _places(content: str, lines: list[tuple[int, str]]) -> list[int]:

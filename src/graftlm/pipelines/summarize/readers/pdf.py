@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.extra import need
+from graftlm.pipelines.summarize.text import import_extra
 
 
 def read_pages(path: Path, most: int) -> list[str]:
@@ -19,8 +19,8 @@ def read_pages(path: Path, most: int) -> list[str]:
     Raises:
         DataError: the file is no whole PDF, asks for a password, has no text, or more of it than fits.
     """
-    pypdf: Any = need("pypdf", "Reading PDF files")
-    errors: Any = need("pypdf.errors", "Reading PDF files")
+    pypdf: Any = import_extra("pypdf", "Reading PDF files")
+    errors: Any = import_extra("pypdf.errors", "Reading PDF files")
     try:
         return _pages(_open(pypdf, path), path, most)
     except (errors.PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:

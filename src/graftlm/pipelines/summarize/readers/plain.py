@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from graftlm.pipelines.summarize.document import Block, Piece
+from graftlm.pipelines.summarize.document import TextBlock, TextSpan
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _RULE = re.compile(r"^\s*([=\-~^\"'`#*+_.])\1{2,}\s*$")
@@ -22,27 +22,27 @@ _MOST_WORDS = 12  # of a heading
 _STOPS = ".!?;,。！？"
 
 
-def plain_blocks(text: str, page: int | None = None) -> Iterator[Block]:
+def plain_blocks(text: str, page: int | None = None) -> Iterator[TextBlock]:
     """Paragraphs, items and headings of a text; the text of a page has few blank lines, so headings need none there."""
-    paragraph: list[Piece] = []
-    lines = [Piece(match.group(), match.start(), match.end()) for match in _LINE.finditer(text) if match.group()]
+    paragraph: list[TextSpan] = []
+    lines = [TextSpan(match.group(), match.start(), match.end()) for match in _LINE.finditer(text) if match.group()]
     for index, line in enumerate(lines):
         below = lines[index + 1].text if index + 1 < len(lines) else ""
         level = _level(line.text, below, alone=page is not None or not (paragraph or below.strip()))
         item = _ITEM.match(line.text)
         if paragraph and (level or item or not line.text.strip()):
-            yield Block(tuple(paragraph), 0, page)
+            yield TextBlock(tuple(paragraph), 0, page)
             paragraph = []
         if level:
-            yield Block((line,), level, page)
+            yield TextBlock((line,), level, page)
         elif not _RULE.match(line.text) and line.text.strip():
             paragraph.append(_behind(line, item.end()) if item else line)
     if paragraph:
-        yield Block(tuple(paragraph), 0, page)
+        yield TextBlock(tuple(paragraph), 0, page)
 
 
-def _behind(line: Piece, length: int) -> Piece:
-    return Piece(line.text[length:], line.start + length, line.end)
+def _behind(line: TextSpan, length: int) -> TextSpan:
+    return TextSpan(line.text[length:], line.start + length, line.end)
 
 
 def _level(line: str, below: str, *, alone: bool) -> int:

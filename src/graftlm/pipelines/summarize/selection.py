@@ -11,7 +11,7 @@ from pydantic import Field
 
 from graftlm.config import Config
 from graftlm.errors import RecipeError
-from graftlm.pipelines.summarize.document import Document, Sentence
+from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 
 Unit = Literal["sentences", "characters", "tokens"]
 _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|c|characters?|t|tokens?)?\s*", re.IGNORECASE)
@@ -20,7 +20,7 @@ _UNITS: dict[str, Unit] = {"s": "sentences", "c": "characters", "t": "tokens"}
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class RankedSentence:
     """A sentence's index in the document, and how much it matters to the selector, in the selector's own unit."""
 
     index: int
@@ -35,7 +35,7 @@ class Selector(Protocol):
         """As it is told to the user."""
         ...
 
-    def rank(self, document: Document) -> Sequence[Ranked]:
+    def rank(self, document: SourceDocument) -> Sequence[RankedSentence]:
         """Sentences of `document.selectable`, what matters most first; those it would never take are left out."""
         ...
 
@@ -84,7 +84,7 @@ class Extract:
         notes: what the user should know, a sentence each.
     """
 
-    document: Document
+    document: SourceDocument
     indices: tuple[int, ...]
     scores: tuple[float, ...]
     selector: str
@@ -114,7 +114,7 @@ class Extract:
 
 
 def select(
-    document: Document, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
+    document: SourceDocument, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
 ) -> Extract:
     """Take sentences as they are ranked, as long as they fit; one that does not fit is passed over, as is a repetition.
 
@@ -173,7 +173,7 @@ def _joined(texts: dict[int, str]) -> str:
     return " ".join(texts[index] for index in sorted(texts))
 
 
-def _notes(document: Document, order: tuple[int, ...]) -> tuple[str, ...]:
+def _notes(document: SourceDocument, order: tuple[int, ...]) -> tuple[str, ...]:
     if len(document.sentences) == 1:
         return (f"{document.where} is one sentence long: its summary is that sentence.",)
     if len(order) == len(document.sentences):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
-from graftlm.pipelines.summarize.document import Block, Piece
+from graftlm.pipelines.summarize.document import TextBlock, TextSpan
 
 _SKIPPED = {
     "script", "style", "head", "nav", "header", "footer", "aside", "table", "pre", "code-block", "svg", "math", "form",
@@ -21,7 +21,7 @@ _INLINE = {
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
-def html_blocks(text: str) -> Iterator[Block]:
+def html_blocks(text: str) -> Iterator[TextBlock]:
     """Paragraphs and headings; scripts, navigation, tables and code are left out."""
     reader = _Reader(text)
     reader.feed(text)
@@ -36,12 +36,12 @@ class _Reader(HTMLParser):
         super().__init__(convert_charrefs=False)
         self._text = text
         self._lines = [0] + [match.end() for match in re.finditer("\n", text)]
-        self._blocks: list[Block] = []
-        self._pieces: list[Piece] = []
+        self._blocks: list[TextBlock] = []
+        self._pieces: list[TextSpan] = []
         self._level = 0
         self._hidden: list[str] = []
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TextBlock]:
         """All blocks, the open one too."""
         self._close()
         return self._blocks
@@ -52,7 +52,7 @@ class _Reader(HTMLParser):
             self._hidden.append(tag)
         elif tag == "br":
             place = self._place()
-            self._add(Piece("\n", place, place + len(self.get_starttag_text() or "")))
+            self._add(TextSpan("\n", place, place + len(self.get_starttag_text() or "")))
         elif tag not in _INLINE:
             self._close()
             self._level = _HEADINGS.get(tag, 0)
@@ -69,7 +69,7 @@ class _Reader(HTMLParser):
             self._close()
 
     def handle_data(self, data: str) -> None:
-        self._add(Piece(data, self._place(), self._place() + len(data)))
+        self._add(TextSpan(data, self._place(), self._place() + len(data)))
 
     def handle_entityref(self, name: str) -> None:
         self._reference(f"&{name}")
@@ -81,15 +81,15 @@ class _Reader(HTMLParser):
         start = self._place()
         end = start + len(written)
         end += self._text[end : end + 1] == ";"
-        self._add(Piece(html.unescape(self._text[start:end]), start, end))
+        self._add(TextSpan(html.unescape(self._text[start:end]), start, end))
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: TextSpan) -> None:
         if not self._hidden:
             self._pieces.append(piece)
 
     def _close(self) -> None:
         if self._pieces:
-            self._blocks.append(Block(tuple(self._pieces), self._level))
+            self._blocks.append(TextBlock(tuple(self._pieces), self._level))
         self._pieces, self._level = [], 0
 
     def _place(self) -> int:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from graftlm.evaluation import Interval
-from graftlm.pipelines.summarize.extra import need
-from graftlm.pipelines.summarize.words import ngrams, words_of
+from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
 
 LONGEST = 25  # n-grams of copy curves
 ORIGINS = ("extract", "introduction", "rest")
@@ -28,7 +27,7 @@ _STOPS = ".!?:。！？"
 
 @cache
 def _scorer() -> Any:
-    theirs: Any = need("rouge_score.rouge_scorer", "ROUGE")
+    theirs: Any = import_extra("rouge_score.rouge_scorer", "ROUGE")
     return theirs.RougeScorer(list(_THEIRS.values()), use_stemmer=True)
 
 
@@ -73,8 +72,8 @@ def copy_shares(
     summary: str, document: str, extract: str = "", introduction: str = "", longest: int = LONGEST
 ) -> list[CopyShare]:
     """Shares for n = 1 to `longest`, or to the summary's length where that is smaller."""
-    words = words_of(summary)
-    runs = [_runs(words, words_of(text)) for text in (extract, introduction, document)]
+    words = split_words(summary)
+    runs = [_runs(words, split_words(text)) for text in (extract, introduction, document)]
     return [_share(runs, n, len(words) - n + 1) for n in range(1, min(longest, len(words)) + 1)]
 
 
@@ -106,7 +105,7 @@ class Faithfulness:
 
     Attributes:
         words: of its words.
-        bigrams: of its pairs of words; what is missing is new wording, or made up.
+        bigrams: of its pairs of words; what is missing is new decoding, or made up.
         numbers: of its numbers, as written.
         names: of its names: words with a capital letter that do not begin a sentence.
         missing: numbers and names that the source does not have.
@@ -125,7 +124,7 @@ class Faithfulness:
 
 def faithfulness(summary: str, source: str) -> Faithfulness:
     """What of a summary stands in its source."""
-    words, known = words_of(summary), words_of(source)
+    words, known = split_words(summary), split_words(source)
     numbers, names = _NUMBER.findall(summary), names_of(summary)
     there = {*_NUMBER.findall(source), *known}
     missing = [item for item in (*numbers, *names) if item not in there and item.casefold() not in there]
@@ -155,7 +154,7 @@ def _known_share(wanted: Sequence[Any], known: Iterable[Any]) -> float | None:
     return sum(item in have for item in wanted) / len(wanted) if wanted else None
 
 
-def mean_shares(documents: Iterable[Sequence[CopyShare]]) -> dict[int, Mapping[str, float]]:
+def mean_copy_shares(documents: Iterable[Sequence[CopyShare]]) -> dict[int, Mapping[str, float]]:
     """The mean of copy shares over documents, by n; documents with fewer words do not count for large n."""
     rows: dict[int, list[CopyShare]] = {}
     for shares in documents:

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from graftlm.errors import ArtifactError, BackboneError, GraftError, MissingExtraError
 from graftlm.io import put_in_place, sync
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.pipelines.summarize.document import Document
-from graftlm.pipelines.summarize.select import Ranked
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.selection import RankedSentence
 
 RECORD_NAME, TOKENIZER_NAME = "selector.json", "tokenizer.json"
 
@@ -53,7 +53,7 @@ class TrainedSelector:
         config = self.model.config
         if config.reads == "vectors":
             assert config.encoder is not None, "a selector that reads vectors names their encoder"
-            return vectors_of(sentences, config.encoder, str(self.model.device))
+            return sentence_embeddings(sentences, config.encoder, str(self.model.device))
         assert self.tokenizer is not None, "a selector that reads tokens has a tokenizer"
         rows = self.tokenizer(list(sentences), add_special_tokens=False)["input_ids"] if sentences else []
         cut = [row[: config.max_tokens] for row in rows]
@@ -62,7 +62,7 @@ class TrainedSelector:
             ids[place, : len(row)] = torch.tensor(row, dtype=torch.long)
         return ids.to(self.model.device)
 
-    def rank(self, document: Document) -> list[Ranked]:
+    def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """All sentences that may be taken; of a document longer than the model reads, piece by piece.
 
         The first of every piece comes before the second of any, and so on, as scores of different pieces don't compare.
@@ -73,10 +73,12 @@ class TrainedSelector:
         longest = max(map(len, ranked), default=0)
         return [piece[place] for place in range(longest) for piece in ranked if place < len(piece)]
 
-    def _rank(self, document: Document, indices: Sequence[int]) -> list[Ranked]:
+    def _rank(self, document: SourceDocument, indices: Sequence[int]) -> list[RankedSentence]:
         self.model.eval()
         choice = self.model.choose(self.inputs([document.sentences[index].text for index in indices]))
-        return [Ranked(indices[place], score) for place, score in zip(choice.indices, choice.scores, strict=True)]
+        return [
+            RankedSentence(indices[place], score) for place, score in zip(choice.indices, choice.scores, strict=True)
+        ]
 
     def save(self, folder: str | Path) -> Path:
         """Write it: all of it or nothing.
@@ -147,7 +149,7 @@ def as_tokenizer(pieces: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=pieces, clean_up_tokenization_spaces=False)
 
 
-def vectors_of(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:
+def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:
     """Vectors of sentences by a frozen sentence-transformers model, (N, v) float32.
 
     Raises:
@@ -174,4 +176,4 @@ def _encoder(name: str, device: str) -> Any:
 
 def vector_size(encoder: str) -> int:
     """Width of an encoder's vectors."""
-    return vectors_of(["one"], encoder).shape[1]
+    return sentence_embeddings(["one"], encoder).shape[1]

@@ -10,15 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.errors import RecipeError
-from graftlm.pipelines.summarize import Budget, Document, Lead, Ranked, Sumy, read_text, select
-from graftlm.pipelines.summarize.baselines import Given
+from graftlm.pipelines.summarize import (
+    Budget,
+    LeadSelector,
+    RankedSentence,
+    SourceDocument,
+    SumySelector,
+    read_text,
+    select,
+)
+from graftlm.pipelines.summarize.baselines import FixedSelector
 from summarize.tools import TEA
 
 pytest.importorskip("sumy")
 KINDS = ("lexrank", "lsa", "sumbasic")
 
 
-def speech(sentences: int, seed: int = 0) -> Document:
+def speech(sentences: int, seed: int = 0) -> SourceDocument:
     chance = random.Random(seed)
     words = [f"{first}{second}en" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "au", "ei")]
     lines = [" ".join(chance.choices(words, k=chance.randint(3, 12))).capitalize() + "." for _ in range(sentences)]
@@ -28,7 +36,7 @@ def speech(sentences: int, seed: int = 0) -> Document:
 @pytest.mark.parametrize("seed", range(3))
 def test_lexrank_by_matrices_ranks_as_sumy_does(seed: int) -> None:
     document = speech(60, seed)
-    found, wanted = (Sumy("lexrank", exact=exact).rank(document) for exact in (False, True))
+    found, wanted = (SumySelector("lexrank", exact=exact).rank(document) for exact in (False, True))
     assert [ranked.index for ranked in found] == [ranked.index for ranked in wanted]
     assert [ranked.score for ranked in found] == pytest.approx([ranked.score for ranked in wanted])
 
@@ -37,18 +45,18 @@ def test_lexrank_by_matrices_ranks_as_sumy_does(seed: int) -> None:
 def test_every_sentence_with_words_has_a_rank(kind) -> None:
     for text in (TEA, "One two.", "One two. Three four.", "Tea. Tea. 12. Water."):
         document = read_text(text, ".md")
-        ranks = Sumy(kind).rank(document)
+        ranks = SumySelector(kind).rank(document)
         assert sorted(ranked.index for ranked in ranks) == document.selectable
         assert all(ranked.score == ranked.score for ranked in ranks)  # no nan
 
 
 def test_a_long_document_is_ranked_in_blocks() -> None:
     document = speech(1000)
-    found = Sumy(block=100).rank(document)
+    found = SumySelector(block=100).rank(document)
     assert 40 <= len(found) <= 50
     assert len({ranked.index for ranked in found}) == len(found)
     tracemalloc.start()
-    Sumy(block=100).rank(document)
+    SumySelector(block=100).rank(document)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1000 * 1000 * 8  # what one matrix of all pairs would take
@@ -57,8 +65,8 @@ def test_a_long_document_is_ranked_in_blocks() -> None:
 class Backwards:
     name = "backwards"
 
-    def rank(self, document: Document) -> list[Ranked]:
-        return [Ranked(index, float(index)) for index in reversed(document.selectable)]
+    def rank(self, document: SourceDocument) -> list[RankedSentence]:
+        return [RankedSentence(index, float(index)) for index in reversed(document.selectable)]
 
 
 @settings(max_examples=50)
@@ -81,20 +89,20 @@ def test_a_budget_is_never_exceeded(amount: int, unit, seed: int) -> None:
 
 
 def test_repeated_sentences_are_taken_once() -> None:
-    extract = select(read_text("Tea is good. Tea is good. Water is wet."), Lead(), Budget(amount=2))
+    extract = select(read_text("Tea is good. Tea is good. Water is wet."), LeadSelector(), Budget(amount=2))
     assert extract.indices == (0, 2)
 
 
 def test_what_the_user_should_know_is_noted() -> None:
-    one = select(read_text("Tea is good."), Lead(), Budget())
+    one = select(read_text("Tea is good."), LeadSelector(), Budget())
     assert one.notes == ("The text is one sentence long: its summary is that sentence.",)
-    short = select(read_text("Tea is good. Water is wet."), Lead(), Budget(amount=900, unit="characters"))
+    short = select(read_text("Tea is good. Water is wet."), LeadSelector(), Budget(amount=900, unit="characters"))
     assert short.notes == ("The text is no longer than the summary asked for: the extract is all of it.",)
-    assert select(read_text(TEA, ".md"), Lead(), Budget(amount=2)).notes == ()
+    assert select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=2)).notes == ()
 
 
 def test_chosen_sentences_are_taken_as_given() -> None:
-    assert select(read_text(TEA, ".md"), Given([7, 1]), Budget()).indices == (1, 7)
+    assert select(read_text(TEA, ".md"), FixedSelector([7, 1]), Budget()).indices == (1, 7)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +126,4 @@ def test_what_is_no_budget_is_told(text: str) -> None:
 
 def test_tokens_need_a_tokenizer() -> None:
     with pytest.raises(RecipeError, match="needs a model's tokenizer"):
-        select(read_text(TEA, ".md"), Lead(), Budget(amount=5, unit="tokens"))
+        select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=5, unit="tokens"))

@@ -20,16 +20,16 @@ from graftlm.artifact import backbone_of, is_model, load_graft
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts import GraftedModel
-from graftlm.pipelines.summarize.document import Document
-from graftlm.pipelines.summarize.select import Extract
-from graftlm.pipelines.summarize.sentences import split_sentences
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.selection import Extract
+from graftlm.pipelines.summarize.text import split_sentences
 
 LAYOUT_NAME = "layout.json"
 _WINDOW = 1024  # where the model does not say how long it can read
 _OPENING_SENTENCES = 30  # stand in for an introduction that no heading names
 
 
-class Layout(Config):
+class PromptLayout(Config):
     """What stands before each part.
 
     Args:
@@ -47,7 +47,7 @@ class Layout(Config):
     window: int | None = Field(None, ge=16)
 
 
-class Wording(Config):
+class SummaryDecoding(Config):
     """How a summary is written.
 
     Args:
@@ -76,14 +76,14 @@ class Wording(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriterOutput:
     """A summary, and what the user should know about how it came about, a sentence each."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
-class Writer(Protocol):
+class AbstractiveWriter(Protocol):
     """What writes a summary from an extract."""
 
     @property
@@ -95,7 +95,7 @@ class Writer(Protocol):
         """How many of its tokens a text has."""
         ...
 
-    def write(self, extract: Extract) -> Written:
+    def write(self, extract: Extract) -> WriterOutput:
         """The summary."""
         ...
 
@@ -108,7 +108,7 @@ class LanguageModelWriter:
         tokenizer: the model's.
         name: as it is told to the user.
         layout: as the model was trained; None takes words, and a note says so.
-        wording: how tokens are chosen.
+        decoding: how tokens are chosen.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class LanguageModelWriter:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         name: str = "a language model",
-        layout: Layout | None = None,
-        wording: Wording | None = None,
+        layout: PromptLayout | None = None,
+        decoding: SummaryDecoding | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.layout, self._trained = layout or Layout(), layout is not None
-        self.wording = wording or Wording()
+        self.layout, self._trained = layout or PromptLayout(), layout is not None
+        self.decoding = decoding or SummaryDecoding()
 
     @property
     def window(self) -> int:
@@ -134,8 +134,8 @@ class LanguageModelWriter:
         """How many tokens a text has, without those that the tokenizer adds."""
         return len(self._ids(text))
 
-    def write(self, extract: Extract) -> Written:
-        """Write a summary of at most `wording.max_new_tokens`; it ends with a whole sentence where it has one.
+    def write(self, extract: Extract) -> WriterOutput:
+        """Write a summary of at most `decoding.max_new_tokens`; it ends with a whole sentence where it has one.
 
         Raises:
             RecipeError: the window has no room for a summary and one extracted sentence.
@@ -144,12 +144,12 @@ class LanguageModelWriter:
         text, cut = self.continuation(prompt)
         text = text.strip()
         if cut:
-            text = whole_sentences(text, extract.document.language)
+            text = drop_partial_sentence(text, extract.document.language)
         if not self._trained:
             notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
         if not text:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
-        return Written(text or extract.text, tuple(notes))
+        return WriterOutput(text or extract.text, tuple(notes))
 
     def continuation(self, prompt: list[int]) -> tuple[str, bool]:
         """What the model writes after the ids of a prompt, and whether it stopped at its limit of tokens."""
@@ -158,8 +158,8 @@ class LanguageModelWriter:
     @torch.inference_mode()
     def continuations(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
         """The same for several prompts in one pass; a sample is then another one than that of its prompt alone."""
-        if self.wording.method == "sample":
-            torch.manual_seed(self.wording.seed)
+        if self.decoding.method == "sample":
+            torch.manual_seed(self.decoding.seed)
         ends = self.tokenizer.eos_token_id
         padding = next((token for token in (self.tokenizer.pad_token_id, ends) if isinstance(token, int)), 0)
         longest = max(map(len, prompts))
@@ -169,7 +169,7 @@ class LanguageModelWriter:
             input_ids=torch.tensor(rows, device=self.model.device),
             attention_mask=torch.tensor(mask, device=self.model.device),
             pad_token_id=padding,
-            **self.wording.arguments(),
+            **self.decoding.arguments(),
         )
         return [self._read(new) for new in output[:, longest:].tolist()]
 
@@ -179,7 +179,7 @@ class LanguageModelWriter:
         if ends in new:
             new = new[: new.index(ends) + 1]
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        return text, len(new) == self.wording.max_new_tokens and new[-1] != ends
+        return text, len(new) == self.decoding.max_new_tokens and new[-1] != ends
 
     def prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
         """Token ids of introduction, extract and summary mark, and notes on what had to be left out.
@@ -190,11 +190,11 @@ class LanguageModelWriter:
             RecipeError: the window has no room for a summary and one extracted sentence.
         """
         layout, notes = self.layout, []
-        room = self.window - self.wording.max_new_tokens - len(self._start()) - len(self._ids(layout.summary))
+        room = self.window - self.decoding.max_new_tokens - len(self._start()) - len(self._ids(layout.summary))
         middle = self._extract(extract, room, notes) if layout.extract is not None else []
         if room < 1:
             raise self._too_narrow("an introduction")
-        opening = self._ids(layout.introduction + opening_text(extract.document))[: room - len(middle)]
+        opening = self._ids(layout.introduction + introduction_text(extract.document))[: room - len(middle)]
         return [*self._start(), *opening, *middle, *self._ids(layout.summary)], notes
 
     def _extract(self, extract: Extract, room: int, notes: list[str]) -> list[int]:
@@ -217,7 +217,7 @@ class LanguageModelWriter:
     def _too_narrow(self, what: str) -> RecipeError:
         return RecipeError(
             f"{self.name} reads {self.window} tokens, which has no room for {what} and "
-            f"{self.wording.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
+            f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
         )
 
     def _start(self) -> list[int]:
@@ -228,24 +228,28 @@ class LanguageModelWriter:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def opening_text(document: Document) -> str:
+def introduction_text(document: SourceDocument) -> str:
     """The introduction; where no heading names one, the first sentences."""
-    return " ".join(document.sentences[index].text for index in opening_of(document))
+    return " ".join(document.sentences[index].text for index in introduction_range(document))
 
 
-def opening_of(document: Document) -> range:
+def introduction_range(document: SourceDocument) -> range:
     """Its sentences."""
     return document.introduction or range(min(_OPENING_SENTENCES, len(document.sentences)))
 
 
-def whole_sentences(text: str, language: str = "en") -> str:
+def drop_partial_sentence(text: str, language: str = "en") -> str:
     """A text that was cut off, without the sentence that was; all of it where there is but one."""
     ends = [end for _, end in split_sentences(text, language)]
     return text[: ends[-2]] if len(ends) > 1 and text[-1:] not in '.!?。！？"”)' else text
 
 
 def load_writer(
-    folder: str | Path, wording: Wording | None = None, *, device: str | None = None, trust_remote_code: bool = False
+    folder: str | Path,
+    decoding: SummaryDecoding | None = None,
+    *,
+    device: str | None = None,
+    trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
     """A model's folder or name, or a graft's folder, as a writer.
 
@@ -257,10 +261,10 @@ def load_writer(
     live = backbone_of(folder, None, device=device, trust_remote_code=trust_remote_code)
     model: Any = live.model if is_model(folder) else GraftedModel(live, {"graft": load_graft(folder, live)})
     model.eval()
-    return LanguageModelWriter(model, live.need_tokenizer(), str(folder), read_layout(folder), wording)
+    return LanguageModelWriter(model, live.need_tokenizer(), str(folder), read_layout(folder), decoding)
 
 
-def read_layout(folder: str | Path) -> Layout | None:
+def read_layout(folder: str | Path) -> PromptLayout | None:
     """The layout that a model was trained on, from `layout.json` beside it; None where there is none.
 
     Raises:
@@ -268,7 +272,7 @@ def read_layout(folder: str | Path) -> Layout | None:
     """
     path = Path(folder) / LAYOUT_NAME
     try:
-        return Layout.model_validate_json(path.read_text(encoding="utf-8"))
+        return PromptLayout.model_validate_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlm.pipelines.summarize.measures import bootstrap, copy_shares, faithfulness, mean_shares, names_of, rouge
-from graftlm.pipelines.summarize.words import ngrams
+from graftlm.pipelines.summarize.metrics import bootstrap, copy_shares, faithfulness, mean_copy_shares, names_of, rouge
+from graftlm.pipelines.summarize.text import ngrams
 
 pytest.importorskip("rouge_score")
 
@@ -46,7 +46,7 @@ def test_shares_add_up_and_fall(summary: str, document: str, extract: str) -> No
         assert share.copied == pytest.approx(share.extract + share.introduction + share.rest)
     whole = copy_shares(summary, summary)
     assert all(share.copied == 1 for share in whole)
-    assert set(mean_shares([shares, whole])) == {share.n for share in shares}
+    assert set(mean_copy_shares([shares, whole])) == {share.n for share in shares}
 
 
 def test_what_the_source_does_not_have_is_named() -> None:

@@ -16,27 +16,27 @@ from torch import Tensor
 from graftlm.config import Config
 from graftlm.errors import DataError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.pipelines.summarize.document import Document
+from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
-from graftlm.pipelines.summarize.trained import TrainedSelector, vector_size
+from graftlm.pipelines.summarize.selector import TrainedSelector, vector_size
 from graftlm.training.pieces import train_pieces
 
 
 @dataclass(frozen=True)
-class Example:
+class SelectorExample:
     """A document's sentences that may be taken, and which of them its summary rests on, as places among them."""
 
     sentences: tuple[str, ...]
     chosen: tuple[int, ...]
 
 
-def example_of(document: Document, summary: Sequence[str], each: int = 2) -> Example:
+def selector_example(document: SourceDocument, summary: Sequence[str], each: int = 2) -> SelectorExample:
     """An example whose extract is the oracle's: for each sentence of a human summary the `each` nearest."""
     sentences = tuple(document.sentences[index].text for index in document.selectable)
-    return Example(sentences, tuple(oracle_extract(sentences, summary, each)))
+    return SelectorExample(sentences, tuple(oracle_extract(sentences, summary, each)))
 
 
-class SelectorTraining(Config):
+class SelectorTrainingConfig(Config):
     """How a selector is trained; the defaults are those of the thesis.
 
     Args:
@@ -65,9 +65,9 @@ class SelectorTraining(Config):
 
 
 def train_selector(
-    train: Sequence[Example],
-    held_out: Sequence[Example],
-    training: SelectorTraining | None = None,
+    train: Sequence[SelectorExample],
+    held_out: Sequence[SelectorExample],
+    training: SelectorTrainingConfig | None = None,
     *,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
@@ -87,7 +87,7 @@ def train_selector(
         DataError: there is nothing to learn from.
         RecipeError: a value of the model's config does not fit.
     """
-    training = training or SelectorTraining()
+    training = training or SelectorTrainingConfig()
     selector = _fresh(train, training, device)
     batches = [[_ready(selector, example) for example in part] for part in (train, held_out)]
     rows, kept = ([row for row in part if len(row[1])] for part in batches)
@@ -103,7 +103,7 @@ def train_selector(
     return selector
 
 
-def _fresh(train: Sequence[Example], training: SelectorTraining, device: str) -> TrainedSelector:
+def _fresh(train: Sequence[SelectorExample], training: SelectorTrainingConfig, device: str) -> TrainedSelector:
     """A selector with fresh weights, and a tokenizer learned from the documents where it reads tokens."""
     values = dict(training.model)
     values["extract_size"] = max(1, round(sum(len(one.chosen) for one in train) / max(len(train), 1)))
@@ -126,7 +126,7 @@ def _fresh(train: Sequence[Example], training: SelectorTraining, device: str) ->
 Row = tuple[Tensor, tuple[int, ...], int]
 
 
-def _ready(selector: TrainedSelector, example: Example) -> Row:
+def _ready(selector: TrainedSelector, example: SelectorExample) -> Row:
     """Inputs, the places of the extract, and how many sentences there are; cut to what the model reads."""
     most = selector.model.config.max_sentences
     inputs = selector.inputs(example.sentences[:most])
@@ -137,7 +137,7 @@ def _train(
     selector: TrainedSelector,
     rows: Sequence[Row],
     kept: Sequence[Row],
-    training: SelectorTraining,
+    training: SelectorTrainingConfig,
     say: Callable[[str], None],
 ) -> list[list[float]]:
     """Steps and losses: of the step, and of the held-out documents."""
@@ -166,7 +166,7 @@ def _train(
     return losses
 
 
-def _orders(rows: Sequence[Row], training: SelectorTraining) -> Iterator[list[Row]]:
+def _orders(rows: Sequence[Row], training: SelectorTrainingConfig) -> Iterator[list[Row]]:
     """Batches without end, in a new order in each pass."""
     chance = random.Random(training.seed)
     waiting: list[Row] = []

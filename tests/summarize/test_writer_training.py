@@ -1,4 +1,4 @@
-"""Training of writers: lessons in their windows, the rest, what is saved, likelihoods, several documents at a time."""
+"""Training of writers: examples in their windows, likelihoods, and several documents at a time."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from graftlm.errors import DataError, RecipeError
 from graftlm.pipelines.summarize import (
     Budget,
     LanguageModelWriter,
-    Layout,
-    Lead,
-    Lesson,
-    Wording,
+    LeadSelector,
+    PromptLayout,
+    SummaryDecoding,
+    WriterExample,
     load_writer,
     read_text,
     select,
     train_writer,
 )
-from graftlm.pipelines.summarize.train_writer import lesson_rows, likelihoods, rest_rows, rest_text
-from graftlm.pipelines.summarize.write import opening_text
+from graftlm.pipelines.summarize.writer import introduction_text
+from graftlm.pipelines.summarize.writer_training import example_rows, rest_rows, rest_text, summary_likelihoods
 from graftlm.training import TrainingConfig
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")
-LAYOUT = Layout(introduction="<i>", extract="<e>", summary="<s>", rest="<r>", window=400)
+LAYOUT = PromptLayout(introduction="<i>", extract="<e>", summary="<s>", rest="<r>", window=400)
 DOCUMENT = read_text(TEA, ".md")
 SHORT = read_text("# Milk\n\n## Introduction\n\nMilk is white.\n\n## Method\n\nCows give milk to all.\n", ".md")
 LESSONS = [
-    Lesson(select(DOCUMENT, Lead(), Budget(amount=3)), "Tea helps 12% of all."),
-    Lesson(select(SHORT, Lead(), Budget(amount=1)), "Milk."),
-    Lesson(select(SHORT, Lead(), Budget(amount=2)), "Milk is white, and cows give it."),
+    WriterExample(select(DOCUMENT, LeadSelector(), Budget(amount=3)), "Tea helps 12% of all."),
+    WriterExample(select(SHORT, LeadSelector(), Budget(amount=1)), "Milk."),
+    WriterExample(select(SHORT, LeadSelector(), Budget(amount=2)), "Milk is white, and cows give it."),
 ]
 
 
-def writer(layout: Layout = LAYOUT, **wording: Any) -> LanguageModelWriter:
+def writer(layout: PromptLayout = LAYOUT, **decoding: Any) -> LanguageModelWriter:
     model = tiny_model("llama", max_position_embeddings=512).eval()
-    return LanguageModelWriter(model, tiny_tokenizer(), "tiny", layout, Wording.parse({"max_new_tokens": 40} | wording))
+    return LanguageModelWriter(
+        model, tiny_tokenizer(), "tiny", layout, SummaryDecoding.parse({"max_new_tokens": 40} | decoding)
+    )
 
 
 def training(**changes: Any) -> TrainingConfig:
@@ -56,7 +58,7 @@ def read(one: LanguageModelWriter, ids: np.ndarray) -> str:
 
 def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
     one = writer()
-    rows = lesson_rows(one, LESSONS[:1])
+    rows = example_rows(one, LESSONS[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
     prompt, _ = one.prompt(LESSONS[0].extract)
     assert ids[: len(prompt)] == prompt
@@ -68,7 +70,7 @@ def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
 
 
 def test_lessons_share_rows_whole_and_apart() -> None:
-    rows = lesson_rows(writer(), LESSONS)
+    rows = example_rows(writer(), LESSONS)
     starts = (rows.marked < 0) & (rows.marked != PADDING)
     assert starts.sum() == len(LESSONS)
     assert len(rows) < len(LESSONS)
@@ -77,14 +79,14 @@ def test_lessons_share_rows_whole_and_apart() -> None:
 
 def test_a_long_summary_is_cut_and_does_not_end() -> None:
     one = writer(max_new_tokens=3)
-    rows = lesson_rows(one, LESSONS[:1])
+    rows = example_rows(one, LESSONS[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
     assert len(ids) == len(one.prompt(LESSONS[0].extract)[0]) + 3
     assert ids[-1] != one.tokenizer.eos_token_id
 
 
 def test_the_rest_is_what_is_not_in_the_introduction() -> None:
-    rest, opening = rest_text(DOCUMENT), opening_text(DOCUMENT)
+    rest, opening = rest_text(DOCUMENT), introduction_text(DOCUMENT)
     assert "Nobody knew what was in the cup" in rest
     assert "Tea is drunk by many people." in opening
     assert len(f"{opening} {rest}") == len(" ".join(one.text for one in DOCUMENT.sentences))
@@ -97,19 +99,21 @@ def test_the_rest_is_what_is_not_in_the_introduction() -> None:
 def test_a_writer_without_extracts_is_shown_none(tmp_path: Path) -> None:
     one = writer(LAYOUT.model_copy(update={"extract": None}))
     text = one.tokenizer.decode(one.prompt(LESSONS[0].extract)[0], skip_special_tokens=True)
-    assert text == f"<i>{opening_text(DOCUMENT)}<s>"
-    folder = train_writer(one, LESSONS, training(steps=1), tmp_path, rest_share=0, progress=False)
-    assert load_writer(folder).layout == Layout(introduction="<i>", extract=None, summary="<s>", rest="<r>", window=400)
+    assert text == f"<i>{introduction_text(DOCUMENT)}<s>"
+    folder = train_writer(one, LESSONS, training(steps=1), tmp_path, rest_fraction=0, progress=False)
+    assert load_writer(folder).layout == PromptLayout(
+        introduction="<i>", extract=None, summary="<s>", rest="<r>", window=400
+    )
 
 
 def test_a_trained_writer_finds_its_summaries_likelier_and_comes_back_from_its_folder(tmp_path: Path) -> None:
     one = writer()
-    before = likelihoods(one, LESSONS)
-    folder = train_writer(one, LESSONS, training(), tmp_path, rest_share=0.5, progress=False)
-    after = likelihoods(one, LESSONS)
+    before = summary_likelihoods(one, LESSONS)
+    folder = train_writer(one, LESSONS, training(), tmp_path, rest_fraction=0.5, progress=False)
+    after = summary_likelihoods(one, LESSONS)
     assert sum(found.nats for found in after) < 0.8 * sum(found.nats for found in before)
-    again = load_writer(folder, one.wording, device="cpu")
-    assert likelihoods(again, LESSONS) == after
+    again = load_writer(folder, one.decoding, device="cpu")
+    assert summary_likelihoods(again, LESSONS) == after
     assert again.window == LAYOUT.window
 
 
@@ -125,7 +129,7 @@ def test_training_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 def test_likelihood_is_that_of_one_token_after_the_other() -> None:
     one = writer()
-    for lesson, found in zip(LESSONS, likelihoods(one, LESSONS, batch_size=3), strict=True):
+    for lesson, found in zip(LESSONS, summary_likelihoods(one, LESSONS, batch_size=3), strict=True):
         ids, _ = one.prompt(lesson.extract)
         wanted = [*one.tokenizer(lesson.summary, add_special_tokens=False)["input_ids"], one.tokenizer.eos_token_id]
         nats = 0.0
@@ -164,9 +168,15 @@ def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:
             LESSONS,
             "tiny reads 45 tokens, which has no room for one extracted",
         ),
-        (Layout(extract=None, summary="<s>" * 9, window=60), LESSONS, "has no room for an introduction and 40 tokens"),
+        (
+            PromptLayout(extract=None, summary="<s>" * 9, window=60),
+            LESSONS,
+            "has no room for an introduction and 40 tokens",
+        ),
     ],
 )
-def test_lessons_that_cannot_be(layout: Layout, lessons: list[Lesson], message: str, tmp_path: Path) -> None:
+def test_lessons_that_cannot_be(
+    layout: PromptLayout, lessons: list[WriterExample], message: str, tmp_path: Path
+) -> None:
     with pytest.raises((DataError, RecipeError), match=message):
-        train_writer(writer(layout), lessons, training(), tmp_path, rest_share=0, progress=False)
+        train_writer(writer(layout), lessons, training(), tmp_path, rest_fraction=0, progress=False)

@@ -22,9 +22,9 @@ from graftlm.data import Document as Text
 from graftlm.data.packing import filled, pad_id_of, row_end
 from graftlm.errors import DataError
 from graftlm.io import write_atomically
-from graftlm.pipelines.summarize.document import Document
-from graftlm.pipelines.summarize.select import Extract
-from graftlm.pipelines.summarize.write import LAYOUT_NAME, LanguageModelWriter, opening_of
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.selection import Extract
+from graftlm.pipelines.summarize.writer import LAYOUT_NAME, LanguageModelWriter, introduction_range
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
 
@@ -32,7 +32,7 @@ MODEL = "model"  # in the folder of a training
 
 
 @dataclass(frozen=True)
-class Lesson:
+class WriterExample:
     """What was selected of a document, and the summary that a person wrote of it."""
 
     extract: Extract
@@ -40,7 +40,7 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Likelihood:
+class SummaryLikelihood:
     """How likely a writer finds a summary: nats in all, and over how many tokens, its end among them."""
 
     nats: float
@@ -49,22 +49,22 @@ class Likelihood:
 
 def train_writer(
     writer: LanguageModelWriter,
-    lessons: Sequence[Lesson],
+    lessons: Sequence[WriterExample],
     training: TrainingConfig,
     out: str | Path,
     *,
-    rest_share: float = 0.5,
+    rest_fraction: float = 0.5,
     progress: bool = True,
 ) -> Path:
     """Train a writer's model in place on its layout; an interrupted run goes on from its last checkpoint.
 
     Args:
-        writer: all of its model's weights train; its window is the length of rows, of which `wording.max_new_tokens`
+        writer: all of its model's weights train; its window is the length of rows, of which `decoding.max_new_tokens`
             are kept for the summary.
         lessons: documents to learn from.
         training: the numbers of the run.
         out: folder of the history, the checkpoints and the finished model.
-        rest_share: of the rows, those of the rest of the documents; 1 reads nothing else.
+        rest_fraction: of the rows, those of the rest of the documents; 1 reads nothing else.
         progress: show a progress bar.
 
     Returns:
@@ -75,10 +75,10 @@ def train_writer(
         RecipeError: the window has no room for a lesson, or the model none for the window.
     """
     check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
-    shares = {OLD: rest_share, NEW: 1 - rest_share}
+    shares = {OLD: rest_fraction, NEW: 1 - rest_fraction}
     rows = {
-        OLD: rest_rows(writer, [lesson.extract.document for lesson in lessons]) if rest_share else None,
-        NEW: lesson_rows(writer, lessons) if rest_share < 1 else None,
+        OLD: rest_rows(writer, [lesson.extract.document for lesson in lessons]) if rest_fraction else None,
+        NEW: example_rows(writer, lessons) if rest_fraction < 1 else None,
     }
     domains = {domain: found for domain, found in rows.items() if found is not None}
     mixture = Mixture(domains, shares, training.batch_size, training.seed)
@@ -96,7 +96,7 @@ def save_writer(writer: LanguageModelWriter, folder: Path) -> Path:
     return folder
 
 
-def lesson_rows(writer: LanguageModelWriter, lessons: Sequence[Lesson]) -> TokenBlocks:
+def example_rows(writer: LanguageModelWriter, lessons: Sequence[WriterExample]) -> TokenBlocks:
     """Lessons as rows of the writer's window, as many in each as it has room for; none sees another.
 
     Raises:
@@ -120,19 +120,19 @@ def _filled(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:
         start = stop
 
 
-def parts_of(writer: LanguageModelWriter, lesson: Lesson) -> tuple[list[int], list[int]]:
+def parts_of(writer: LanguageModelWriter, lesson: WriterExample) -> tuple[list[int], list[int]]:
     """Token ids of prompt and summary; the summary ends with the end of a text, unless it is cut to fit."""
     prompt, _ = writer.prompt(lesson.extract)
     ids = list(writer.tokenizer(lesson.summary, add_special_tokens=False, verbose=False)["input_ids"])
     end = writer.tokenizer.eos_token_id
-    return prompt, [*ids, *([end] if isinstance(end, int) else [])][: writer.wording.max_new_tokens]
+    return prompt, [*ids, *([end] if isinstance(end, int) else [])][: writer.decoding.max_new_tokens]
 
 
-def _all_parts(writer: LanguageModelWriter, lessons: Sequence[Lesson]) -> Iterator[tuple[list[int], list[int]]]:
+def _all_parts(writer: LanguageModelWriter, lessons: Sequence[WriterExample]) -> Iterator[tuple[list[int], list[int]]]:
     return (parts_of(writer, lesson) for lesson in lessons)
 
 
-def rest_rows(writer: LanguageModelWriter, documents: Sequence[Document]) -> TokenBlocks:
+def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
     """What of documents is not in their introductions, as rows of the writer's window.
 
     Raises:
@@ -142,14 +142,16 @@ def rest_rows(writer: LanguageModelWriter, documents: Sequence[Document]) -> Tok
     return pack(texts, writer.tokenizer, writer.window, boundaries="whole", name="The rest of the documents")
 
 
-def rest_text(document: Document) -> str:
+def rest_text(document: SourceDocument) -> str:
     """The sentences that are not in the introduction."""
-    opening = set(opening_of(document))
+    opening = set(introduction_range(document))
     return " ".join(one.text for index, one in enumerate(document.sentences) if index not in opening)
 
 
 @torch.inference_mode()
-def likelihoods(writer: LanguageModelWriter, lessons: Sequence[Lesson], batch_size: int = 8) -> list[Likelihood]:
+def summary_likelihoods(
+    writer: LanguageModelWriter, lessons: Sequence[WriterExample], batch_size: int = 8
+) -> list[SummaryLikelihood]:
     """−Σ log p of each human summary, cut as in training, after what the writer reads before it."""
     writer.model.eval()
     pairs = list(_all_parts(writer, lessons))
@@ -157,7 +159,7 @@ def likelihoods(writer: LanguageModelWriter, lessons: Sequence[Lesson], batch_si
     return [found for batch in batches for found in _likelihoods(writer.model, batch)]
 
 
-def _likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Likelihood]:
+def _likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
     """Of one batch; padding stands at the end, where no token before it sees it."""
     longest = max(len(prompt) + len(summary) for prompt, summary in pairs)
     ids_BT = torch.zeros(len(pairs), longest, dtype=torch.long)
@@ -168,4 +170,4 @@ def _likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> It
     for row, (prompt, summary) in enumerate(pairs):
         first, last = len(prompt), len(prompt) + len(summary)
         nats = functional.cross_entropy(logits[row, first - 1 : last - 1], ids_BT[row, first:last], reduction="sum")
-        yield Likelihood(float(nats), len(summary))
+        yield SummaryLikelihood(float(nats), len(summary))

@@ -12,34 +12,36 @@ from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize import (
     Budget,
     LanguageModelWriter,
-    Layout,
-    Lead,
-    Wording,
+    LeadSelector,
+    PromptLayout,
+    SummaryDecoding,
     load_writer,
     read_text,
     select,
 )
 from graftlm.pipelines.summarize.summary import link, summarize
-from graftlm.pipelines.summarize.write import opening_text, whole_sentences
+from graftlm.pipelines.summarize.writer import drop_partial_sentence, introduction_text
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")
-LAYOUT = Layout(introduction="<i>", extract="<e>", summary="<s>")
+LAYOUT = PromptLayout(introduction="<i>", extract="<e>", summary="<s>")
 DOCUMENT = read_text(TEA, ".md")
-EXTRACT = select(DOCUMENT, Lead(), Budget(amount=4))
+EXTRACT = select(DOCUMENT, LeadSelector(), Budget(amount=4))
 
 
-def writer(layout: Layout | None = LAYOUT, **wording: Any) -> LanguageModelWriter:
+def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageModelWriter:
     model = tiny_model("llama", max_position_embeddings=1024).eval()
-    return LanguageModelWriter(model, tiny_tokenizer(), "tiny", layout, Wording(**{"max_new_tokens": 8} | wording))
+    return LanguageModelWriter(
+        model, tiny_tokenizer(), "tiny", layout, SummaryDecoding(**{"max_new_tokens": 8} | decoding)
+    )
 
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
     found = writer()
     ids, notes = found.prompt(EXTRACT)
     text = found.tokenizer.decode(ids, skip_special_tokens=True)
-    assert text == f"<i>{opening_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
+    assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
 
 
@@ -96,9 +98,9 @@ def test_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sentence_that_was_cut_off_is_left_out() -> None:
-    assert whole_sentences("One is here. Two is") == "One is here."
-    assert whole_sentences("One is here. Two is.") == "One is here. Two is."
-    assert whole_sentences("One is") == "One is"
+    assert drop_partial_sentence("One is here. Two is") == "One is here."
+    assert drop_partial_sentence("One is here. Two is.") == "One is here. Two is."
+    assert drop_partial_sentence("One is") == "One is"
 
 
 def test_links_lead_to_the_nearest_extracted_sentence() -> None:
@@ -114,12 +116,12 @@ def test_a_summary_tells_what_it_did() -> None:
     assert summary.writer == "tiny"
     assert len(summary.links) > 0
     assert "No trained selector is named" in summary.notes[0]
-    assert summarize(DOCUMENT, selector=Lead(), budget=Budget(amount=2)).notes == ()
+    assert summarize(DOCUMENT, selector=LeadSelector(), budget=Budget(amount=2)).notes == ()
 
 
 def test_a_model_folder_is_a_writer(tmp_path: Path, tiny_backbone) -> None:
-    found = load_writer(tiny_backbone("llama"), Wording(max_new_tokens=4), device="cpu")
-    assert found.write(select(DOCUMENT, Lead(), Budget(amount=1))).text
+    found = load_writer(tiny_backbone("llama"), SummaryDecoding(max_new_tokens=4), device="cpu")
+    assert found.write(select(DOCUMENT, LeadSelector(), Budget(amount=1))).text
     folder = tmp_path / "model"
     folder.mkdir()
     for file in Path(tiny_backbone("llama")).iterdir():

@@ -1,0 +1,100 @@
+"""Text processing: sentence boundaries, words and n-grams, and the libraries of the extra `summarize`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any
+
+from graftlm.errors import DataError, MissingExtraError
+
+_DISTRIBUTIONS = {"markdown_it": "markdown-it-py", "rouge_score": "rouge-score"}  # where it differs from the module
+_LINE_BREAK = re.compile(r"[\r\n]")
+_ROUGE_TOKEN = re.compile(r"[a-z0-9]+")
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
+_STEM_CACHE = 100_000  # the latest words, however many documents there are
+_SCRIPT_SAMPLE = 20_000  # characters read to detect the script
+_LANGUAGES = {
+    "LATIN": "en", "CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "ARABIC": "ar", "HEBREW": "he",
+    "DEVANAGARI": "hi", "BENGALI": "bn", "CYRILLIC": "ru", "GREEK": "el", "ARMENIAN": "hy", "ETHIOPIC": "am",
+    "MYANMAR": "my", "KHMER": "km",
+}  # fmt: skip
+_UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN")  # no punctuation mark ends their sentences
+
+
+def import_extra(module: str, purpose: str) -> Any:
+    """Import a module of the extra `summarize`, such as `markdown_it` or `sumy.summarizers.lex_rank`.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        root = module.split(".")[0]
+        if error.name != root:
+            raise
+        raise MissingExtraError(_DISTRIBUTIONS.get(root, root), "summarize", purpose) from None
+
+
+def detect_language(texts: Iterable[str], name: str = "The text") -> str:
+    """Return the language code to split sentences by. The script decides; Latin script counts as English.
+
+    Raises:
+        DataError: the script has no punctuation that ends sentences.
+    """
+    sample = itertools.islice(itertools.chain.from_iterable(texts), _SCRIPT_SAMPLE)
+    scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in sample if letter.isalpha())
+    if not scripts:
+        return "en"
+    if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts.total():
+        return "ja"  # most letters of Japanese text are Chinese characters
+    script = scripts.most_common(1)[0][0]
+    if script in _UNSUPPORTED_SCRIPTS:
+        raise DataError(
+            f"{name} is in {script.capitalize()} script, where no mark ends a sentence, and can't be split: "
+            "give a text in another script."
+        )
+    return _LANGUAGES.get(script, "en")
+
+
+def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
+    """Yield start and end of each sentence of a paragraph, without surrounding white space."""
+    sentencex: Any = import_extra("sentencex", "Splitting sentences")
+    for boundary in sentencex.get_sentence_boundaries(language, _LINE_BREAK.sub(" ", text)):  # keeps the length
+        start, end = boundary["start_index"], boundary["end_index"]
+        sentence = text[start:end]
+        stripped = sentence.strip()
+        if stripped:
+            start += len(sentence) - len(sentence.lstrip())
+            yield start, start + len(stripped)
+
+
+@cache
+def _stemmer() -> Callable[[str], str]:
+    porter: Any = import_extra("nltk.stem.porter", "ROUGE")
+    return lru_cache(_STEM_CACHE)(porter.PorterStemmer().stem)
+
+
+def rouge_tokens(text: str, stem: bool = True) -> list[str]:
+    """Tokenize as rouge-score does: runs of a–z and 0–9 in lower case; tokens above three characters are stemmed."""
+    tokens = _ROUGE_TOKEN.findall(text.lower())
+    if not stem:
+        return tokens
+    stemmed = _stemmer()
+    return [stemmed(token) if len(token) > 3 else token for token in tokens]
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of any script in lower case; each Chinese or Japanese character is a word."""
+    return [word.casefold() for word in _WORD.findall(text)]
+
+
+def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """Return all runs of `n` words."""
+    return list(zip(*(words[first:] for first in range(n)), strict=False))
