@@ -207,7 +207,7 @@ def measure_batch(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metrics
 
 def mixtures_of(graft: Clocked, reader: Reader) -> int:
     """How many different mixtures the rows have now."""
-    trace = graft.trace(reader.cache)
+    trace = graft.cache_trace(reader.cache)
     assert trace is not None
     return len(trace.values[:, -1].unique(dim=0))
 

@@ -193,7 +193,7 @@ def read_through(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str
     with evaluation_mode(model), torch.inference_mode():
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1].float()
         nats = functional.cross_entropy(logits, ids[0, 1:], reduction="none").double().cpu().numpy()
-    trace = graft.trace(cache) if graft is not None else None
+    trace = graft.cache_trace(cache) if graft is not None else None
     return nats, np.zeros((ids.shape[1], 0)) if trace is None else trace.values[0].cpu().numpy()
 
 

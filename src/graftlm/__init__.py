@@ -13,9 +13,9 @@ from graftlm.version import __version__
 
 if TYPE_CHECKING:
     from graftlm.artifact import load_graft, save_graft
-    from graftlm.backbone import load_backbone
+    from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
-    from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
+    from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
     from graftlm.runs.experiment import compare_recipe, run_recipe
     from graftlm.runs.recipe import load_recipe
 
@@ -29,6 +29,8 @@ _HOMES = {
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
     "load_recipe": "graftlm.runs.recipe",
+    "register_family": "graftlm.backbone",
+    "register_graft": "graftlm.grafts",
     "run_recipe": "graftlm.runs.experiment",
     "save_graft": "graftlm.artifact",
 }
@@ -44,6 +46,8 @@ __all__ = [
     "load_backbone",
     "load_graft",
     "load_recipe",
+    "register_family",
+    "register_graft",
     "run_recipe",
     "save_graft",
 ]

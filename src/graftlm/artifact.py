@@ -23,7 +23,8 @@ from torch import Tensor
 from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
 from graftlm.config import Config, apply_override
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
-from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
+from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
+from graftlm.grafts.base import check_tensors
 from graftlm.io import put_in_place, sync
 from graftlm.version import __version__
 
@@ -58,7 +59,7 @@ class Manifest(Config):
     config: dict[str, JsonValue]
     library: str
     backbone: BackboneRecord
-    augmenting: dict[str, BackboneRecord] = Field(default_factory=dict)
+    frozen_models: dict[str, BackboneRecord] = Field(default_factory=dict)
     tensors: int
     parameters: int
     training: dict[str, JsonValue] = Field(default_factory=dict)
@@ -98,14 +99,14 @@ def save_graft(
         ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
     """
     folder = Path(folder)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft.tensors().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
     _refuse_bad_numbers(tensors)
     manifest = Manifest(
         kind=graft.config.kind,
         config=graft.config.model_dump(mode="json"),
         library=__version__,
         backbone=BackboneRecord.of(backbone),
-        augmenting={name: BackboneRecord.of(model) for name, model in graft.augmenting().items()},
+        frozen_models={name: BackboneRecord.of(model) for name, model in _frozen_models(graft).items()},
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         training=dict(training or {}),
@@ -179,15 +180,32 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             apply_override(values, change)
         config = graft_config(values, where=JSON_NAME)
     graft = build_graft(config, backbone)
-    _check_augmenting(folder, manifest, graft)
-    graft.load_tensors(dict(read_tensors(folder)))
+    _check_frozen_models(folder, manifest, graft)
+    _load_tensors(graft, dict(read_tensors(folder)))
     return graft.eval()
 
 
-def _check_augmenting(folder: str | Path, manifest: Manifest, graft: Graft) -> None:
+def graft_tensors(graft: Graft) -> dict[str, Tensor]:
+    """The tensors that an artefact holds of a graft, by name."""
+    return graft.tensors() if isinstance(graft, HasTensors) else dict(graft.state_dict())
+
+
+def _load_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
+    if isinstance(graft, HasTensors):
+        graft.load_tensors(tensors)
+    else:
+        check_tensors(graft.state_dict(), tensors)
+        graft.load_state_dict(dict(tensors))
+
+
+def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
+    return graft.frozen_models() if isinstance(graft, ReadsModels) else {}
+
+
+def _check_frozen_models(folder: str | Path, manifest: Manifest, graft: Graft) -> None:
     """Raise `WrongBackboneError` unless a graft reads the models that it was trained with."""
-    for name, live in graft.augmenting().items():
-        record = manifest.augmenting.get(name)
+    for name, live in _frozen_models(graft).items():
+        record = manifest.frozen_models.get(name)
         difference = record.matches(live) if record else "it was not there then"
         if difference:
             raise WrongBackboneError(

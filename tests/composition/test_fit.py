@@ -73,7 +73,7 @@ def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_back
     folder = save_tiny_backbone(tmp_path / "one", "gpt2")
     save_graft(build_graft(graft_config(values(folder)), anchor), anchor, tmp_path / "graft")
     manifest = read_manifest(tmp_path / "graft")
-    assert manifest.augmenting["one"].name == str(folder)
+    assert manifest.frozen_models["one"].name == str(folder)
     config: Any = manifest.config
     assert config["augmenting"]["one"]["pairs"] == [[0, 0], [1, 1]]
     assert manifest.parameters == 2 * 5 * 48 * 48

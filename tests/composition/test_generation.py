@@ -36,7 +36,7 @@ def test_the_prompt_alone_is_read_once(model: GraftedModel, beams: int) -> None:
     ids, mask = prompts()
     runs: list[int] = []
     graft: Any = model.grafts["graft"]
-    one = graft.augmenting()["one"].model
+    one = graft.frozen_models()["one"].model
     handle = one.get_input_embeddings().register_forward_hook(lambda *_: runs.append(1))
     out = generate(model, ids, mask, do_sample=False, num_beams=beams)
     handle.remove()

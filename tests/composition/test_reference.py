@@ -47,7 +47,7 @@ class Slow:
     @torch.no_grad()
     def _read(self, name: str, paths: list[int]) -> list[Tensor]:
         """Every layer's output for one row's tokens."""
-        model = self.graft.augmenting()[name]
+        model = self.graft.frozen_models()[name]
         outputs: list[Tensor] = []
 
         def record(_module: Any, _inputs: Any, output: Any) -> None:

@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import REGISTRY
+from graftlm.grafts import kinds
 from tiny import DECODERS, ENCODERS, SPREAD, TOKENS, tiny_model, tiny_tokenizer
 
 
@@ -188,7 +188,7 @@ EXAMPLES: dict[str, list[Example]] = {
 
 def examples() -> list[Example]:
     """At least one example of every registered kind."""
-    return [example for kind in REGISTRY for example in EXAMPLES.get(kind, [Example(kind)])]
+    return [example for kind in kinds() for example in EXAMPLES.get(kind, [Example(kind)])]
 
 
 @torch.no_grad()

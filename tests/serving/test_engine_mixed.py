@@ -174,7 +174,7 @@ def test_traces_are_those_of_the_row_alone() -> None:
         with GraftedModel(host, dict(team.grafts)) as single, torch.inference_mode():
             cache = DynamicCache(config=single.config)
             for ids in ([prompt(length)], [[8]]):
-                _, traces = single.traced(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True)
+                _, traces = single.forward_traces(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True)
         expected = newest(traces, 0)
         assert expected
         assert found[row] == pytest.approx(expected, abs=1e-5)

@@ -52,7 +52,7 @@ def test_recomputing_is_the_published_procedure(folders: dict[str, str]) -> None
     """Every token's logits are those of the whole text under that token's weights alone."""
     with routing("llama", folders, prompt="whole", every=1, cache="recompute") as model:
         output = generate(model, tiny_ids(1, 6))
-        weights = model.traces(output.past_key_values)["graft"].values
+        weights = model.cache_traces(output.past_key_values)["graft"].values
     with routing("llama", folders) as model:
         graft: Any = model.grafts["graft"]
         for step, found in enumerate(output.logits):

@@ -104,7 +104,7 @@ def test_routes_of_a_generation(settings: dict[str, Any], prompt: int, seed: int
         output = model.generate(
             ids, max_new_tokens=7, min_new_tokens=7, do_sample=False, return_dict_in_generate=True, pad_token_id=0
         )
-        found = model.traces(output.past_key_values)["graft"]
+        found = model.cache_traces(output.past_key_values)["graft"]
     assert found.labels == [*EXPERTS, "none"]
     for row in range(2):
         wanted = literal(graft, output.sequences[row, :-1].tolist(), prompt)
@@ -123,7 +123,7 @@ def test_where_a_route_is_renewed_it_is_that_of_every_token(
         with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
             model(ids[:, :prompt], past_key_values=cache)
             model(ids[:, prompt:], past_key_values=cache)
-            found[every] = model.traces(cache)["graft"].values[0]
+            found[every] = model.cache_traces(cache)["graft"].values[0]
     given_ = prompt if graft.config.prompt == "whole" else 1
     renewed = [i for i in range(length) if i < given_ or (i + 1 - given_) % settings["every"] == 0]
     torch.testing.assert_close(found[settings["every"]][renewed], found[1][renewed], rtol=1e-4, atol=1e-5)
@@ -137,7 +137,7 @@ def test_left_padding_changes_no_route() -> None:
         how: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         both = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how)
         alone = model.generate(ids[1:, 4:], return_dict_in_generate=True, **how)
-        padded, plain = (model.traces(one.past_key_values)["graft"].values for one in (both, alone))
+        padded, plain = (model.cache_traces(one.past_key_values)["graft"].values for one in (both, alone))
     torch.testing.assert_close(padded[1, 4:], plain[0], rtol=1e-4, atol=1e-5)
 
 
@@ -175,4 +175,4 @@ def test_a_text_that_says_nothing_is_routed_evenly_or_not_at_all() -> None:
         with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
             cache = DynamicCache()
             model(ids, past_key_values=cache)
-            torch.testing.assert_close(model.traces(cache)["graft"].values[0, -1], torch.tensor(wanted))
+            torch.testing.assert_close(model.cache_traces(cache)["graft"].values[0, -1], torch.tensor(wanted))

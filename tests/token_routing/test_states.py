@@ -83,7 +83,7 @@ def test_other_grafts_do_not_reach_it() -> None:
 
     def weights(**others: Any) -> Tensor:
         with GraftedModel(host, {**others, "graft": graft_of(host, embedder=embedder)}) as model:
-            return model.traces(generate(model, ids, max_length=None).past_key_values)["graft"].values[:, :9]
+            return model.cache_traces(generate(model, ids, max_length=None).past_key_values)["graft"].values[:, :9]
 
     other = build_graft(graft_config({"kind": "neutral-residues"}), host)
     for parameter in other.parameters():
@@ -126,7 +126,7 @@ def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
     graft = graft_of(host, every=every, cache=cache, embedder={"layers": layers, "whiten": True})
     with GraftedModel(host, {"graft": graft}) as model:
         output = generate(model, tiny_ids(2, 11))
-        weights = model.traces(output.past_key_values)["graft"].values
+        weights = model.cache_traces(output.past_key_values)["graft"].values
         assert weights.std(1).max() > 1e-3, "the routes must move"
         found = torch.stack(output.logits, 1)
         torch.testing.assert_close(found, recomputed(model, output.sequences, 11), rtol=1e-4, atol=1e-4)
@@ -148,7 +148,7 @@ def test_padding_and_neighbours_change_no_weight(padding: int, seed: int, window
     with GraftedModel(backbone("llama"), {"graft": graft}) as model:
         both = generate(model, ids, attention_mask=mask)
         alone = generate(model, ids[1:, padding:])
-        together, apart = (model.traces(one.past_key_values)["graft"].values for one in (both, alone))
+        together, apart = (model.cache_traces(one.past_key_values)["graft"].values for one in (both, alone))
     torch.testing.assert_close(together[1, padding:], apart[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(together.sum(-1), torch.ones(2, 9 + NEW - 1))
 

@@ -59,6 +59,18 @@ class Call:
     observing: bool = False
     parts: tuple[Any, ...] = ()
 
+    def working_dtype(self, graft: nn.Module) -> torch.dtype:
+        """The dtype that a graft computes in: autocast's, or that of its weights.
+
+        A graft casts its inputs to it once, where autocast would cast them in each Linear.
+        """
+        key = (graft, "dtype")
+        if key not in self.scratch:
+            weight = next(graft.parameters())
+            autocast = torch.is_autocast_enabled(weight.device.type)
+            self.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        return self.scratch[key]
+
 
 Action = Literal["add", "replace", "bias"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])

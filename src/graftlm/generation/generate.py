@@ -153,7 +153,7 @@ def generate_text(
 
 def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) -> list[TracedToken]:
     """What the grafts did at each generated token, which is what they did at the one before it, that wrote it."""
-    traces = model.traces(cache) if isinstance(model, GraftedModel) else {}
+    traces = model.cache_traces(cache) if isinstance(model, GraftedModel) else {}
     if not traces:
         raise GraftError("There is no trace: only grafts that decide anew at each token leave one.")
     found, text = [], ""

@@ -18,7 +18,7 @@ from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_he
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafts import Graft, GraftedModel, HasHeads
 from graftlm.grafts.heads import TaskSpec
 from graftlm.runs.bench import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests
@@ -43,7 +43,7 @@ class TaskGraft:
     @property
     def tasks(self) -> dict[str, TaskSpec]:
         """What each head says, by the task's name."""
-        return self.graft.tasks()
+        return self.graft.tasks() if isinstance(self.graft, HasHeads) else {}
 
     @property
     def encoder(self) -> RowEncoder:

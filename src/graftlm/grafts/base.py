@@ -1,12 +1,23 @@
-"""The contract of every graft: what it adds to a frozen backbone, and what it tells of itself."""
+"""The contract of a graft.
+
+A method subclasses `Graft`. What only some methods do is a mix-in beside it, which shared code asks for by
+`isinstance`:
+
+    HasHeads         predicts labels with heads of its own
+    FitsOnText       learns from texts without gradients
+    ReadsModels      reads other frozen models
+    Traceable        tells what it did at each token
+    ReplacesModel    runs another module than the backbone, or changes its modules
+    HasTensors       stores other tensors than its `state_dict`
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -18,170 +29,198 @@ from graftlm.grafts.heads import TaskSpec
 
 
 class GraftConfig(Config):
-    """The base of a graft's config; `kind` names its room in the registry."""
+    """The base of a graft's config.
+
+    Attributes:
+        kind: the name of the method in recipes and in the registry.
+        needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
+        graft_class: the class that the config builds; set by `Graft.__init_subclass__`.
+    """
 
     kind: str
     needs_tasks: ClassVar[bool] = False
-    """Whether it is built for tasks, which a run's rows tell."""
+    graft_class: ClassVar[type[Graft]]
+
+
+class Graft(nn.Module):
+    """Trainable capacity attached to a frozen backbone; owns only its own parameters.
+
+    A subclass defines `Config` and `__init__(self, config, backbone)`, which keeps `config` and builds the parameters.
+    Construction reads the backbone's shapes and changes nothing of it. All methods below have defaults.
+
+    Attributes:
+        Config: the class of the config.
+        label: the method's name in tables and plots; by default the kind.
+        config: the config that the graft was built from.
+    """
+
+    Config: ClassVar[type[GraftConfig]]
+    label: ClassVar[str] = ""
+    config: GraftConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "Config" in cls.__dict__:
+            cls.Config.graft_class = cls
+
+    def taps(self) -> list[Tap]:
+        """The places where the graft reads and writes activations."""
+        return []
+
+    def prepare(self, call: Call) -> None:
+        """Run before each forward pass, for example to compute routes or to run another model."""
+
+    def auxiliary_loss(self, call: Call) -> Tensor | None:
+        """The weighted loss that the graft adds to the training loss of this pass, a scalar; None adds nothing.
+
+        A mean divides by `call.totals`, so that the losses of micro-batches and processes add up.
+        """
+        return None
+
+    def observe(self, call: Call) -> dict[str, Tensor]:
+        """Statistics of this pass, as means over its tokens: name -> (layers,)."""
+        return {}
+
+    def describe(self, backbone: Backbone) -> dict[str, Any]:
+        """Statistics of the parameters, without any text: plain numbers and lists."""
+        return {}
+
+
+class HasHeads(ABC):
+    """A graft that predicts the labels of tasks, see `grafts.heads`."""
+
+    @abstractmethod
+    def tasks(self) -> dict[str, TaskSpec]:
+        """The tasks by name, in order. `extras["task"]` (B,) holds each row's index into them."""
+
+    @abstractmethod
+    def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
+        """The prediction of each row from the last hidden states (B, T, d)."""
+
+    @abstractmethod
+    def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
+        """The loss of the predictions: the sum over rows divided by `call.totals[0]`, or the mean without totals.
+
+        Args:
+            call: the forward pass.
+            hidden: (B, T, d), the last hidden states.
+            targets: one for each row.
+        """
+
+    def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Choose the initial values of tasks that were added to a trained graft.
+
+        Args:
+            model: the `GraftedModel` with this graft.
+            rows: some rows of each task, as `GraftedModel.forward` takes them, with `targets`.
+
+        Returns:
+            The choice for each added task, as plain values.
+        """
+        return {}
+
+
+class FitsOnText(ABC):
+    """A graft that learns from texts without gradients, before training."""
+
+    @abstractmethod
+    def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """The sources of the texts by a name of the graft's own, in the form of a recipe's data."""
+
+    @abstractmethod
+    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Learn from the texts of `sources`."""
+
+
+class ReadsModels(ABC):
+    """A graft that reads the activations of other frozen models."""
+
+    @abstractmethod
+    def frozen_models(self) -> Mapping[str, Backbone]:
+        """The other models by name. An artefact stores their fingerprints."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a graft did at each token of a generation.
+    """What a graft did at each token.
 
     Attributes:
-        labels: what is told of each token, such as the names of experts.
-        values: (B, S, labels), for every token that the model has read.
+        labels: the names of the values, such as the names of experts.
+        values: (B, tokens, labels).
     """
 
     labels: list[str]
     values: Tensor
 
 
-class Graft(nn.Module):
-    """Trainable capacity attached to a frozen backbone; owns only its own parameters.
+class Traceable:
+    """A graft that tells what it did at each token, from the cache or from a forward pass."""
 
-    A room overrides `taps`, and what else it needs of: `prepare`, `auxiliary_loss`, `observe`, `describe`. Constructing
-    a graft touches nothing of the backbone.
-    """
-
-    Config: ClassVar[type[GraftConfig]]
-    label: ClassVar[str] = ""
-    """What tables and plots call it."""
-    config: GraftConfig
-
-    def taps(self) -> list[Tap]:
-        """Where the graft reads and writes."""
-        return []
-
-    def prepare(self, call: Call) -> None:
-        """Runs before each forward pass: run an augmenting model, compute routes."""
-
-    def auxiliary_loss(self, call: Call) -> Tensor | None:
-        """What the graft adds to the language-modelling loss of this pass, already weighted; None for nothing.
-
-        Means are taken over `call.totals`, so that losses of micro-batches and ranks add up.
-        """
+    def cache_trace(self, cache: Cache) -> Trace | None:
+        """The trace of all tokens that `cache` holds; None where the cache keeps none."""
         return None
 
-    def observe(self, call: Call) -> dict[str, Tensor]:
-        """What this pass showed, as means over its tokens, one value a layer."""
-        return {}
-
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
-        """What the parameters show beside the backbone's, without any text; plain numbers and lists."""
-        return {}
-
-    def augmenting(self) -> Mapping[str, Backbone]:
-        """The other frozen models that this graft reads, by name; an artefact remembers what they were."""
-        return {}
-
-    def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Texts that the graft learns from without gradients, by a name of its own: sources as a recipe's data has."""
-        return {}
-
-    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
-        """Learn from the texts of `sources`, before training."""
-
-    def trace(self, cache: Cache) -> Trace | None:
-        """What the graft did at each token of a generation, from what it left in the cache."""
-        return None
-
-    def traced(self, call: Call) -> Trace | None:
-        """What the graft did at each token of a pass, values (B, T, labels); by default, as its cache tells."""
-        found = None if call.cache is None else self.trace(call.cache)
-        if found is None or call.input_ids is None:
+    def forward_trace(self, call: Call) -> Trace | None:
+        """The trace of the tokens of one pass, values (B, T, labels); by default the last T of `cache_trace`."""
+        trace = None if call.cache is None else self.cache_trace(call.cache)
+        if trace is None or call.input_ids is None:
             return None
-        return Trace(found.labels, found.values[:, -call.input_ids.shape[1] :])
+        return Trace(trace.labels, trace.values[:, -call.input_ids.shape[1] :])
 
-    def tasks(self) -> dict[str, TaskSpec]:
-        """What the graft predicts by heads of its own; a row's task, `extras["task"]` (B,), is an index into this."""
-        return {}
 
-    def predict(self, call: Call, hidden: Tensor) -> list[Tensor] | None:
-        """Each row's prediction from the last hidden states (B, T, d), see `grafts.heads`; None without heads."""
-        return None
+class ReplacesModel(ABC):
+    """A graft that taps alone can't express: it runs a copy of the backbone, or adds modules to it."""
 
-    def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor | None:
-        """The loss of the predictions: the sum over rows by `call.totals[0]`, or else their mean; None without heads.
+    @abstractmethod
+    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model to run instead of `model`."""
 
-        Args:
-            call: the pass.
-            hidden: (B, T, d), the last hidden states.
-            targets: one a row, see `grafts.heads`.
-        """
-        return None
+    @abstractmethod
+    def detach(self, model: PreTrainedModel) -> None:
+        """Undo `attach`; the graft keeps its tensors."""
 
-    def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Give tasks that the graft has just got a start, before training; gives what was chosen, as plain values.
-
-        Args:
-            model: the `GraftedModel` that carries this graft.
-            rows: some rows of each task, as `GraftedModel.forward` takes them, with `targets`.
-        """
-        return {}
-
-    def still(self) -> Iterable[nn.Module]:
-        """Modules of the model that `attach` gave which stay in evaluation mode while it trains."""
+    def eval_only_modules(self) -> Iterable[nn.Module]:
+        """Modules of the model from `attach` that stay in evaluation mode during training."""
         return ()
 
-    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model to run with this graft: the backbone itself, but for baselines that need their own."""
-        return model
+    def changes_all_rows(self) -> bool:
+        """Whether the graft, as configured, acts on every row of a batch, so that it can't share a batch."""
+        return True
 
-    def detach(self, model: PreTrainedModel) -> None:
-        """Undo `attach`."""
 
-    def taps_alone(self) -> bool:
-        """Whether the graft acts through its taps alone, so that others may act on other rows of a batch."""
-        return type(self).attach is Graft.attach
+class HasTensors(ABC):
+    """A graft whose artefact holds other tensors than its `state_dict`."""
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that this graft trains, by name."""
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The graft's own tensors, as an artefact keeps them."""
-        return dict(self.state_dict())
+        """The tensors that an artefact holds, by name."""
 
+    @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave.
+        """Take over tensors of the form that `tensors` returns.
 
         Raises:
             ArtifactError: names or shapes differ.
         """
-        own = self.tensors()
-        check_tensors(own, tensors)
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(tensors[name])
 
 
-def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def supports_row_groups(graft: Graft) -> bool:
+    """Whether the graft acts through taps alone, so that other grafts can act on other rows of the same batch."""
+    return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
+
+
+def check_tensors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     """Raise `ArtifactError` unless both have the same names and shapes."""
-    missing, foreign = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    missing, foreign = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or foreign:
-        what = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not know"
+        problem = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not know"
         raise ArtifactError(
-            f"The graft's tensor file {what} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or of "
+            f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or of "
             "another config; train or copy the graft again."
         )
     for name, tensor in expected.items():
-        if tensor.shape != found[name].shape:
+        if tensor.shape != actual[name].shape:
             raise ArtifactError(
-                f"The tensor {name} has the shape {tuple(found[name].shape)}, but {tuple(tensor.shape)} is expected: "
+                f"The tensor {name} has the shape {tuple(actual[name].shape)}, but {tuple(tensor.shape)} is expected: "
                 "the graft's files do not belong together; train or copy the graft again."
             )
-
-
-def working_dtype(graft: Graft, call: Call) -> torch.dtype:
-    """What a graft computes in: its weights' dtype, or autocast's.
-
-    Inputs are cast to it once, rather than by each Linear under autocast.
-    """
-    key = (graft, "dtype")
-    if key not in call.scratch:
-        weight = next(graft.parameters())
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        call.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-    return call.scratch[key]

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, JoinError, PartError, PartWiring, growing, join
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
-from graftlm.grafts.base import Graft, Trace
+from graftlm.grafts.base import Graft, Trace, supports_row_groups
 from graftlm.grafts.lanes import Batch, Lane, LaneCache, StandIn
-from graftlm.grafts.model import GraftedModel
+from graftlm.grafts.model import GraftedModel, forward_traces
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MixedModel:
 
     def _taps(self, team: Team) -> list[Any]:
         for name, graft in team.grafts:
-            if not graft.taps_alone():
+            if not supports_row_groups(graft):
                 raise GraftError(
                     f"The graft {name} brings modules of its own into the model, which act on every row: run it alone."
                 )
@@ -165,7 +165,7 @@ def newest_traces(batch: Batch, wanted: Sequence[int]) -> dict[int, dict[str, fl
         rows = [row for row in wanted if lane.view.rows.start <= row < lane.view.rows.stop]
         if rows:
             assert isinstance(lane.owner, Team)
-            traces = {name: trace for name, graft in lane.owner.grafts if (trace := graft.traced(call)) is not None}
+            traces = forward_traces(dict(lane.owner.grafts), call)
             found |= {row: newest(traces, row - lane.view.rows.start) for row in rows}
     return found
 

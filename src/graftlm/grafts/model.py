@@ -1,11 +1,11 @@
-"""The one object that training, evaluation, generation and serving see: a backbone with its grafts attached."""
+"""`GraftedModel`, a backbone with its grafts attached: training, evaluation, generation and serving see it alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -17,14 +17,12 @@ from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, Wiring
 from graftlm.errors import GraftError, TapConflictError
-from graftlm.grafts.base import Graft, Trace
-
-_Found = TypeVar("_Found")
+from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
 
 @dataclass
 class GraftedOutput(ModelOutput):
-    """What a `GraftedModel` returns: as transformers, with the parts of the loss.
+    """The output of a `GraftedModel`: transformers' fields, and the parts of the loss.
 
     `loss` = `lm_loss` + `auxiliary_loss`; both parts are detached.
     """
@@ -41,23 +39,23 @@ class GraftedOutput(ModelOutput):
 class GraftedModel(nn.Module):
     """A backbone with grafts attached.
 
-    Its trainable parameters are the grafts' alone. `model` is the live transformers model with the grafts' taps in
+    Its trainable parameters are those of the grafts. `model` is the live transformers model with the grafts' taps in
     place: give it to any tool that takes a transformers model.
 
     Args:
-        backbone: the frozen backbone; its weights, flags and mode are given back by `detach`.
+        backbone: the frozen backbone. `detach` restores its weights, flags and mode.
         grafts: grafts by name, built for this backbone.
 
     Raises:
-        TapConflictError: two grafts claim one place, or the backbone carries grafts already.
+        TapConflictError: two grafts replace the same activation, or the backbone carries grafts already.
     """
 
-    _carrying: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
+    _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
         super().__init__()
         self.backbone = backbone
-        if backbone.model in self._carrying:
+        if backbone.model in self._with_grafts:
             raise TapConflictError(
                 f"The backbone {backbone.name} carries grafts already, and more would act on top of them unseen: "
                 "detach those first, or attach all of them in one GraftedModel."
@@ -67,30 +65,29 @@ class GraftedModel(nn.Module):
         backbone.model.requires_grad_(False)
         backbone.model.eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
-        self._attached: list[Graft] = []
+        self._by_name: dict[str, Graft] = dict(grafts or {})
+        self._replacing: list[ReplacesModel] = []
         self._checkpoints_layers = False
         try:
-            model = backbone.model
-            for graft in self._each():
-                model = graft.attach(model)
-                self._attached.append(graft)
-            self.model: PreTrainedModel = model
-            taps = {name: graft.taps() for name, graft in zip(self.grafts, self._each(), strict=True)}
-            self._wiring = Wiring(model, Sites(model), taps, self._prepare)
+            self.model: PreTrainedModel = self._attach(backbone.model)
+            taps = {name: graft.taps() for name, graft in self._by_name.items()}
+            self._wiring = Wiring(self.model, Sites(self.model), taps, self._prepare)
         except BaseException:
-            self._give_back()
+            self._restore_backbone()
             raise
-        self._carrying.add(backbone.model)
+        self._with_grafts.add(backbone.model)
         self._detached = False
 
-    def _each(self) -> Iterator[Graft]:
-        for graft in self.grafts.values():
-            assert isinstance(graft, Graft), f"{type(graft).__name__} is not a Graft"
-            yield graft
+    def _attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        for graft in self._by_name.values():
+            if isinstance(graft, ReplacesModel):
+                model = graft.attach(model)
+                self._replacing.append(graft)
+        return model
 
     def _prepare(self, call: Call) -> None:
         call.training = self.training and torch.is_grad_enabled()
-        for graft in self._each():
+        for graft in self._by_name.values():
             graft.prepare(call)
 
     def forward(
@@ -107,60 +104,53 @@ class GraftedModel(nn.Module):
         targets: Sequence[Tensor] | None = None,
         **kwargs: Any,
     ) -> GraftedOutput:
-        """One pass.
+        """One forward pass.
 
         Args:
             input_ids: (B, T) token ids.
             attention_mask: (B, T), 1 for real tokens.
-            position_ids: (B, T); where they restart inside a row and there is no mask, attention stays inside each
-                document.
-            labels: (B, T) aligned with `input_ids`, -100 where nothing is predicted; the shift happens here.
+            position_ids: (B, T). Without a mask, positions that restart inside a row begin a new document, and
+                attention stays inside each document.
+            labels: (B, T) aligned with `input_ids`, -100 for tokens that are not predicted; the shift happens here.
             domain: (B,) domain marks, 0 old and 1 new.
-            token_mask: (B, T) True for tokens that are not padding, where `attention_mask` does not say it.
-            totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes this pass's own.
-            prompt: (B, T) True for tokens that were given rather than to be predicted.
-            extras: whatever else the batch says, by name.
-            targets: what a graft's heads are to predict, one a row; the language-model head is then left out, and
-                `lm_loss` is the heads' loss.
-            kwargs: handed on to the model. Without a cache of the caller's none is made unless `use_cache` asks for it:
-                it would make transformers forget where documents begin.
+            token_mask: (B, T) True for tokens that are not padding, where no `attention_mask` is given.
+            totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes those of this pass.
+            prompt: (B, T) True for the tokens of the prompt.
+            extras: other inputs of grafts, by name.
+            targets: one for each row, for the heads of a graft. The language-model head does not run, and `lm_loss` is
+                the loss of the heads.
+            kwargs: passed to the model. `use_cache` defaults to whether the caller gives a cache, since with a new
+                cache transformers ignores where documents begin.
 
         Raises:
-            GraftError: there are targets, and no graft has heads, or two have.
+            GraftError: targets are given, and the number of grafts with heads is not one.
         """
-        said: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
-        said["extras"] = dict(extras or {})
+        call_values: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        call_values["extras"] = dict(extras or {})
         if targets is not None:
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-            return self._on_targets(targets, said, inputs | kwargs)
+            return self._target_output(targets, call_values, inputs | kwargs)
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        with self._wiring.announce(**said) as calls:
+        with self._wiring.announce(**call_values) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
-        auxiliary = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
-        loss = lm_loss if lm_loss is None or auxiliary is None else lm_loss + auxiliary
+        auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
         return GraftedOutput(
-            loss=loss,
+            **_loss_parts(lm_loss, auxiliary_loss),
             logits=output.get("logits"),
-            lm_loss=None if lm_loss is None else lm_loss.detach(),
-            auxiliary_loss=None if auxiliary is None else auxiliary.detach(),
             past_key_values=output.get("past_key_values"),
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )
 
-    def _on_targets(self, targets: Sequence[Tensor], said: dict[str, Any], inputs: dict[str, Any]) -> GraftedOutput:
-        """The loss of the heads of a graft."""
-        call, hidden = self._last_hidden(said, inputs)
-        target_loss = self._only([graft.target_loss(call, hidden, targets) for graft in self._each()])
-        auxiliary = self._auxiliary_loss(call)
-        return GraftedOutput(
-            loss=target_loss if auxiliary is None else target_loss + auxiliary,
-            lm_loss=target_loss.detach(),
-            auxiliary_loss=None if auxiliary is None else auxiliary.detach(),
-        )
+    def _target_output(
+        self, targets: Sequence[Tensor], call_values: dict[str, Any], inputs: dict[str, Any]
+    ) -> GraftedOutput:
+        heads = self._graft_with_heads()
+        call, hidden = self._last_hidden(call_values, inputs)
+        return GraftedOutput(**_loss_parts(heads.target_loss(call, hidden, targets), self._auxiliary_loss(call)))
 
     def predict(
         self,
@@ -169,20 +159,21 @@ class GraftedModel(nn.Module):
         extras: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[Tensor]:
-        """What the heads of a graft say to each row, see `grafts.heads`; whether with gradients is the caller's choice.
+        """The prediction of each row by the heads of a graft, see `grafts.heads`; gradients are kept.
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, T), 1 for real tokens; on which side padding stands changes nothing.
-            extras: whatever else the batch says; `task` (B,) where the graft has several.
-            kwargs: handed on to the model, such as `token_type_ids`.
+            attention_mask: (B, T), 1 for real tokens; padding may be on either side.
+            extras: other inputs of grafts, by name: `task` (B,) where the graft has several tasks.
+            kwargs: passed to the model, such as `token_type_ids`.
 
         Raises:
-            GraftError: no graft has heads, or two have.
+            GraftError: the number of grafts with heads is not one.
         """
+        heads = self._graft_with_heads()
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
         call, hidden = self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)
-        return self._only([graft.predict(call, hidden) for graft in self._each()])
+        return heads.predict(call, hidden)
 
     def encode(
         self,
@@ -191,73 +182,72 @@ class GraftedModel(nn.Module):
         extras: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """(B, T, d): the last hidden states, of which heads are; arguments as those of `predict`."""
+        """(B, T, d): the last hidden states, which heads read; arguments as those of `predict`."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
         return self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)[1]
 
-    def _last_hidden(self, said: dict[str, Any], inputs: dict[str, Any]) -> tuple[Call, Tensor]:
+    def _last_hidden(self, call_values: dict[str, Any], inputs: dict[str, Any]) -> tuple[Call, Tensor]:
         """One pass without the language-model head: its call, and (B, T, d)."""
         mask = inputs.get("attention_mask")
         if inputs["position_ids"] is None and mask is not None:
             inputs["position_ids"] = self.backbone.sites.positions(mask)
-        with self._wiring.announce(**said) as calls:
+        with self._wiring.announce(**call_values) as calls:
             output = self.model.base_model(**{name: value for name, value in inputs.items() if value is not None})
         return calls[0], output[0]
 
-    def _only(self, found: list[_Found | None]) -> _Found:
-        """What the one graft with heads gave."""
-        given = [one for one in found if one is not None]
-        if len(given) != 1:
-            carrying = ", ".join(self.grafts) or "none"
+    def _graft_with_heads(self) -> HasHeads:
+        grafts = [graft for graft in self._by_name.values() if isinstance(graft, HasHeads)]
+        if len(grafts) != 1:
+            names = ", ".join(self.grafts) or "none"
             raise GraftError(
-                f"{len(given) or 'None'} of the attached grafts ({carrying}) {'have' if given else 'has'} heads to "
+                f"{len(grafts) or 'None'} of the attached grafts ({names}) {'have' if grafts else 'has'} heads to "
                 "predict with, but one is expected: attach one that was trained on tasks."
             )
-        return given[0]
+        return grafts[0]
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
-        losses = [loss for graft in self._each() if (loss := graft.auxiliary_loss(call)) is not None]
+        losses = [loss for graft in self._by_name.values() if (loss := graft.auxiliary_loss(call)) is not None]
         return sum(losses[1:], losses[0]) if losses else None
 
     @torch.no_grad()
     def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
-        """Run one pass and return what each graft saw in it, by the graft's name."""
-        said = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
-        with self._wiring.announce(**said, observing=True) as calls:
+        """The statistics of one pass by the graft's name, see `Graft.observe`."""
+        call_values = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
+        with self._wiring.announce(**call_values, observing=True) as calls:
             self.model(**inputs)
-        return {name: graft.observe(calls[0]) for name, graft in zip(self.grafts, self._each(), strict=True)}
+        return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate` on the grafted model."""
         return self.model.generate(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
 
-    def traces(self, cache: Cache) -> dict[str, Trace]:
-        """What the grafts did at each token of a generation, by the graft's name, from its cache."""
-        found = {name: graft.trace(cache) for name, graft in zip(self.grafts, self._each(), strict=True)}
-        return {name: trace for name, trace in found.items() if trace is not None}
+    def cache_traces(self, cache: Cache) -> dict[str, Trace]:
+        """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""
+        traceable = {name: graft for name, graft in self._by_name.items() if isinstance(graft, Traceable)}
+        traces = {name: graft.cache_trace(cache) for name, graft in traceable.items()}
+        return {name: trace for name, trace in traces.items() if trace is not None}
 
-    def traced(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
-        """The live model's output in one pass, and what the grafts did at each of its tokens, by the graft's name."""
+    def forward_traces(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
+        """The model's output of one pass, and what each graft did at each of its tokens, by the graft's name."""
         with self._wiring.announce() as calls:
             output = self.model(**inputs)
-        found = {name: graft.traced(calls[0]) for name, graft in zip(self.grafts, self._each(), strict=True)}
-        return output, {name: trace for name, trace in found.items() if trace is not None}
+        return output, forward_traces(self._by_name, calls[0])
 
     def train(self, mode: bool = True) -> Self:
-        """Set the grafts' mode; a frozen backbone stays in evaluation mode, without dropout."""
+        """Set the grafts' mode; the frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)
         self.backbone.model.eval()
-        for graft in self._attached:
-            for module in graft.still():
+        for graft in self._replacing:
+            for module in graft.eval_only_modules():
                 module.eval()
         for module in self.model.modules():
-            # transformers checkpoints layers in training mode only; a layer's own flag does not wake its dropout.
+            # transformers checkpoints layers in training mode only. The flag of a layer does not turn on its dropout.
             if getattr(module, "gradient_checkpointing", False):
                 module.training = mode
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """The grafts' parameters by their name in this module."""
+        """The parameters that train, by their name in this module."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def enable_gradient_checkpointing(self) -> None:
@@ -282,18 +272,18 @@ class GraftedModel(nn.Module):
         return self.model.dtype
 
     def detach(self) -> Backbone:
-        """Take every tap off and give the backbone back as it was; once detached, nothing more happens."""
+        """Remove every tap and return the backbone as it was; a second call does nothing."""
         if not self._detached:
             self._detached = True
             self._wiring.remove()
-            self._give_back()
-            self._carrying.discard(self.backbone.model)
+            self._restore_backbone()
+            self._with_grafts.discard(self.backbone.model)
         return self.backbone
 
-    def _give_back(self) -> None:
-        for graft in reversed(self._attached):
+    def _restore_backbone(self) -> None:
+        for graft in reversed(self._replacing):
             graft.detach(self.backbone.model)
-        self._attached.clear()
+        self._replacing.clear()
         if self._checkpoints_layers:
             self.model.gradient_checkpointing_disable()
         for name, parameter in self.backbone.model.named_parameters():
@@ -308,13 +298,30 @@ class GraftedModel(nn.Module):
         self.detach()
 
 
+def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
+    """What each graft did at each token of a pass, by the graft's name; grafts without a trace are left out."""
+    traceable = {name: graft for name, graft in grafts.items() if isinstance(graft, Traceable)}
+    traces = {name: graft.forward_trace(call) for name, graft in traceable.items()}
+    return {name: trace for name, trace in traces.items() if trace is not None}
+
+
+def _loss_parts(lm_loss: Tensor | None, auxiliary_loss: Tensor | None) -> dict[str, Tensor | None]:
+    """The fields of `GraftedOutput` about the loss."""
+    loss = lm_loss if lm_loss is None or auxiliary_loss is None else lm_loss + auxiliary_loss
+    return {
+        "loss": loss,
+        "lm_loss": None if lm_loss is None else lm_loss.detach(),
+        "auxiliary_loss": None if auxiliary_loss is None else auxiliary_loss.detach(),
+    }
+
+
 def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:
-    """Log-perplexity in nats: the sum of -log p(label at t | text before t), over the number of targets.
+    """Log-perplexity in nats: the sum of -log p(label at t | text before t), divided by the number of targets.
 
     Args:
         logits: (B, T, V).
         labels: (B, T), aligned with the inputs; -100 is not predicted.
-        totals: its first entry is the number of targets to divide by; None counts those of `labels`.
+        totals: the first entry is the divisor; None counts the targets of `labels`.
     """
     targets = labels[:, 1:].reshape(-1)
     predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
@@ -325,7 +332,7 @@ def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | Non
 
 @contextmanager
 def grafted(backbone: Backbone, **grafts: Graft) -> Iterator[GraftedModel]:
-    """Attach grafts for the length of a block."""
+    """Attach grafts inside a `with` block."""
     if not grafts:
         raise GraftError("No graft was given: name at least one, as in grafted(backbone, danish=graft).")
     model = GraftedModel(backbone, grafts)

@@ -23,7 +23,7 @@ from graftlm.evaluation import TaskResult, Row, Scores, measure_task, read_task,
 from graftlm.evaluation.metrics import MemoryWatch, decode_speed
 from graftlm.evaluation.report import learning_and_forgetting
 from graftlm.io import write_atomically
-from graftlm.grafts import GraftConfig, GraftedModel, build_graft, graft_class
+from graftlm.grafts import FitsOnText, GraftConfig, GraftedModel, ReadsModels, build_graft, graft_class
 from graftlm.training.config import TrainingConfig
 from graftlm.training.history import read_history
 from graftlm.training.loop import TrainingSummary, train
@@ -128,9 +128,10 @@ class Bench:
         identity["data"] = mixture.fingerprint() if mixture else None
         set_seed(training.seed)
         graft = build_graft(config, self.backbone)
-        if others := graft.augmenting():
-            identity["augmenting"] = {name: one.fingerprint.id for name, one in others.items()}
-        texts = {name: _whole_texts(sources) for name, sources in graft.sources().items()}
+        if isinstance(graft, ReadsModels):
+            identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
+        sources = graft.sources() if isinstance(graft, FitsOnText) else {}
+        texts = {name: _whole_texts(own) for name, own in sources.items()}
         identity["texts"] = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
         key = self._key(row_id, identity, training)
         kept = _read_measurement(out, key)
@@ -138,7 +139,8 @@ class Bench:
             return kept
         self.backbone_scores()
         self.backbone_outcomes()
-        graft.fit(texts)
+        if isinstance(graft, FitsOnText):
+            graft.fit(texts)
         with GraftedModel(self.backbone, {"graft": graft}) as model:
             summary, peak = None, 0
             if training.steps:

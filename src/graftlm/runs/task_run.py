@@ -22,7 +22,7 @@ from graftlm.errors import RecipeError
 from graftlm.evaluation import MemoryWatch, Results, Row, write_report
 from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
 from graftlm.io import write_atomically
-from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
+from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, build_graft, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.bench import Measurement, count_weights, graft_label
 from graftlm.training.loop import TrainingSummary, train
@@ -143,8 +143,7 @@ def build_task_mixture(recipe: TaskRecipe, model: GraftedModel, rows: Mapping[st
 def tasks_of(model: GraftedModel) -> dict[str, TaskSpec]:
     """The tasks of the graft that has heads."""
     graft = model.grafts["graft"]
-    assert isinstance(graft, Graft), "a grafted model holds grafts"
-    return graft.tasks()
+    return graft.tasks() if isinstance(graft, HasHeads) else {}
 
 
 def task_tests(
@@ -191,7 +190,7 @@ def _run(
         counted = sum(map(len, rows.values()))
         say(f"Backbone {backbone.name}: {weights:,} parameters; {len(rows)} tasks of {counted:,} rows together.")
         samples = {name: mixture.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
-        started = graft.start_tasks(model, samples)
+        started = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
         for name, choice in started.items():
             say(f"The task {name} starts from {json.dumps(choice)}.")
         summary, peak = None, 0

@@ -160,7 +160,9 @@ class SerialEngine:
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([ask.prompt], device=model.device)
         while True:
-            output, traces = model.traced(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output, traces = model.forward_traces(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
             logits = output.logits[0, -1].float()
             token = choose(logits, ask, draw)
             logprobs = logits.log_softmax(-1) if ask.logprobs is not None else None

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, TapConflictError
-from graftlm.grafts.base import Graft, GraftConfig, check_tensors
+from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 
 _ADAPTER = "graft"
 
@@ -36,7 +36,7 @@ class LowRankConfig(GraftConfig):
     scale: float = Field(1.0, gt=0)
 
 
-class LowRank(Graft):
+class LowRank(Graft, ReplacesModel, HasTensors):
     """LoRA on every Linear of the FFNs. PEFT attaches its modules to the live model, and unloads them again."""
 
     Config: ClassVar[type[GraftConfig]] = LowRankConfig
@@ -122,7 +122,7 @@ class FineTuningConfig(GraftConfig):
     kind: Literal["finetune"] = "finetune"
 
 
-class FineTuning(Graft):
+class FineTuning(Graft, ReplacesModel, HasTensors):
     """All weights of a copy of the backbone; the backbone itself stays as it is. Its tensors are the whole model's."""
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig

@@ -19,13 +19,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import GraftError
-from graftlm.grafts.base import Graft, GraftConfig, working_dtype
+from graftlm.grafts.base import Graft, GraftConfig, ReadsModels
 from graftlm.grafts.composition.attention import CrossAttention
 from graftlm.grafts.composition.augmenting import Augmenting, load_augmenting
 from graftlm.grafts.composition.config import CompositionConfig, Pair
 
 
-class Composition(Graft):
+class Composition(Graft, ReadsModels):
     """Projections and cross-attentions from a backbone to augmenting models.
 
     Args:
@@ -64,7 +64,7 @@ class Composition(Graft):
         self.config = config.model_copy(update={"augmenting": resolved})
         self.to(backbone.device)
 
-    def augmenting(self) -> Mapping[str, Backbone]:
+    def frozen_models(self) -> Mapping[str, Backbone]:
         return {name: model.backbone for name, model in self._models.items()}
 
     def taps(self) -> list[Tap]:
@@ -84,7 +84,7 @@ class Composition(Graft):
 
     def _tap(self, sources: list[tuple[str, int]]) -> Any:
         def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            anchor = outputs.to(working_dtype(self, call))
+            anchor = outputs.to(call.working_dtype(self))
             written = [self._cross(call, name, number, anchor) for name, number in sources]
             some = [one for one in written if one is not None]
             return sum(some[1:], some[0]).to(outputs.dtype) if some else None

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import GraftError, RecipeError
-from graftlm.grafts.base import Graft, GraftConfig, check_tensors, working_dtype
+from graftlm.grafts.base import Graft, GraftConfig, HasHeads, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.conditional_tasks.adding import choose, read_trained
 from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
 from graftlm.grafts.conditional_tasks.copying import outside, share, sharing_copy, trained_names, trained_roots
@@ -28,7 +28,7 @@ from graftlm.grafts.heads import Heads, TaskSpec, task_key
 _COPIED = "copied."
 
 
-class ConditionalTasks(Graft):
+class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
     """Many tasks on one partly frozen encoder, by modules that each task's embedding modulates."""
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
@@ -125,7 +125,7 @@ class ConditionalTasks(Graft):
 
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
         assert self.alignment is not None, "no tap without an alignment"
-        working = x_BTD.to(working_dtype(self, call))
+        working = x_BTD.to(call.working_dtype(self))
         return self.alignment.change(working, self._tasks(call)).to(x_BTD.dtype)
 
     def _attend(self, layer: int, bias: Any) -> Callable[..., Tensor]:
@@ -140,7 +140,7 @@ class ConditionalTasks(Graft):
 
     def _beside(self, bottleneck: Any) -> Callable[..., Tensor]:
         def add(call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-            return bottleneck(x_BTD.to(working_dtype(self, call)), self._tasks(call)).to(y_BTD.dtype)
+            return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
 
         return add
 
@@ -150,7 +150,7 @@ class ConditionalTasks(Graft):
         def remember(call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
             # A key for each layer: a layer that is computed again in the backward pass reads the same.
             before = call.scratch.get((self, "skip", layer - 1))
-            h = h_BTD.to(working_dtype(self, call))
+            h = h_BTD.to(call.working_dtype(self))
             call.scratch[self, "skip", layer] = bottleneck(h if before is None else h + before, self._tasks(call))
             last = layer == self._sites.n_layers - 1
             return call.scratch[self, "skip", layer].to(h_BTD.dtype) if last else None
@@ -236,14 +236,14 @@ class ConditionalTasks(Graft):
             self.start_like(name, found[name]["like"])
         return found
 
-    def still(self) -> Iterable[nn.Module]:
+    def eval_only_modules(self) -> Iterable[nn.Module]:
         if not self._copy:
             return ()
         copied = self._copy[0]
         return [copied] if self._fixed is not None else outside(copied, trained_roots(copied, self.config.frozen))
 
-    def taps_alone(self) -> bool:
-        return not self._originals
+    def changes_all_rows(self) -> bool:
+        return bool(self._originals)
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if not self._originals:

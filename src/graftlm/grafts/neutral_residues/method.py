@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.grafts.base import Graft, GraftConfig, Trace, working_dtype
+from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
@@ -149,7 +149,7 @@ class GatedAdapter(nn.Module):
         return not highest.item() > 0
 
 
-class NeutralResidues(Graft):
+class NeutralResidues(Graft, Traceable):
     """Gated adapters in every layer of a backbone."""
 
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
@@ -178,7 +178,7 @@ class NeutralResidues(Graft):
         assert isinstance(block, GatedAdapter)
 
         def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            dtype = working_dtype(self, call)
+            dtype = call.working_dtype(self)
             x = inputs if inputs.dtype == dtype else inputs.to(dtype)
             scores_N = block.scores(x)
             call.scratch[self, "scores", layer] = scores_N
@@ -233,7 +233,7 @@ class NeutralResidues(Graft):
         real = call.token_mask.reshape(-1) if call.token_mask is not None else slice(None)
         return {"open_share": torch.stack([(score[real] > 0).float().mean() for score in scores if score is not None])}
 
-    def traced(self, call: Call) -> Trace | None:
+    def forward_trace(self, call: Call) -> Trace | None:
         """`open`: the share of layers whose gate is open (over one half for a sigmoid); None without gates."""
         scores = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
         if call.input_ids is None or any(score is None for score in scores):

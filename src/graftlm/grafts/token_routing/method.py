@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts.base import Graft, GraftConfig, Trace, check_tensors
+from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, Memo, load_embedder
 from graftlm.grafts.token_routing.experts import Factors, new_factors, place_of, read_adapter, write_adapter
@@ -36,7 +36,7 @@ from graftlm.grafts.token_routing.whitening import spread_of
 BARE = "none"
 
 
-class TokenRouting(Graft):
+class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -157,7 +157,7 @@ class TokenRouting(Graft):
             return nearest.to(found.dtype)
         return weigh(found, self.config)
 
-    def trace(self, cache: Cache) -> Trace | None:
+    def cache_trace(self, cache: Cache) -> Trace | None:
         history = History.found(cache, self)
         before = None if history is None else history.before()
         return None if before is None else Trace([*self.names, BARE], before.weights)

@@ -9,6 +9,7 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import BackboneError, GraftError, TapConflictError, did_you_mean
 from graftlm.grafts import Graft
+from graftlm.grafts.base import supports_row_groups
 from graftlm.serving.protocol import Ask, Limits, ServingError, TooLongError, UnknownModelError
 
 Chosen = dict[str, Graft]
@@ -74,7 +75,7 @@ class Catalogue:
             raise GraftError(
                 f"{type(graft).__name__} is no graft, which is expected under {name!r}: build or load one."
             )
-        if self._together and graft is not None and not graft.taps_alone():
+        if self._together and graft is not None and not supports_row_groups(graft):
             raise GraftError(
                 f"The graft {name} brings modules of its own into the model, which would act on the requests of others "
                 "too: use it with graft generate, which answers one at a time."
@@ -123,7 +124,7 @@ class Catalogue:
     def _check_mixture(self, chosen: Chosen) -> None:
         if len(chosen) == 1:
             return
-        alone = [name for name, graft in chosen.items() if not graft.taps_alone()]
+        alone = [name for name, graft in chosen.items() if not supports_row_groups(graft)]
         if alone:
             raise ServingError(
                 f"The graft {alone[0]} brings modules of its own into the model, so that it acts alone: leave out the "
