@@ -33,10 +33,9 @@ from experiments.kv_arithmetic.data import (
     word,
 )
 from experiments.kv_arithmetic.exam import Exam, make_exam
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
-from graftlm.data.packing import pad_id_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import write_atomically
 from graftlm.training import TrainingConfig, train
@@ -173,7 +172,7 @@ def _llama(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end,
-        pad_token_id=pad_id_of(tokenizer),
+        pad_token_id=padding_id(tokenizer),
     )
     return LlamaForCausalLM(config)
 

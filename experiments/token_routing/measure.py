@@ -20,8 +20,7 @@ from experiments.token_routing import drift
 from experiments.token_routing.lessons import Lesson
 from experiments.token_routing.peers import load_arrow, train_xlora
 from experiments.token_routing.texts import DOMAINS, Item, read_changing, read_items
-from graftlm.backbone import Backbone
-from graftlm.data.packing import leading_bos
+from graftlm.backbone import Backbone, leading_bos
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import GraftedModel, build_graft, graft_config

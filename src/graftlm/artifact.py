@@ -240,7 +240,7 @@ def backbone_of(
             f"{str(error).rstrip('.')}; the graft {folder} was trained on that backbone, so say where it is now "
             "(--backbone)."
         ) from error
-    backbone.move(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    backbone.move(device)
     return backbone
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +20,12 @@ from transformers import (
 )
 
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
-from graftlm.backbone.sites import Sites
+from graftlm.backbone.sites import FAMILIES, Sites
 from graftlm.errors import BackboneError
 from graftlm.models import register
 
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
+UNLIMITED = sys.maxsize
 _LOADERS: dict[BackboneKind, Any] = {
     "causal-lm": AutoModelForCausalLM,
     "masked-lm": AutoModelForMaskedLM,
@@ -84,12 +86,13 @@ class Backbone:
     def device(self) -> torch.device:
         return self.model.device
 
-    def move(self, device: str | torch.device) -> None:
-        """Put the model on a device.
+    def move(self, device: str | torch.device | None = None) -> None:
+        """Move the model to a device, by default to `default_device()`.
 
         Raises:
-            BackboneError: there is no such device, or no room on it.
+            BackboneError: the device does not exist, or its memory is too small.
         """
+        device = device or default_device()
         try:
             self.model.to(device)  # type: ignore[arg-type]  # its decorator hides the overloads
         except (RuntimeError, AssertionError) as error:
@@ -108,6 +111,49 @@ class Backbone:
                 "tokenizer_config.json beside its weights, or pass a tokenizer."
             )
         return self.tokenizer
+
+
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The id that fills padded positions: the padding token's, else EOS, else 0. No model attends to or predicts it."""
+    ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None))
+    return next((value for value in ids if isinstance(value, int)), 0)
+
+
+def leading_bos(tokenizer: Any) -> int | None:
+    """The BOS id that the tokenizer puts before every text, or None.
+
+    Models that were trained with a leading BOS predict badly without it. Documents therefore begin with it in training,
+    in scoring and in generation alike.
+    """
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return None
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return int(bos) if ids and ids[0] == bos else None
+
+
+def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    """Maximum sequence length in tokens; `UNLIMITED` where neither config nor tokenizer sets one.
+
+    RoBERTa-style models reserve `pad_token_id + 1` positions.
+
+    Args:
+        model: a backbone or a model; its config may name `max_position_embeddings`.
+        tokenizer: also apply the limit of this tokenizer.
+    """
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    limit = getattr(config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is not None and family.counts_positions and limit != UNLIMITED:
+        limit -= (config.pad_token_id or 0) + 1
+    return limit if tokenizer is None else min(limit, int(tokenizer.model_max_length))
 
 
 def load_backbone(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
+from graftlm.backbone import padding_id
 from graftlm.data.encoding import EncodedRow, EncodedTask, RowEncoder
 from graftlm.data.labelled import TaskRows
 from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
@@ -132,12 +133,6 @@ def batches_by_length(
         chosen = order[start : start + size]
         batch = collate([rows[place] for place in chosen], pad_id)
         yield [chosen[place] for place in batch.origin], batch
-
-
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What stands where nothing is read."""
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in known if isinstance(token, int)), 0)
 
 
 class LabelledMixture:

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from graftlm.backbone import leading_bos, padding_id
 from graftlm.data.documents import Document
 from graftlm.errors import DataError
 
@@ -56,12 +57,6 @@ def is_start(marked: np.ndarray) -> np.ndarray:
 def is_prompt(marked: np.ndarray) -> np.ndarray:
     """Which marked ids belong to a prompt."""
     return (np.where(marked < 0, ~marked, marked) & PROMPT).astype(bool) & (marked != PADDING)
-
-
-def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills rows up: the tokenizer's padding, else EOS, else 0. It is never seen nor predicted."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((int(value) for value in ids if value is not None), 0)  # type: ignore[arg-type]
 
 
 def cut_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
@@ -126,18 +121,6 @@ def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> list[np.
             stream[0], starts = ~stream[0], False
         streams.append(stream)
     return streams
-
-
-def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS token that the tokenizer puts before every text by itself, or None.
-
-    Models that were trained so predict badly without it, so documents begin with it in training as in scoring.
-    """
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None:
-        return None
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return bos if ids and ids[0] == bos else None
 
 
 def _marked(ids: list[int], piece: Piece, bos_id: int | None, eos_id: int | None) -> np.ndarray:
@@ -282,7 +265,7 @@ def pack(
         raise DataError(
             f"{name}: {len(stream)} tokens in all, but one row takes {length}: add text, or lower the length."
         )
-    return TokenBlocks(_rows(stream, length, boundaries), boundaries=boundaries, pad_id=pad_id_of(tokenizer))
+    return TokenBlocks(_rows(stream, length, boundaries), boundaries=boundaries, pad_id=padding_id(tokenizer))
 
 
 def _rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from graftlm.backbone import padding_id
 from graftlm.data.documents import Document
 from graftlm.data.packing import (
     Boundaries,
@@ -20,7 +21,6 @@ from graftlm.data.packing import (
     group_pieces,
     is_prompt,
     is_start,
-    pad_id_of,
     row_end,
     tokenise,
 )
@@ -47,7 +47,7 @@ class StreamingBlocks:
     ) -> None:
         self.length = length
         self.boundaries: Boundaries = boundaries
-        self.pad_id = pad_id_of(tokenizer)
+        self.pad_id = padding_id(tokenizer)
         self._open_documents = open_documents
         self._tokenizer = tokenizer
         self._buffer_rows = buffer_rows

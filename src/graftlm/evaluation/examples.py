@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.data import Document
-from graftlm.data.packing import leading_bos, pad_id_of
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.harness import hf_model
 from graftlm.evaluation.metrics import Precision, Scores, device_of, evaluation_mode, score_windows
@@ -187,7 +187,7 @@ def _check_prompts(model: Any, rows: list[list[int]], new: int) -> None:
     for number, row in enumerate(rows, start=1):
         if not row:
             raise DataError(f"The prompt of example {number} has no tokens: give at least one word to continue.")
-        if (limit := _positions(model)) < len(row) + new:
+        if (limit := max_sequence_length(model)) < len(row) + new:
             raise EvaluationError(
                 f"The prompt of example {number} and {new} new tokens make {len(row) + new}, but the model has {limit} "
                 "positions: shorten the prompt, or ask for fewer."
@@ -198,23 +198,17 @@ def _check_windows(model: Any, windows: list[Window], count: int) -> None:
     if silent := sorted(set(range(count)) - {window.document for window in windows}):
         raise DataError(f"The answer of example {silent[0] + 1} has no token to score: give it text, or leave it out.")
     for window in windows:
-        if (limit := _positions(model)) < len(window.ids):
+        if (limit := max_sequence_length(model)) < len(window.ids):
             raise EvaluationError(
                 f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
                 f"{limit} positions: shorten the example, or leave it out."
             )
 
 
-def _positions(model: Any) -> int:
-    """How many tokens a model can read."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else sys.maxsize
-
-
 def _continue(model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]) -> list[str]:
     """The answers of one batch."""
     width, ends = max(map(len, rows)), _ends(model, tokenizer)
-    ids = torch.full((len(rows), width), pad_id_of(tokenizer))
+    ids = torch.full((len(rows), width), padding_id(tokenizer))
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         ids[i, width - len(row) :] = torch.tensor(row)
@@ -226,7 +220,7 @@ def _continue(model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens:
         max_new_tokens=max_new_tokens,
         stopping_criteria=StoppingCriteriaList([_Stops(tokenizer, stop, width)] if stop else []),
         eos_token_id=ends or None,
-        pad_token_id=pad_id_of(tokenizer),
+        pad_token_id=padding_id(tokenizer),
         use_cache=True,
         # Checkpoints bring generation settings of their own, which would change what is likeliest.
         do_sample=False,

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlm.backbone import padding_id
 from graftlm.data.encoding import EncodedRow, RowEncoder
 from graftlm.data.labelled import METRICS, OUTSIDE, LabelledRow, Metric, Span, TaskRows
-from graftlm.data.labelled_batches import TaskBatch, batches_by_length, padding_id
+from graftlm.data.labelled_batches import TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError
 from graftlm.grafts.heads import TaskSpec
 

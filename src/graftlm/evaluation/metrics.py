@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from graftlm.backbone import max_sequence_length, padding_id
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
 from graftlm.evaluation.windows import Window, cut_windows, limited
@@ -195,7 +196,7 @@ def _score_chunk(
 def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
     """Summed losses (B,) of the scored tokens of each window."""
     shape = (len(batch), max(len(window.ids) for window in batch))
-    ids = torch.full(shape, getattr(tokenizer, "pad_token_id", None) or 0)
+    ids = torch.full(shape, padding_id(tokenizer))
     mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, _IGNORE_INDEX)
     prompt = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(batch):
@@ -230,8 +231,7 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def _check_length(model: Any, length: int) -> None:
     if length < 3:
         raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < length:
+    if (limit := max_sequence_length(model)) < length:
         raise EvaluationError(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
             f"pass length={limit} or less."
@@ -271,7 +271,7 @@ def _decode(model: Any, tokenizer: Any, ids: Tensor, new_tokens: int) -> None:
         use_cache=True,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
-        pad_token_id=tokenizer.pad_token_id or 0,
+        pad_token_id=padding_id(tokenizer),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from graftlm.data.packing import leading_bos
+from graftlm.backbone import leading_bos
 
 
 @dataclass(frozen=True)

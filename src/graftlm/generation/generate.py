@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from graftlm.backbone import max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError
 from graftlm.grafts import GraftedModel
@@ -137,7 +138,7 @@ def generate_text(
         input_ids=ids,
         attention_mask=inputs["attention_mask"].to(model.device),
         streamer=stream,
-        pad_token_id=_padding(tokenizer),
+        pad_token_id=padding_id(tokenizer),
         return_dict_in_generate=True,
         **decoding.arguments(),
     )
@@ -175,14 +176,8 @@ def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) 
 def _check_length(model: Any, prompt: int, new: int) -> None:
     if prompt == 0:
         raise DataError("The prompt has no tokens: give at least one word to continue.")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < prompt + new:
+    if (limit := max_sequence_length(model)) < prompt + new:
         raise DataError(
             f"The prompt and {new} new tokens make {prompt + new}, but the model has {limit} positions: "
             "shorten the prompt, or ask for fewer."
         )
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in known if isinstance(token, int)), 0)

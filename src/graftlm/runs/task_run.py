@@ -13,6 +13,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
 from torch import Tensor
 
+from graftlm.backbone import max_sequence_length
 from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone
 from graftlm.data.encoding import RowEncoder
@@ -72,20 +73,9 @@ def check_length(backbone: Backbone, length: int) -> None:
     Raises:
         RecipeError: it has fewer positions.
     """
-    most = most_tokens(backbone)
+    most = max_sequence_length(backbone, backbone.need_tokenizer())
     if length > most:
         raise RecipeError(f"length is {length}, but {backbone.name} reads {most} tokens: lower the length to that.")
-
-
-def most_tokens(backbone: Backbone) -> int:
-    """How many tokens a row may have; of models whose positions begin behind the padding's, so many fewer."""
-    config, tokenizer = backbone.config, backbone.need_tokenizer()
-    positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-    offset = 0
-    for name, module in backbone.model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            offset = int(module.padding_idx) + 1  # type: ignore[arg-type]  # an Embedding's
-    return int(min(positions - offset, tokenizer.model_max_length))
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, JsonValue
 
 from graftlm.artifact import Manifest
+from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric
@@ -83,7 +84,7 @@ class Report(BaseModel):
 
 def overview(service: Service) -> Overview:
     """All that is served."""
-    context = service.context if service.context < 2**31 else None
+    context = service.context if service.context < UNLIMITED else None
     base = Base(name=service.name, chat=not service.prompts.plain, context=context)
     return Overview(backbone=base, data=[card_of(entry) for entry in service.shelf.entries()])
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 import uvicorn
 
 from graftlm.backbone import Backbone, load_backbone
@@ -82,7 +81,7 @@ def load(name: str, *, device: str | None = None, trust_remote_code: bool = Fals
         BackboneError: it can't be loaded.
     """
     backbone = load_backbone(name, trust_remote_code=trust_remote_code)
-    backbone.move(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    backbone.move(device)
     return backbone
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.serving.keys import Keys
 from graftlm.serving.metrics import Metrics
 from graftlm.serving.prompts import Prompts
@@ -47,9 +47,7 @@ class Service:
     @property
     def context(self) -> int:
         """The most tokens that a prompt and its continuation have together."""
-        own = getattr(self.backbone.config, "max_position_embeddings", None)
-        known = [one for one in (own, self.limits.context) if isinstance(one, int) and one > 0]
-        return min(known, default=2**31)
+        return min(max_sequence_length(self.backbone), self.limits.context or UNLIMITED)
 
     @property
     def fingerprint(self) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data.batch import check_apart
-from graftlm.data.packing import Boundaries, leading_bos
+from graftlm.data.packing import Boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.io import put_in_place, sync
@@ -155,8 +156,8 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
     Raises:
         RecipeError: it does not.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < max(length, longest):
+    limit = max_sequence_length(model)
+    if limit < max(length, longest):
         what = f"data.length is {length}" if limit < length else f"evaluation.lengths has {longest}"
         raise RecipeError(
             f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."

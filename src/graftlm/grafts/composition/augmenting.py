@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from graftlm.backbone import Backbone, Call, Site, Tap, Wiring, load_backbone
+from graftlm.backbone import Backbone, Call, Site, Tap, Wiring, load_backbone, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
 from graftlm.grafts.composition.alignment import ByPosition, Reading
@@ -163,10 +163,10 @@ class Augmenting:
         """Refuse what the model has no positions for."""
         config, spelled = self.backbone.sites.config, isinstance(self._aligned, Spelling)
         needed = inputs["input_ids"].shape[1] + (0 if own is None else int(own.get_seq_length()))
-        limits = [getattr(config, "max_position_embeddings", None)]
+        limits = [max_sequence_length(self.backbone)]
         if spelled and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
             limits.append(getattr(config, "sliding_window", None))  # its own mask can't say who is too far away
-        limit = min((one for one in limits if one), default=needed)
+        limit = min(size for size in limits if size)
         if needed > limit and inputs["position_ids"] is not None:  # padding takes columns, and no positions
             needed = int(inputs["position_ids"].max()) + 1
         if needed > limit:

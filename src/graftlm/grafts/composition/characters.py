@@ -8,20 +8,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 Speller = Callable[[int], str]
 """Takes the next token of a text, gives the characters that are whole with it."""
-
-
-def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS token that the tokenizer puts before every text by itself, or None."""
-    bos: Any = tokenizer.bos_token_id
-    ids = tokenizer("a")["input_ids"]
-    return int(bos) if bos is not None and ids and ids[0] == bos else None
 
 
 def spellers(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Speller]:

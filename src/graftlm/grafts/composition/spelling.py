@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import Call
+from graftlm.backbone import Call, leading_bos
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
 from graftlm.grafts.composition.alignment import Reading, anchor_places, documents
 from graftlm.grafts.composition.attention import Places, Visible
-from graftlm.grafts.composition.characters import leading_bos, spellers
+from graftlm.grafts.composition.characters import spellers
 
 # A run of more characters without white space is cut there, so that one "word" can't take as long as a text.
 _LONGEST_WORD = 48

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import Backbone, Call, Site
+from graftlm.backbone import Backbone, Call, Site, max_sequence_length
 from graftlm.backbone.cache import joined_columns, slots
 from graftlm.errors import BackboneError, GraftError, MissingExtraError
 from graftlm.grafts.token_routing.config import EmbedderConfig
@@ -144,8 +144,7 @@ class OfStates(_OfBackbone):
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
-        limits = (tokenizer.model_max_length, getattr(self._backbone.sites.config, "max_position_embeddings", None))
-        longest = min(int(limit) for limit in limits if limit)
+        longest = max_sequence_length(self._backbone, tokenizer)
         found = []
         for text in texts:
             ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], dtype=torch.long)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.data.packing import leading_bos
+from graftlm.backbone import leading_bos
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.generation.generate import Decoding, generate_text
 from graftlm.pipelines.clarify.prompts import Prompt

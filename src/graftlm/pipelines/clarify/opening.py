@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from graftlm.artifact import JSON_NAME, backbone_of, load_graft
 from graftlm.backbone import load_backbone
 from graftlm.config import Config
@@ -70,7 +68,7 @@ class ModelChoice(Config):
             model: Any = GraftedModel(live, {"graft": load_graft(name, live)})
         else:
             live = load_backbone(name, trust_remote_code=self.trust_remote_code)
-            live.move(self.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+            live.move(self.device)
             model = live.model
         return Local(model, live.need_tokenizer(), name=name, max_new_tokens=self.max_new_tokens)
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from graftlm.backbone import default_device
 from graftlm.errors import ArtifactError, BackboneError, GraftError, MissingExtraError
 from graftlm.io import put_in_place, sync
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
@@ -132,7 +133,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
         raise ArtifactError(
             f"{folder} is no whole selector ({cause}): name a folder that train_selector wrote."
         ) from None
-    model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model.to(device or default_device())
     return TrainedSelector(model.eval(), tokenizer, str(folder), record)
 
 

@@ -17,6 +17,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.artifact import backbone_of, is_model, load_graft
+from graftlm.backbone import UNLIMITED, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts import GraftedModel
@@ -126,9 +127,8 @@ class LanguageModelWriter:
     @property
     def window(self) -> int:
         """How many tokens prompt and summary may have."""
-        found = getattr(self.model.config, "max_position_embeddings", None)
-        most = found if isinstance(found, int) and found > 0 else None
-        return min(size for size in (self.layout.window, most, None if most else _WINDOW) if size is not None)
+        limit = max_sequence_length(self.model)
+        return min(self.layout.window or UNLIMITED, _WINDOW if limit == UNLIMITED else limit)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens a text has, without those that the tokenizer adds."""
@@ -160,8 +160,7 @@ class LanguageModelWriter:
         """The same for several prompts in one pass; a sample is then another one than that of its prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        ends = self.tokenizer.eos_token_id
-        padding = next((token for token in (self.tokenizer.pad_token_id, ends) if isinstance(token, int)), 0)
+        padding = padding_id(self.tokenizer)
         longest = max(map(len, prompts))
         rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from graftlm.backbone import padding_id
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as Text
-from graftlm.data.packing import filled, pad_id_of, row_end
+from graftlm.data.packing import filled, row_end
 from graftlm.errors import DataError
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
@@ -109,7 +110,7 @@ def example_rows(writer: LanguageModelWriter, lessons: Sequence[WriterExample]) 
     for ids in tokens:
         ids[0] = ~ids[0]  # where a document begins
     rows = list(_filled(np.concatenate(tokens), writer.window))
-    return TokenBlocks(np.stack(rows), boundaries="whole", pad_id=pad_id_of(writer.tokenizer))
+    return TokenBlocks(np.stack(rows), boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
 def _filled(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import BackboneError, GraftError, TapConflictError, did_you_mean
 from graftlm.grafts import Graft
@@ -159,9 +159,8 @@ class Catalogue:
     @property
     def context(self) -> int | None:
         """Tokens of a prompt and its continuation; None for no limit."""
-        own = getattr(self.backbone.sites.config, "max_position_embeddings", None)
-        limits = [limit for limit in (own, self.limits.context) if isinstance(limit, int) and limit > 0]
-        return min(limits, default=None)
+        limit = min(max_sequence_length(self.backbone), self.limits.context or UNLIMITED)
+        return None if limit == UNLIMITED else limit
 
 
 def ends_of(backbone: Backbone) -> frozenset[int]:
