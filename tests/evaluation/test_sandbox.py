@@ -1,4 +1,4 @@
-"""Hostile programs: each is stopped, none passes, and what the machine does not protect from is said."""
+"""Hostile programs: each is stopped, none passes, and `protections()` is true."""
 
 from __future__ import annotations
 
@@ -30,36 +30,38 @@ RIGHT, TESTS = "def double(x):\n    return 2 * x\n", "assert double(2) == 4\nass
 
 
 @pytest.fixture(params=["strongest", "none"])
-def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The walls that this machine offers, and those of one that offers none."""
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The isolation of this machine, and that of a machine that offers none."""
     if request.param == "none":
-        monkeypatch.setattr(sandbox, "_walls", sandbox._Walls)
+        monkeypatch.setattr(sandbox, "_isolation", sandbox._Isolation)
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After each test there is neither a process nor a folder of the sandbox, in a place that others do not use.
+    """After each test no process and no folder of the sandbox is left.
 
-    One test at a time, whatever processes run the suite: what limits a user's processes counts those of all of them.
+    Tests run one at a time across all pytest workers, because the limit of processes counts all processes of a user.
     """
-    turn = (Path(tempfile.gettempdir()) / "sandbox-tests.lock").open("w")
-    fcntl.flock(turn, fcntl.LOCK_EX)
-    place = Path(tempfile.mkdtemp(prefix="sandbox-"))
-    place.chmod(0o755)  # whoever programs run as has to come through
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    lock = (Path(tempfile.gettempdir()) / "sandbox-tests.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    folder.chmod(0o755)  # the programs' user must be able to enter
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    until = time.monotonic() + 20  # what was killed is gone a moment later
-    while left := [one for one in psutil.process_iter(["cwd"]) if (one.info["cwd"] or "").startswith(str(place))]:
+    until = time.monotonic() + 20  # killed processes disappear with a delay
+    while left := [
+        process for process in psutil.process_iter(["cwd"]) if (process.info["cwd"] or "").startswith(str(folder))
+    ]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
-    assert not list(place.glob("graftlm-????????"))
-    shutil.rmtree(place)
-    turn.close()
+    assert not list(folder.glob("graftlm-????????"))
+    shutil.rmtree(folder)
+    lock.close()
 
 
-def test_a_right_program_passes(walls: str) -> None:
-    assert run_tests(RIGHT, TESTS) == sandbox.Verdict(True, "passed", "")
+def test_a_right_program_passes(isolation: str) -> None:
+    assert run_tests(RIGHT, TESTS) == sandbox.ExecutionResult(True, "passed", "")
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,9 @@ def test_a_right_program_passes(walls: str) -> None:
     ],
 )
 def test_a_wrong_program_fails_and_says_why(program: str, reason: str) -> None:
-    verdict = run_tests(program, TESTS)
-    assert not verdict.passed
-    assert verdict.reason.startswith(reason)
+    result = run_tests(program, TESTS)
+    assert not result.passed
+    assert result.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,10 @@ def test_a_wrong_program_fails_and_says_why(program: str, reason: str) -> None:
         "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\nimport time\ntime.sleep(9)",
     ],
 )
-def test_leaving_before_the_tests_is_no_pass(leave: str, walls: str) -> None:
-    verdict = run_tests(RIGHT + leave, TESTS)
-    assert not verdict.passed
-    assert "SystemExit" in verdict.reason or verdict.reason.startswith("ended before its tests did (")
+def test_leaving_before_the_tests_is_no_pass(leave: str, isolation: str) -> None:
+    result = run_tests(RIGHT + leave, TESTS)
+    assert not result.passed
+    assert "SystemExit" in result.reason or result.reason.startswith("ended before its tests did (")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_leaving_before_the_tests_is_no_pass(leave: str, walls: str) -> None:
         "    except OSError:\n        pass\nos._exit(0)",
     ],
 )
-def test_claiming_to_have_passed_is_no_pass(claim: str, walls: str) -> None:
+def test_claiming_to_have_passed_is_no_pass(claim: str, isolation: str) -> None:
     assert not run_tests("def double(x):\n    return 0\n" + claim, TESTS).passed
 
 
@@ -125,22 +127,22 @@ def test_claiming_to_have_passed_is_no_pass(claim: str, walls: str) -> None:
     [
         "while True: pass",
         "import time\ntime.sleep(60)",
-        "import signal\nfor one in range(1, 65):\n    try:\n        signal.signal(one, signal.SIG_IGN)\n"
+        "import signal\nfor number in range(1, 65):\n    try:\n        signal.signal(number, signal.SIG_IGN)\n"
         "    except (OSError, ValueError):\n        pass\nwhile True: pass",
         "while True:\n    try:\n        while True: pass\n    except BaseException:\n        pass",
         "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(60)",
         "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()\nwhile True: pass",
     ],
 )
-def test_endless_programs_are_stopped(program: str, walls: str) -> None:
+def test_endless_programs_are_stopped(program: str, isolation: str) -> None:
     start = time.monotonic()
-    verdict = run_tests(program, TESTS, timeout_s=1)
-    assert not verdict.passed
-    assert verdict.reason in ("took more than 1 seconds", "ended before its tests did (SIGKILL)")
+    result = run_tests(program, TESTS, timeout_s=1)
+    assert not result.passed
+    assert result.reason in ("took more than 1 seconds", "ended before its tests did (SIGKILL)")
     assert time.monotonic() - start < 60
 
 
-def test_a_thread_left_running_is_no_failure(walls: str) -> None:
+def test_a_thread_left_running_is_no_failure(isolation: str) -> None:
     assert run_tests(
         f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n{RIGHT}", TESTS
     ).passed
@@ -148,9 +150,9 @@ def test_a_thread_left_running_is_no_failure(walls: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS limits no address space")
 @pytest.mark.parametrize("program", ["x = bytearray(10**10)", "x = []\nwhile True: x.append(bytes(10**7))"])
-def test_memory_is_limited(program: str, walls: str) -> None:
-    verdict = run_tests(program, TESTS, memory_mb=256, timeout_s=20)
-    assert verdict.reason == "program: MemoryError:"
+def test_memory_is_limited(program: str, isolation: str) -> None:
+    result = run_tests(program, TESTS, memory_mb=256, timeout_s=20)
+    assert result.reason == "program: MemoryError:"
     assert run_tests(f"{RIGHT}x = bytearray(10**8)", TESTS, memory_mb=256).passed
 
 
@@ -161,15 +163,17 @@ def test_a_fork_bomb_ends() -> None:
     assert not run_tests(bomb, TESTS, timeout_s=1).passed
 
 
-def test_processes_do_not_outlive_the_program(walls: str) -> None:
+def test_processes_do_not_outlive_the_program(isolation: str) -> None:
     child = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
     assert run_tests(child + RIGHT, TESTS).passed
-    if walls == "strongest" and "--pid" in sandbox._walls().command:  # which holds those too that leave their session
+    if (
+        isolation == "strongest" and "--pid" in sandbox._isolation().command
+    ):  # which holds those too that leave their session
         daemon = child.replace("time.sleep", "os.setsid()\n    if os.fork(): os._exit(0)\n    time.sleep")
         assert run_tests(daemon + RIGHT, TESTS).passed
 
 
-def test_output_is_bounded(walls: str) -> None:
+def test_output_is_bounded(isolation: str) -> None:
     endless = run_tests("while True: print('x' * 10**6)", TESTS, timeout_s=3)
     assert not endless.passed
     assert endless.output == "x" * 4096
@@ -177,26 +181,26 @@ def test_output_is_bounded(walls: str) -> None:
     assert (much.passed, much.output) == (True, "y" * 4096)
 
 
-def test_the_size_of_files_is_limited(walls: str) -> None:
-    verdict = run_tests("open('big', 'wb').write(bytes(10**8))", TESTS)
-    assert verdict.reason == "program: OSError: [Errno 27] File too large"
+def test_the_size_of_files_is_limited(isolation: str) -> None:
+    result = run_tests("open('big', 'wb').write(bytes(10**8))", TESTS)
+    assert result.reason == "program: OSError: [Errno 27] File too large"
 
 
 @pytest.fixture
-def typing() -> Iterator[None]:
-    """Somebody has typed something."""
-    kept, (typed, types) = os.dup(0), os.pipe()
-    os.write(types, b"typed\n")
-    os.close(types)
-    os.dup2(typed, 0)
-    os.close(typed)
+def stdin_line() -> Iterator[None]:
+    """Stdin holds a line."""
+    saved, (reader, writer) = os.dup(0), os.pipe()
+    os.write(writer, b"typed\n")
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.close(reader)
     yield
-    os.dup2(kept, 0)
-    os.close(kept)
+    os.dup2(saved, 0)
+    os.close(saved)
 
 
-@pytest.mark.usefixtures("typing")
-def test_a_program_sees_neither_environment_nor_stdin_nor_job(monkeypatch: pytest.MonkeyPatch, walls: str) -> None:
+@pytest.mark.usefixtures("stdin_line")
+def test_a_program_sees_neither_environment_nor_stdin_nor_job(monkeypatch: pytest.MonkeyPatch, isolation: str) -> None:
     monkeypatch.setenv("GRAFTLM_SECRET", "secret")
     seen = "import os, sys\nassert not os.environ, os.environ\n"
     if sys.platform == "linux":
@@ -206,15 +210,15 @@ def test_a_program_sees_neither_environment_nor_stdin_nor_job(monkeypatch: pytes
     ).passed
 
 
-def test_a_program_may_use_its_folder(walls: str) -> None:
+def test_a_program_may_use_its_folder(isolation: str) -> None:
     use = "import os, pathlib\nos.makedirs('a/b')\npathlib.Path('a/b/c').write_text('é')\nos.rename('a/b/c', 'd')\n"
     use += "assert pathlib.Path('d').read_text() == 'é'\nos.remove('d')\nopen('/dev/null', 'w').write('x')\n"
-    assert run_tests(use + RIGHT, TESTS) == sandbox.Verdict(True, "passed", "")
+    assert run_tests(use + RIGHT, TESTS) == sandbox.ExecutionResult(True, "passed", "")
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder to which everybody may write."""
+    """A folder that everybody may write to."""
     with tempfile.TemporaryDirectory(prefix="everybody-") as folder:
         Path(folder).chmod(0o777)
         yield Path(folder)
@@ -229,59 +233,61 @@ def test_writing_outside_the_folder_fails_where_that_is_promised(open_folder: Pa
         "import os; os.remove({0!r} + '/kept')": lambda: not (open_folder / "kept").exists(),
     }
     for change, happened in changes.items():
-        verdict = run_tests(change.format(str(open_folder)) + "\n" + RIGHT, TESTS)
-        assert happened() == verdict.passed
-        assert not (protections().files and verdict.passed), change
+        result = run_tests(change.format(str(open_folder)) + "\n" + RIGHT, TESTS)
+        assert happened() == result.passed
+        assert not (protections().files and result.passed), change
 
 
 def test_the_network_is_out_of_reach_where_that_is_promised() -> None:
-    heard: list[object] = []
+    connections: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.5)
 
         def listen() -> None:
             with pytest.raises(TimeoutError):
-                heard.append(server.accept())
+                connections.append(server.accept())
 
         listener = threading.Thread(target=listen)
         listener.start()
         call = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2)\n"
-        verdict = run_tests(call + RIGHT, TESTS)
+        result = run_tests(call + RIGHT, TESTS)
         listener.join()
-    assert verdict.passed == bool(heard)
-    assert not (protections().network and heard)
+    assert result.passed == bool(connections)
+    assert not (protections().network and connections)
 
 
-def test_protections_are_found_by_trying(walls: str) -> None:
+def test_protections_are_found_by_trying(isolation: str) -> None:
     protections.cache_clear()
-    found = protections()
+    actual = protections()
     protections.cache_clear()
-    if walls == "none" and os.geteuid() == 0:
-        assert found.processes is False, "nothing binds root"
-    if walls == "strongest":
-        assert found.network or "--pid" not in sandbox._walls().command
-        assert found.processes or sandbox._walls().user is None
+    if isolation == "none" and os.geteuid() == 0:
+        assert actual.processes is False, "nothing binds root"
+    if isolation == "strongest":
+        assert actual.network or "--pid" not in sandbox._isolation().command
+        assert actual.processes or sandbox._isolation().user is None
     if sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1:  # Landlock's version
-        assert found.files
-    assert found == Protections(found.network, found.files, found.processes)
+        assert actual.files
+    assert actual == Protections(actual.network, actual.files, actual.processes)
 
 
 def test_root_s_programs_run_as_nobody() -> None:
-    if os.geteuid() != 0 or sandbox._walls().user is None:
+    if os.geteuid() != 0 or sandbox._isolation().user is None:
         pytest.skip("these tests do not run as root, or setpriv is not there")
     assert run_tests(
         "import os\nassert os.getuid() == os.getgid() == 65534 and os.getgroups() == []\n" + RIGHT, TESTS
     ).passed
     with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run([*sandbox._walls().command, "sh", "-c", "echo > /etc/passwd"], check=True, capture_output=True)
+        subprocess.run(
+            [*sandbox._isolation().command, "sh", "-c", "echo > /etc/passwd"], check=True, capture_output=True
+        )
 
 
 def test_pass_at_1_runs_prompt_and_answer() -> None:
     examples = [Example("def double(x):\n", "", TESTS)] * 4
     answers = ["    return x * 2", "    return x * x", "    while True: pass", "return x * 2"]
-    found = pass_at_1(answers, examples, timeout_s=2)
-    assert found.dtype == np.float64
-    assert found.tolist() == [1, 0, 0, 0]
+    passed = pass_at_1(answers, examples, timeout_s=2)
+    assert passed.dtype == np.float64
+    assert passed.tolist() == [1, 0, 0, 0]
 
 
 def test_what_can_not_be_run() -> None:
@@ -294,7 +300,7 @@ def test_what_can_not_be_run() -> None:
 def test_a_machine_that_can_not_run_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     protections.cache_clear()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr(sandbox, "_walls", sandbox._Walls)
+    monkeypatch.setattr(sandbox, "_isolation", sandbox._Isolation)
     with pytest.raises(
         EvaluationError, match=r"does not run in the sandbox \(ended before its tests did \(status 1\)\): check"
     ):

@@ -279,8 +279,8 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 86 <= covered <= 99
 
 
-def test_other_outcomes_do_not_pair() -> None:
+def test_results_of_other_examples_do_not_pair() -> None:
     with pytest.raises(
-        GraftError, match=r"^The outcomes are exact-match of 1 examples and exact-match of 2, but a gain"
+        GraftError, match=r"^The results are exact-match of 1 examples and exact-match of 2, but a gain"
     ):
         shares([1, 0]).gain("a", shares([1]))

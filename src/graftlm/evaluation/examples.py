@@ -1,7 +1,7 @@
-"""Prompts and answers: what a model answers, how right that is, and how well it predicts the right answer.
+"""Prompts with reference answers: generate answers, score them, and score the reference answer's likelihood.
 
-Prompt and answer are tokenised apart, as they are in training (`prompt_column`): the prompt, with the BOS that its
-tokenizer puts before texts, then new tokens.
+Prompt and answer are tokenised separately, as in training (`prompt_column`). The prompt begins with the BOS that its
+tokenizer puts before texts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from graftlm.evaluation.metrics import Precision, Scores, device_of, evaluation_
 from graftlm.evaluation.sandbox import run_tests
 from graftlm.evaluation.windows import Window, cut_windows
 
-# More than the tokens that a decoder joins with their neighbours, such as the bytes of one character.
-_SLACK = 4
+# A decoder joins at most this many tokens with their neighbours, such as the bytes of one character.
+_EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a model is asked, what it should answer, and Python that tests an answer which is Python."""
+    """A prompt, its reference answer, and for Python answers the source of their tests."""
 
     prompt: str
     answer: str
@@ -47,21 +47,20 @@ def generate_answers(
     batch_size: int = 64,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Continue each prompt greedily; gives the new text up to its first stop string or end-of-text token, without it.
+    """Continue each prompt greedily; each answer ends before its first stop string or end-of-text token.
 
     Args:
-        model: a `GraftedModel` or any transformers model. Of its own generation settings only its end-of-text tokens
-            count.
-        tokenizer: the model's.
-        prompts: in any order; those of like length are run together, padded on the left.
-        max_new_tokens: tokens to add to each, at most.
-        stop: texts that end an answer.
-        batch_size: prompts per batch; it changes nothing but speed and memory.
-        progress: called after each batch with the number of prompts it answered.
+        model: a `GraftedModel` or any transformers model. Its `generation_config` gives end-of-text tokens only.
+        tokenizer: the model's tokenizer.
+        prompts: in any order; prompts of similar length share a batch, padded on the left.
+        max_new_tokens: maximum number of new tokens per answer.
+        stop: strings that end an answer.
+        batch_size: prompts per batch; it affects speed and memory only.
+        progress: called after each batch with the batch's number of prompts.
 
     Raises:
         DataError: a prompt has no tokens.
-        EvaluationError: a prompt and its new tokens do not fit the model, or a stop string is empty.
+        EvaluationError: a prompt and its new tokens exceed the model's positions, or a stop string is empty.
     """
     if "" in stop:
         raise EvaluationError("A stop string is empty, and would end every answer before it begins: leave it out.")
@@ -71,12 +70,12 @@ def generate_answers(
     answers = [""] * len(rows)
     with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            texts = _continue(model, tokenizer, [rows[i] for i in chosen], max_new_tokens, stop)
-            for i, text in zip(chosen, texts, strict=True):
+            batch = order[start : start + batch_size]
+            texts = _generate_batch(model, tokenizer, [rows[i] for i in batch], max_new_tokens, stop)
+            for i, text in zip(batch, texts, strict=True):
                 answers[i] = text
             if progress is not None:
-                progress(len(chosen))
+                progress(len(batch))
     return answers
 
 
@@ -89,13 +88,13 @@ def score_answers(
     precision: Precision = "fp32",
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score every token of each answer given its prompt, one window an example, in their order.
+    """Score every token of each reference answer given its prompt: one window per example, in order.
 
-    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS the first token is not either.
+    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS, neither is the first token.
 
     Raises:
         DataError: an answer has no token to score.
-        EvaluationError: an example does not fit the model, or the model predicts NaN or infinity.
+        EvaluationError: an example exceeds the model's positions, or the model predicts NaN or infinity.
     """
     documents = [Document(example.answer, prompt=example.prompt) for example in examples]
     windows = list(cut_windows(tokenizer, documents, sys.maxsize))
@@ -104,66 +103,69 @@ def score_answers(
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarray:
-    """1 where an answer is the right one but for white space around it, else 0; float64, shape (examples,)."""
+    """1 where an answer equals the reference after stripping white space, else 0; float64, shape (examples,)."""
     _check_pairs(answers, examples)
     pairs = zip(answers, examples, strict=True)
     return np.array([answer.strip() == example.answer.strip() for answer, example in pairs], dtype=np.float64)
 
 
 def chrf(answers: Sequence[str], examples: Sequence[Example], *, beta: int = 2) -> float:
-    """chrF of all answers together, from 0 to 100: the F score of character n-grams, n from 1 to 6, by sacrebleu.
+    """Corpus chrF by sacrebleu, from 0 to 100: the F-beta score of character n-grams, n from 1 to 6.
 
     Args:
-        beta: how many times recall counts as much as precision: 2 is sacrebleu's own, 1 gives chrF1.
+        answers: generated texts.
+        examples: their references, in the same order.
+        beta: weight of recall over precision; 2 is sacrebleu's default, 1 gives chrF1.
     """
     return chrf_of(chrf_counts(answers, examples).sum(axis=0), beta=beta)
 
 
 def chrf_counts(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarray:
-    """What chrF sums over examples: n-grams answered, expected and matched, n from 1 to 6; int64, (examples, 18)."""
+    """Sufficient statistics of chrF per example: hypothesis, reference and matching n-grams; int64, (examples, 18)."""
     _check_pairs(answers, examples)
     if not answers:
         return np.zeros((0, 18), dtype=np.int64)
-    # sacrebleu gives counts per text to its own significance tests alone, and those compare systems in another form.
+    # sacrebleu has no public function for counts per text; its own significance tests use this one.
     return np.array(_sacrebleu()._extract_corpus_statistics(answers, [[example.answer for example in examples]]))
 
 
 def chrf_of(counts: np.ndarray, *, beta: int = 2) -> float:
-    """chrF, from 0 to 100, of counts (18,) as `chrf_counts` gives them, summed over the examples."""
+    """chrF, from 0 to 100, of `chrf_counts` summed over examples, shape (18,)."""
     return float(_sacrebleu(beta)._compute_score_from_stats(counts.tolist()).score)
 
 
 def chrf_signature(*, beta: int = 2) -> str:
-    """How sacrebleu describes this chrF, for papers."""
+    """Sacrebleu's signature of this metric, for papers."""
     metric = _sacrebleu(beta)
-    metric.sentence_score("a", ["a"])  # a signature counts the references, which are known once there are some
+    metric.sentence_score("a", ["a"])  # the signature contains the number of references, known after a call
     return f"chrF{beta}|{metric.get_signature()}"
 
 
 def pass_at_1(
     answers: Sequence[str], examples: Sequence[Example], *, timeout_s: float = 5.0, memory_mb: int = 512
 ) -> np.ndarray:
-    """1 where a prompt and its answer together are Python that passes the tests, else 0; float64, shape (examples,).
+    """1 where prompt plus answer is Python that passes the example's tests, else 0; float64, shape (examples,).
 
-    The programs run one after the other in a sandbox: read in `graftlm.evaluation.sandbox` what that protects from.
+    The programs run one after the other in a sandbox. `graftlm.evaluation.sandbox` says what that protects from.
 
     Args:
-        timeout_s: seconds of one core for each program with its tests.
-        memory_mb: MiB of address space for each.
+        answers: generated texts.
+        examples: their prompts and tests, in the same order.
+        timeout_s: CPU seconds for each program with its tests.
+        memory_mb: MiB of address space for each program.
 
     Raises:
-        EvaluationError: an example has no tests, or this machine can't run programs so.
+        EvaluationError: an example has no tests, or this operating system is not supported.
     """
     _check_pairs(answers, examples)
     for number, example in enumerate(examples, start=1):
         if not example.tests.strip():
             raise EvaluationError(f"Example {number} has no tests, which every answer would pass: give it some.")
-    pairs = zip(answers, examples, strict=True)
-    verdicts = (
-        run_tests(example.prompt + answer, example.tests, timeout_s=timeout_s, memory_mb=memory_mb)
-        for answer, example in pairs
-    )
-    return np.array([verdict.passed for verdict in verdicts], dtype=np.float64)
+    passed = [
+        run_tests(example.prompt + answer, example.tests, timeout_s=timeout_s, memory_mb=memory_mb).passed
+        for answer, example in zip(answers, examples, strict=True)
+    ]
+    return np.array(passed, dtype=np.float64)
 
 
 def _sacrebleu(beta: int = 2) -> Any:
@@ -195,8 +197,8 @@ def _check_prompts(model: Any, rows: list[list[int]], new: int) -> None:
 
 
 def _check_windows(model: Any, windows: list[Window], count: int) -> None:
-    if silent := sorted(set(range(count)) - {window.document for window in windows}):
-        raise DataError(f"The answer of example {silent[0] + 1} has no token to score: give it text, or leave it out.")
+    if empty := sorted(set(range(count)) - {window.document for window in windows}):
+        raise DataError(f"The answer of example {empty[0] + 1} has no token to score: give it text, or leave it out.")
     for window in windows:
         if (limit := max_sequence_length(model)) < len(window.ids):
             raise EvaluationError(
@@ -205,9 +207,11 @@ def _check_windows(model: Any, windows: list[Window], count: int) -> None:
             )
 
 
-def _continue(model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]) -> list[str]:
-    """The answers of one batch."""
-    width, ends = max(map(len, rows)), _ends(model, tokenizer)
+def _generate_batch(
+    model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]
+) -> list[str]:
+    """The answers of one batch of prompts' ids."""
+    width, eos_ids = max(map(len, rows)), _eos_ids(model, tokenizer)
     ids = torch.full((len(rows), width), padding_id(tokenizer))
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
@@ -218,31 +222,31 @@ def _continue(model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens:
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=max_new_tokens,
-        stopping_criteria=StoppingCriteriaList([_Stops(tokenizer, stop, width)] if stop else []),
-        eos_token_id=ends or None,
+        stopping_criteria=StoppingCriteriaList([_StopStrings(tokenizer, stop, width)] if stop else []),
+        eos_token_id=eos_ids or None,
         pad_token_id=padding_id(tokenizer),
         use_cache=True,
-        # Checkpoints bring generation settings of their own, which would change what is likeliest.
+        # A checkpoint's own generation settings would change the greedy choice.
         do_sample=False,
         num_beams=1,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
     )
     new = tokens[:, width:].tolist()
-    return [_answer(tokenizer, row, added, ends, stop) for row, added in zip(rows, new, strict=True)]
+    return [_decode_answer(tokenizer, row, ids, eos_ids, stop) for row, ids in zip(rows, new, strict=True)]
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, by the model's settings and by its tokenizer, with which it was trained."""
-    of_model = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
-    listed = of_model if isinstance(of_model, list) else [of_model]
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The end-of-text tokens of the model's generation settings and of its tokenizer."""
+    configured = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
     return sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
 
-def _answer(tokenizer: Any, row: list[int], new: list[int], ends: list[int], stop: Sequence[str]) -> str:
-    """The text of new tokens, up to the first of what ends it."""
-    new = new[: next((i for i, token in enumerate(new) if token in ends), len(new))]
-    # Decoded with the prompt: some decoders drop a blank at the start of a text.
+def _decode_answer(tokenizer: Any, row: list[int], new: list[int], eos_ids: list[int], stop: Sequence[str]) -> str:
+    """The text of new tokens, cut before the first end-of-text token or stop string."""
+    new = new[: next((i for i, token in enumerate(new) if token in eos_ids), len(new))]
+    # Decoded with the prompt, because some decoders drop a blank at the start of a text.
     text = _decode(tokenizer, row + new).removeprefix(_decode(tokenizer, row))
     return text[: min((text.index(end) for end in stop if end in text), default=len(text))]
 
@@ -251,26 +255,26 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class _Stops(StoppingCriteria):
-    """Ends a row whose new tokens hold a stop string; where exactly is for `_answer` to say."""
+class _StopStrings(StoppingCriteria):
+    """Ends a row as soon as its new tokens contain a stop string; `_decode_answer` then cuts the text."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], start: int) -> None:
         self._tokenizer, self._stop, self._start = tokenizer, stop, start
-        self._span = max(len(text.encode()) for text in stop) + _SLACK  # every token holds a byte or more
-        self._known: dict[int, bool] = {}
+        self._span = max(len(text.encode()) for text in stop) + _EXTRA_TOKENS  # every token holds a byte or more
+        self._may_end: dict[int, bool] = {}
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         rows = input_ids[:, max(self._start, input_ids.shape[1] - self._span) :].tolist()
-        found = [self._may_end(row[-1]) and self._ended(row) for row in rows]
-        return torch.tensor(found, device=input_ids.device)
+        done = [self._can_complete(row[-1]) and self._contains_stop(row) for row in rows]
+        return torch.tensor(done, device=input_ids.device)
 
-    def _may_end(self, token: int) -> bool:
+    def _can_complete(self, token: int) -> bool:
         """Whether a token may be the last of a stop string; part of a character may be anything."""
-        if token not in self._known:
+        if token not in self._may_end:
             text = _decode(self._tokenizer, [token])
-            self._known[token] = "\ufffd" in text or any(end[-1] in text for end in self._stop)
-        return self._known[token]
+            self._may_end[token] = "\ufffd" in text or any(end[-1] in text for end in self._stop)
+        return self._may_end[token]
 
-    def _ended(self, row: list[int]) -> bool:
+    def _contains_stop(self, row: list[int]) -> bool:
         text = _decode(self._tokenizer, row)
         return any(end in text for end in self._stop)

@@ -1,13 +1,13 @@
-"""How well a model with heads does on labelled rows: what it answers, and the metrics of each type of task, in points.
+"""Predictions and metrics of task heads on labelled rows.
 
-    classification   accuracy; macro_f1, the mean of the classes' F1; matthews, the correlation of a confusion matrix
-    regression       pearson, spearman; 0 where all predictions are alike
-    multi-label      micro_f1 over all labels of all rows; macro_f1
-    tagging          entity_f1: entities whose words and type are both right; accuracy of words
-    span             token_f1 and exact_match as SQuAD has them: the best of a row's answers, case and articles aside
+    classification   accuracy; macro_f1; matthews (Matthews correlation coefficient)
+    regression       pearson, spearman; 0 where all predictions or all labels are equal
+    multi-label      micro_f1 and macro_f1 over labels
+    tagging          entity_f1 (an entity counts when its words and type match); accuracy of words
+    span             token_f1 and exact_match as in SQuAD: the best over a row's answers, without case and articles
 
-A point is a hundredth: 91.5 is an accuracy of 0.915. A task's score is one of its metrics; `average` is the mean of the
-tasks' scores, and `task_sigma` their standard deviation over these tasks (divided by their number), also in points.
+All metrics are in points: 91.5 is an accuracy of 0.915. A task's score is one of its metrics. `average` is the mean of
+the tasks' scores and `task_sigma` their population standard deviation.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from graftlm.data.encoding import EncodedRow, RowEncoder
 from graftlm.data.labelled import METRICS, OUTSIDE, LabelledRow, Metric, Span, TaskRows
 from graftlm.data.labelled_batches import TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError
+from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts.heads import TaskSpec
 
-Predict = Callable[[TaskBatch], Sequence[Tensor]]
-"""The prediction of each row of a batch, as `grafts.heads` gives it."""
-MAX_ANSWER_TOKENS = 30  # tokens
+PredictFn = Callable[[TaskBatch], Sequence[Tensor]]
+"""Maps a batch to one prediction per row; `grafts.heads` defines their shapes."""
+MAX_ANSWER_TOKENS = 30
 _AVERAGE, _SIGMA = "average", "task_sigma"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says to one row.
+    """A model's prediction for one row.
 
     Attributes:
-        value: a label, a number, several labels, a tag for each word, or a `Span` with its text.
-        probability: of the label or of the span's ends; None for the others.
-        probabilities: of each label, of multi-label.
+        value: a label, a number, a tuple of labels, a tag per word, or a `Span` with its text.
+        probability: probability of the label, or of the span's two ends; None for other types.
+        probabilities: probability of each label, for multi-label.
     """
 
     value: Any
@@ -53,7 +54,7 @@ class Prediction:
     probabilities: Mapping[str, float] | None = None
 
     def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
-        """As `graft predict` prints it."""
+        """The plain values that `graft predict` prints."""
         if spec.type == "classification":
             return {"label": self.value, "probability": self.probability}
         if spec.type == "regression":
@@ -67,16 +68,16 @@ class Prediction:
                 "end": self.value.end,
                 "probability": self.probability,
             }
-        found = [
+        spans = [
             {"type": kind, "text": " ".join(row.texts[start:end]), "start": start, "end": end}
             for start, end, kind in entities(self.value)
         ]
-        return {"words": list(row.texts), "tags": list(self.value), "entities": found}
+        return {"words": list(row.texts), "tags": list(self.value), "entities": spans}
 
 
 @dataclass(frozen=True)
 class TaskTestSet:
-    """Rows to measure a task on: its number in the model, and which metric is its score."""
+    """Held-out rows of a task, the number of its head in the model, and the metric that is its score."""
 
     number: int
     rows: TaskRows
@@ -85,7 +86,7 @@ class TaskTestSet:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How a model did on one task, in points."""
+    """A model's metrics on one task, in points."""
 
     metric: Metric
     metrics: dict[str, float]
@@ -97,74 +98,73 @@ class TaskScore:
         return self.metrics[self.metric]
 
     def to_json(self) -> dict[str, Any]:
-        """As the details of `results.json` have it."""
+        """Plain values for the details of `results.json`."""
         return {"score": self.metric, "rows": self.rows, "metrics": self.metrics}
 
 
-def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> Predict:
-    """A model's predictions in evaluation mode, without gradients; its mode is then what it was before."""
+def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> PredictFn:
+    """A function that predicts in evaluation mode, without gradients; the model's mode is restored."""
 
     @torch.no_grad()
     def predict(batch: TaskBatch) -> Sequence[Tensor]:
-        training, device = model.training, model.device
-        model.eval()
-        try:
-            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16"):
-                return model.predict(**batch.to(device).asked())
-        finally:
-            model.train(training)
+        device = torch.device(model.device)
+        with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return model.predict(**batch.to(device).asked())
 
     return predict
 
 
 def predict_labelled(
-    predict: Predict, encoder: RowEncoder, task: TaskRows, number: int = 0, *, batch_size: int = 64
+    predict: PredictFn, encoder: RowEncoder, task: TaskRows, number: int = 0, *, batch_size: int = 64
 ) -> list[Prediction]:
-    """What a model says to the rows of one task, in their order.
+    """Predictions for the rows of one task, in order.
 
     Args:
         predict: the model, see `predictor`.
-        encoder: how rows become tokens, as in training.
+        encoder: tokenises rows as in training.
         task: the rows, with or without labels.
-        number: the task's number in the model.
-        batch_size: rows of a pass.
+        number: the number of the task's head in the model.
+        batch_size: rows per forward pass.
     """
     encoded = encoder.encode(task)
-    found: list[Prediction | None] = [None] * len(encoded)
+    predictions: dict[int, Prediction] = {}
     pad_id = padding_id(encoder.tokenizer)
-    for places, batch in batches_by_length([(row, task.spec, number) for row in encoded.rows], batch_size, pad_id):
-        for place, prediction in zip(places, predict(batch), strict=True):
-            found[place] = decode_prediction(task.spec, task.rows[place], encoded.rows[place], prediction)
-    return [answer for answer in found if answer is not None]
+    for indices, batch in batches_by_length([(row, task.spec, number) for row in encoded.rows], batch_size, pad_id):
+        for i, output in zip(indices, predict(batch), strict=True):
+            predictions[i] = decode_prediction(task.spec, task.rows[i], encoded.rows[i], output)
+    return [predictions[i] for i in range(len(encoded))]
 
 
 def measure_labelled(
-    predict: Predict, encoder: RowEncoder, tests: Mapping[str, TaskTestSet], *, batch_size: int = 64
+    predict: PredictFn, encoder: RowEncoder, tests: Mapping[str, TaskTestSet], *, batch_size: int = 64
 ) -> dict[str, TaskScore]:
     """The metrics of each task."""
-    found = {}
+    scores = {}
     for name, test in tests.items():
-        answers = predict_labelled(predict, encoder, test.rows, test.number, batch_size=batch_size)
-        metrics = task_metrics(test.rows.spec, test.rows.rows, answers)
-        found[name] = TaskScore(test.metric, metrics, len(test.rows))
-    return found
+        predictions = predict_labelled(predict, encoder, test.rows, test.number, batch_size=batch_size)
+        metrics = task_metrics(test.rows.spec, test.rows.rows, predictions)
+        scores[name] = TaskScore(test.metric, metrics, len(test.rows))
+    return scores
 
 
 def summary_metrics(scores: Mapping[str, TaskScore]) -> dict[str, float]:
-    """The score of each task under its name, `average` and `task_sigma`, in points."""
+    """Each task's score by name, their `average` and `task_sigma`, in points."""
     values = {name: score.value for name, score in scores.items()}
     if not values:
         return {}
     return values | {_AVERAGE: statistics.fmean(values.values()), _SIGMA: statistics.pstdev(values.values())}
 
 
-def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, prediction: Tensor) -> Prediction:
-    """What a prediction says.
+def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, output: Tensor) -> Prediction:
+    """A model's output for one row as a prediction.
 
-    Of multi-label every label of at least one half; of tagging a word without a token of its own, or behind the cut, is
-    outside; of span the likeliest pair of a first and a last token of the context, at most 30 tokens apart.
+    Multi-label: every label with a probability of at least one half. Tagging: a word without a token of its own, or
+    beyond the truncation, is outside. Span: the likeliest pair of ends in the context, at most 30 tokens apart.
+
+    Raises:
+        EvaluationError: the output is not finite.
     """
-    logits = prediction.float().cpu()
+    logits = output.float().cpu()
     if not torch.isfinite(logits[: len(encoded)] if spec.of_tokens else logits).all():
         raise EvaluationError(
             f"The model's prediction for {row.where} is not a number: its weights or activations overflowed; train "
@@ -177,130 +177,134 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, pre
     if spec.type == "regression":
         return Prediction(float(logits))
     if spec.type == "multi-label":
-        each = dict(zip(spec.labels, logits.sigmoid().tolist(), strict=True))
-        return Prediction(tuple(label for label, value in each.items() if value >= 0.5), probabilities=each)
-    assert encoded.places is not None, "tags and spans have places"
+        by_label = dict(zip(spec.labels, logits.sigmoid().tolist(), strict=True))
+        return Prediction(tuple(label for label, value in by_label.items() if value >= 0.5), probabilities=by_label)
+    assert encoded.places is not None, "rows of tags and spans are encoded with positions"
     if spec.type == "span":
         return _best_span(logits[: len(encoded)], encoded.places, row.texts[1])
     outside = OUTSIDE if OUTSIDE in spec.labels else spec.labels[0]
-    best = logits.argmax(-1).tolist()
-    return Prediction(tuple(spec.labels[best[place]] if place >= 0 else outside for place in encoded.places))
+    tags = logits.argmax(-1).tolist()
+    return Prediction(tuple(spec.labels[tags[token]] if token >= 0 else outside for token in encoded.places))
 
 
-def _best_span(logits: Tensor, places: np.ndarray, context: str) -> Prediction:
-    tokens = np.flatnonzero(places[:, 1] > 0)
+def _best_span(logits: Tensor, offsets: np.ndarray, context: str) -> Prediction:
+    """The likeliest span from logits (tokens, 2) and the tokens' character offsets (tokens, 2) in the context."""
+    tokens = np.flatnonzero(offsets[:, 1] > 0)
     if not len(tokens):
         return Prediction(Span(0, 0, ("",)), 0.0)
     start, end = logits[tokens].log_softmax(0).double().numpy().T
-    apart = np.arange(len(tokens))[None, :] - np.arange(len(tokens))[:, None]
-    sums = np.where((apart >= 0) & (apart < MAX_ANSWER_TOKENS), start[:, None] + end[None, :], -np.inf)
+    distance = np.arange(len(tokens))[None, :] - np.arange(len(tokens))[:, None]
+    sums = np.where((distance >= 0) & (distance < MAX_ANSWER_TOKENS), start[:, None] + end[None, :], -np.inf)
     first, last = np.unravel_index(int(sums.argmax()), sums.shape)
-    left, right = int(places[tokens[first], 0]), int(places[tokens[last], 1])
+    left, right = int(offsets[tokens[first], 0]), int(offsets[tokens[last], 1])
     probability = float(np.exp(start[first] + end[last]))
     return Prediction(Span(left, right, (context[left:right],)), probability)
 
 
-def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], answers: Sequence[Prediction]) -> dict[str, float]:
+def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]) -> dict[str, float]:
     """Every metric of a task's type, in points."""
     truth = [row.target for row in rows]
-    said = [answer.value for answer in answers]
-    return {name: 100 * float(_METRICS[spec.type, name](truth, said)) for name in METRICS[spec.type]}
+    predicted = [prediction.value for prediction in predictions]
+    return {name: 100 * float(_METRICS[spec.type, name](truth, predicted)) for name in METRICS[spec.type]}
 
 
 def entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
-    """First word, the word behind the last, and type of each entity in tags such as B-PLACE, I-PLACE, O.
+    """(first word, last word + 1, type) of each entity in tags such as B-PLACE, I-PLACE, O.
 
-    An I that follows nothing of its type begins an entity; S and U stand for B, E and L for I.
+    An I tag without a predecessor of its type begins an entity. S and U count as B; E and L count as I.
     """
-    found: list[tuple[int, int, str]] = []
-    for place, tag in enumerate(tags):
+    spans: list[tuple[int, int, str]] = []
+    for i, tag in enumerate(tags):
         mark, dash, kind = tag.partition("-")
         if not dash:
             continue
-        last = found[-1] if found else None
-        if mark in ("I", "E", "L") and last and last[1] == place and last[2] == kind:
-            found[-1] = (last[0], place + 1, kind)
+        last = spans[-1] if spans else None
+        if mark in ("I", "E", "L") and last and last[1] == i and last[2] == kind:
+            spans[-1] = (last[0], i + 1, kind)
         else:
-            found.append((place, place + 1, kind))
-    return found
+            spans.append((i, i + 1, kind))
+    return spans
 
 
-def _accuracy(truth: Sequence[str], said: Sequence[str]) -> float:
-    return sum(a == b for a, b in zip(truth, said, strict=True)) / len(truth)
+# scikit-learn and scipy take a second to import, so the metrics import them.
 
 
-def _macro_f1(truth: Sequence[str], said: Sequence[str]) -> float:
-    from sklearn.metrics import f1_score  # these packages take a second that only metrics should wait for
-
-    return float(f1_score(truth, said, average="macro", zero_division=0))  # type: ignore[arg-type]  # its stubs know a word alone
+def _accuracy(truth: Sequence[str], predicted: Sequence[str]) -> float:
+    return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
 
 
-def _matthews(truth: Sequence[str], said: Sequence[str]) -> float:
+def _macro_f1(truth: Sequence[str], predicted: Sequence[str]) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(truth, predicted, average="macro", zero_division=0))  # type: ignore[arg-type]  # stub error
+
+
+def _matthews(truth: Sequence[str], predicted: Sequence[str]) -> float:
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(truth, said))
+    return float(matthews_corrcoef(truth, predicted))
 
 
 def _correlation(kind: Literal["pearsonr", "spearmanr"]) -> Callable[..., float]:
-    def correlation(truth: Sequence[float], said: Sequence[float]) -> float:
+    def correlation(truth: Sequence[float], predicted: Sequence[float]) -> float:
         import scipy.stats
 
-        if len(set(truth)) < 2 or len(set(said)) < 2:
+        if len(set(truth)) < 2 or len(set(predicted)) < 2:
             return 0.0
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of predictions that are almost alike
-            found = float(getattr(scipy.stats, kind)(truth, said).statistic)
-        return found if np.isfinite(found) else 0.0
+            warnings.simplefilter("ignore")  # scipy warns where predictions are almost equal
+            value = float(getattr(scipy.stats, kind)(truth, predicted).statistic)
+        return value if np.isfinite(value) else 0.0
 
     return correlation
 
 
-def _several_f1(average: Literal["micro", "macro"]) -> Callable[..., float]:
-    def several_f1(truth: Sequence[Iterable[str]], said: Sequence[Iterable[str]]) -> float:
+def _multi_label_f1(average: Literal["micro", "macro"]) -> Callable[..., float]:
+    def multi_label_f1(truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
         from sklearn.metrics import f1_score
         from sklearn.preprocessing import MultiLabelBinarizer
 
-        marks = MultiLabelBinarizer().fit([*truth, *said])
-        if not len(marks.classes_):
-            return 1.0  # no row has a label, and none was said
-        return float(f1_score(marks.transform(truth), marks.transform(said), average=average, zero_division=0))  # type: ignore[arg-type]  # its stubs know a word alone
+        binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
+        if not len(binarizer.classes_):
+            return 1.0  # no row has a label, and no label was predicted
+        matrices = binarizer.transform(truth), binarizer.transform(predicted)
+        return float(f1_score(*matrices, average=average, zero_division=0))  # type: ignore[arg-type]  # stub error
 
-    return several_f1
-
-
-def _entity_f1(truth: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> float:
-    right = found = wanted = 0
-    for true, given in zip(truth, said, strict=True):
-        ours, theirs = set(entities(given)), set(entities(true))
-        right, found, wanted = right + len(ours & theirs), found + len(ours), wanted + len(theirs)
-    return 2 * right / (found + wanted) if found + wanted else 1.0
+    return multi_label_f1
 
 
-def _word_accuracy(truth: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> float:
-    return _accuracy([tag for tags in truth for tag in tags], [tag for tags in said for tag in tags])
+def _entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    correct = total = 0
+    for true_tags, predicted_tags in zip(truth, predicted, strict=True):
+        expected, returned = set(entities(true_tags)), set(entities(predicted_tags))
+        correct, total = correct + len(returned & expected), total + len(returned) + len(expected)
+    return 2 * correct / total if total else 1.0
 
 
-def _of_best_answer(score: Callable[[list[str], list[str]], float]) -> Callable[..., float]:
-    def best(truth: Sequence[Span], said: Sequence[Span]) -> float:
+def _word_accuracy(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    return _accuracy([tag for tags in truth for tag in tags], [tag for tags in predicted for tag in tags])
+
+
+def _best_over_answers(score: Callable[[list[str], list[str]], float]) -> Callable[..., float]:
+    def best(truth: Sequence[Span], predicted: Sequence[Span]) -> float:
         return statistics.fmean(
-            max(score(_bare_words(right), _bare_words(given.answers[0])) for right in true.answers)
-            for true, given in zip(truth, said, strict=True)
+            max(score(_normalised_words(reference), _normalised_words(span.answers[0])) for reference in row.answers)
+            for row, span in zip(truth, predicted, strict=True)
         )
 
     return best
 
 
-def _bare_words(text: str) -> list[str]:
-    """The words of an answer without case, punctuation and English articles."""
+def _normalised_words(text: str) -> list[str]:
+    """Words without case, punctuation and English articles, as SQuAD's evaluation normalises them."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
-def _words_f1(right: list[str], given: list[str]) -> float:
-    shared = sum((Counter(right) & Counter(given)).values())
-    if not right or not given:
-        return float(right == given)
-    return 2 * shared / (len(right) + len(given))
+def _token_f1(reference: list[str], predicted: list[str]) -> float:
+    if not reference or not predicted:
+        return float(reference == predicted)
+    return 2 * sum((Counter(reference) & Counter(predicted)).values()) / (len(reference) + len(predicted))
 
 
 _METRICS: dict[tuple[str, str], Callable[..., float]] = {
@@ -309,10 +313,10 @@ _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("classification", "matthews"): _matthews,
     ("regression", "pearson"): _correlation("pearsonr"),
     ("regression", "spearman"): _correlation("spearmanr"),
-    ("multi-label", "micro_f1"): _several_f1("micro"),
-    ("multi-label", "macro_f1"): _several_f1("macro"),
+    ("multi-label", "micro_f1"): _multi_label_f1("micro"),
+    ("multi-label", "macro_f1"): _multi_label_f1("macro"),
     ("tagging", "entity_f1"): _entity_f1,
     ("tagging", "accuracy"): _word_accuracy,
-    ("span", "token_f1"): _of_best_answer(_words_f1),
-    ("span", "exact_match"): _of_best_answer(lambda right, given: float(right == given)),
+    ("span", "token_f1"): _best_over_answers(_token_f1),
+    ("span", "exact_match"): _best_over_answers(lambda reference, predicted: float(reference == predicted)),
 }

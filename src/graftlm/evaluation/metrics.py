@@ -93,7 +93,7 @@ class Scores:
     ) -> Interval:
         """Percentile bootstrap over windows: how the metric varies over other text of the same kind."""
         (samples,) = _resample([self.fraction(metric)], resamples, seed)
-        return _percentile_interval(self.value(metric), samples, confidence)
+        return percentile_interval(self.value(metric), samples, confidence)
 
 
 def paired_difference(
@@ -117,7 +117,7 @@ def paired_difference(
             "score the same documents with the same tokenizer and length."
         )
     samples_a, samples_b = _resample([a.fraction(metric), b.fraction(metric)], resamples, seed)
-    return _percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b, confidence)
+    return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b, confidence)
 
 
 def score(
@@ -356,7 +356,8 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
 
 
-def _percentile_interval(mean: float, samples: np.ndarray, confidence: float) -> Interval:
+def percentile_interval(mean: float, samples: np.ndarray, confidence: float = 0.95) -> Interval:
+    """The percentile bootstrap interval of a value from its bootstrap samples; NaN samples are left out."""
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(samples, [tail, 1 - tail])
     return Interval(mean=mean, low=float(low), high=float(high))

@@ -1,23 +1,22 @@
-"""Generated Python, run apart from this process: whether it passes its tests.
+"""Run generated Python in a separate process and report whether it passes its tests.
 
-What it does. Each program runs in a process of its own, in a fresh folder that is removed afterwards, by an isolated
-Python without installed packages, without environment variables and without stdin. Its wall-clock and CPU time, its
-memory, the size of its files and the number of its processes are limited; when it is done, or its time is up, it is
-killed with all that it started. What it prints is read, and all but the start of it thrown away. Where the machine
-allows it, it is shut in further, and `protections()` tells what holds here, by trying it:
+Each program runs in its own process, in a fresh temporary folder, with an isolated Python: no installed packages, no
+environment variables, no stdin. Wall-clock time, CPU time, memory, file sizes and the number of processes are limited.
+Afterwards the process and its descendants are killed and the folder is removed. Only the start of its output is kept.
 
-- network: namespaces (`unshare`) leave it no network, and let no process outlive it or see others;
-- files: Landlock (Linux 5.13 and later) lets it write to its own folder alone;
-- processes: they are few; as such a limit does not bind root, root's programs run as the user nobody (`setpriv`).
+Further protections depend on the machine; `protections()` probes them:
 
-What it does not do. The program can read every file that you can read. Where a protection does not hold, it can use the
-network, write where you can write, signal your processes, or leave a process behind that made itself a session of its
-own. A flaw in the kernel opens everything: run code that you distrust in a container or a virtual machine of its own.
-The memory limit is for each process, and nothing limits how many files it writes while it runs.
+- network: namespaces (`unshare`) remove the network, hide other processes and end all processes with the program;
+- files: Landlock (Linux 5.13 and later) allows writes to the program's own folder only;
+- processes: their number is limited. The limit does not bind root, so root runs programs as nobody (`setpriv`).
 
-A pass is real for programs that try to solve their task, and for those that exit early or print whatever they like: it
-takes a secret, given out after the last test. A program made to fool this very module can still fetch it, as tests and
-program share one process, or can change what the tests compare.
+Limits of the sandbox. A program can read every file that you can read. Without a protection above it can use the
+network, write where you can write, signal your processes, or leave a daemon behind. A kernel flaw defeats everything:
+run code that you distrust in a container or a virtual machine. The memory limit holds per process, and the number of
+files is unlimited.
+
+A pass requires a secret that is handed over after the last test, so early exits and printed claims do not pass. A
+program written against this module can still cheat: it shares a process with its tests.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ import json
 import math
 import os
 import secrets
-import selectors
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,19 +43,19 @@ import psutil
 
 from graftlm.errors import EvaluationError
 
-JOB = "job.json"
+_JOB_FILE = "job.json"
 _NOBODY = 65534
-_FILE_BYTES, _OPEN_FILES, _PROCESSES = 16 * 2**20, 64, 32
-_KEPT_OUTPUT, _LONGEST_WORD = 4096, 4096  # bytes: of what a program prints, and of what is said of it
-_LOOK_EVERY = 0.02  # seconds
-_PATIENCE = 4  # a busy machine may take so many times as long as the work, and that is no fault of the program
-# The first process of a namespace is deaf to signals, its own included: a shell takes that place.
+_MAX_FILE_BYTES, _MAX_OPEN_FILES, _MAX_PROCESSES = 16 * 2**20, 64, 32
+_MAX_OUTPUT_BYTES, _MAX_MESSAGE_BYTES = 4096, 4096
+_POLL_S = 0.02
+_WALL_FACTOR = 4  # wall-clock limit over CPU limit: a program must not fail because the machine is busy
+# The first process of a PID namespace ignores signals, its own included, so a shell runs there instead.
 _SHELL = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How a program did: whether it passed, why not in a few words, and the start of what it printed."""
+class ExecutionResult:
+    """Whether a program passed, the reason in a few words, and the start of its output."""
 
     passed: bool
     reason: str
@@ -64,12 +64,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Protections:
-    """What a program is kept from on this machine, beyond what holds on every one.
+    """Protections that this machine offers beyond the basic limits.
 
     Attributes:
-        network: it reaches no network.
-        files: it writes to its own folder alone.
-        processes: it starts no more than a few processes.
+        network: the program has no network.
+        files: the program can write to its own folder only.
+        processes: the number of the program's processes is limited.
     """
 
     network: bool
@@ -78,92 +78,94 @@ class Protections:
 
 
 @dataclass(frozen=True)
-class _Walls:
-    """The command that runs another one shut in, and the user that it becomes; None stays the same."""
+class _Isolation:
+    """The command that isolates another command, and the user id that it switches to; None keeps the user."""
 
     command: tuple[str, ...] = ()
     user: int | None = None
 
 
-def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> Verdict:
+def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> ExecutionResult:
     """Run a program, then its tests in the same module.
 
     Args:
         program: Python source.
         tests: Python source that raises when the program is wrong.
-        timeout_s: seconds of one core that both may take together; on the clock four times as many.
+        timeout_s: CPU seconds for both together; the wall-clock limit is four times as long.
         memory_mb: MiB of address space for each process.
 
     Raises:
-        EvaluationError: this machine can't run programs so.
+        EvaluationError: the operating system is neither Linux nor macOS.
     """
     if os.name != "posix":
         raise EvaluationError("Generated code is run on Linux and macOS alone: run this measurement there.")
     limits = {
         "RLIMIT_CPU": math.ceil(timeout_s),
         "RLIMIT_AS": memory_mb * 2**20,
-        "RLIMIT_FSIZE": _FILE_BYTES,
-        "RLIMIT_NOFILE": _OPEN_FILES,
-        "RLIMIT_NPROC": _PROCESSES,
+        "RLIMIT_FSIZE": _MAX_FILE_BYTES,
+        "RLIMIT_NOFILE": _MAX_OPEN_FILES,
+        "RLIMIT_NPROC": _MAX_PROCESSES,
         "RLIMIT_CORE": 0,
     }
-    walls = _walls()
+    isolation = _isolation()
     with tempfile.TemporaryDirectory(prefix="graftlm-", ignore_cleanup_errors=True) as folder:
-        Path(folder, JOB).write_text(json.dumps({"program": program, "tests": tests, "limits": limits}), "utf-8")
-        if walls.user is not None:
-            os.chown(folder, walls.user, walls.user)
-        return _run(walls, folder, timeout_s)
+        Path(folder, _JOB_FILE).write_text(json.dumps({"program": program, "tests": tests, "limits": limits}), "utf-8")
+        if isolation.user is not None:
+            os.chown(folder, isolation.user, isolation.user)
+        return _execute(isolation, folder, timeout_s)
 
 
 @functools.cache
 def protections() -> Protections:
-    """What a program is kept from on this machine; one tries it out, once.
+    """The protections of this machine, probed once by a program that tries to break them.
 
     Raises:
-        EvaluationError: this machine can't run programs at all.
+        EvaluationError: no program runs in the sandbox on this machine.
     """
-    verdict = run_tests(_source("probe"), "import json\nprint(json.dumps(found))", timeout_s=20)
-    if not verdict.passed:
+    result = run_tests(_source("probe"), "import json\nprint(json.dumps(protections))", timeout_s=20)
+    if not result.passed:
         raise EvaluationError(
-            f"A program that does nothing wrong does not run in the sandbox ({verdict.reason}): "
+            f"A program that does nothing wrong does not run in the sandbox ({result.reason}): "
             "check that this Python starts with `python -I -S`."
         )
-    return Protections(**json.loads(verdict.output))
+    return Protections(**json.loads(result.output))
 
 
-def _run(walls: _Walls, folder: str, timeout_s: float) -> Verdict:
-    """Start the program of a folder, watch it, and judge what came."""
+def _execute(isolation: _Isolation, folder: str, timeout_s: float) -> ExecutionResult:
+    """Run the job of a folder; the socket carries the secret to the child and its message back."""
     secret = secrets.token_hex(16)
-    with _pipe() as (asked, asks), _pipe() as (heard, says):
-        os.write(asks.fileno(), secret.encode())
-        python = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _source("inside")]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(secret.encode())
+        python = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _source("inside"), str(theirs.fileno())]
         process = subprocess.Popen(
-            [*walls.command, *python, str(asked.fileno()), str(says.fileno())],
+            [*isolation.command, *python],
             cwd=folder,
             env={},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=(asked.fileno(), says.fileno()),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-        for end in (asked, asks, says):
-            end.close()
+        theirs.close()
         try:
-            said, output, in_time = _watch(process, heard.fileno(), timeout_s * _PATIENCE)
+            output, in_time = _read_output(process, timeout_s * _WALL_FACTOR)
         finally:
             _kill(process)
-    passed = said == f"{secret}\n".encode()
-    return Verdict(passed, _reason(process, said, timeout_s, passed, in_time), output.decode("utf-8", "replace"))
+        ours.setblocking(False)
+        message = b""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            message = ours.recv(_MAX_MESSAGE_BYTES)
+    passed = in_time and message == f"{secret}\n".encode()
+    reason = "passed" if passed else _failure(process.returncode, message, timeout_s, in_time)
+    return ExecutionResult(passed, reason, output.decode("utf-8", "replace"))
 
 
-def _reason(process: subprocess.Popen[bytes], said: bytes, timeout_s: float, passed: bool, in_time: bool) -> str:
-    if passed:
-        return "passed"
-    if said:
-        return said.decode("utf-8", "replace").strip()
-    # A shell gives a signal's number plus 128, subprocess its negative.
-    status = process.returncode
+def _failure(status: int, message: bytes, timeout_s: float, in_time: bool) -> str:
+    if message and in_time:
+        return message.decode("utf-8", "replace").strip()
+    # A shell reports a signal as its number plus 128, subprocess as its negative.
     number = -status if status < 0 else status - 128
     if not in_time or number == signal.SIGXCPU:
         return f"took more than {timeout_s:g} seconds"
@@ -171,107 +173,70 @@ def _reason(process: subprocess.Popen[bytes], said: bytes, timeout_s: float, pas
     return f"ended before its tests did ({how})"
 
 
-def _watch(process: subprocess.Popen[bytes], heard: int, patience_s: float) -> tuple[bytes, bytes, bool]:
-    """What was said of the program, the start of what it printed, and whether it was done in time."""
-    said, output, until = b"", b"", time.monotonic() + patience_s
+def _read_output(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bool]:
+    """Wait for a process; the start of its output, and whether it ended in time. The process is not reaped."""
     assert process.stdout is not None
-    printed = process.stdout.fileno()
-    with selectors.DefaultSelector() as selector:
-        selector.register(heard, selectors.EVENT_READ)
-        selector.register(printed, selectors.EVENT_READ)
-        while (left := until - time.monotonic()) > 0:
-            ended = _ended(process)
-            events = selector.select(0 if ended else min(left, _LOOK_EVERY))
-            for key, _ in events:
-                data = os.read(key.fd, 2**16)
-                if not data:
-                    selector.unregister(key.fd)
-                elif key.fd == heard:
-                    said += data
-                else:
-                    output += data[: _KEPT_OUTPUT - len(output)]
-            if said.endswith(b"\n") or len(said) > _LONGEST_WORD or (ended and not events):
-                return said[:_LONGEST_WORD], output, True
-    return b"", output, False
-
-
-def _ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it is no more, asked so that its id stays its own until it is killed with its group."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    output, stdout, deadline = b"", process.stdout.fileno(), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        # Without reaping, the id stays reserved until the whole process group is killed.
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        readable = select.select([stdout], [], [], 0 if ended else _POLL_S)[0]
+        data = os.read(stdout, 2**16) if readable else b""
+        output += data[: _MAX_OUTPUT_BYTES - len(output)]
+        if ended and not data:
+            return output, True
+        if readable and not data:  # the program closed its stdout
+            time.sleep(_POLL_S)
+    return output, False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process, its group, and all that descends from it."""
-    family = []
+    """Kill a process, its group and its descendants."""
+    descendants = []
     with contextlib.suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
+        descendants = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for one in family:
+    for descendant in descendants:
         with contextlib.suppress(psutil.Error):
-            one.kill()
+            descendant.kill()
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
 
 
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[_End, _End]]:
-    ends = tuple(map(_End, os.pipe()))
-    try:
-        yield ends[0], ends[1]
-    finally:
-        for end in ends:
-            end.close()
-
-
-class _End:
-    """One end of a pipe, to be closed once or twice."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._open = number, True
-
-    def fileno(self) -> int:
-        return self._number
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            os.close(self._number)
-
-
 @functools.cache
 def _source(name: str) -> str:
-    """A script of the folder `sandboxed`, handed over as text: the program's user may not be allowed to read it."""
+    """A script of the folder `sandboxed`; its text is passed, since the program's user may not be able to read it."""
     return Path(__file__).with_name("sandboxed").joinpath(f"{name}.py").read_text("utf-8")
 
 
 @functools.cache
-def _walls() -> _Walls:
-    """The strongest walls that this machine offers."""
+def _isolation() -> _Isolation:
+    """The strongest isolation that works on this machine."""
     unshare, setpriv = shutil.which("unshare"), shutil.which("setpriv")
     root = os.geteuid() == 0
-    spaces: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
     if unshare:
-        spaces = (unshare, "--net", "--ipc", "--pid", "--fork", "--kill-child")
-        spaces = spaces if root else (*spaces, "--user", "--map-current-user")
-        spaces = spaces if _works(spaces) else ()
-    shell = _SHELL if spaces else ()
+        namespaces = (unshare, "--net", "--ipc", "--pid", "--fork", "--kill-child")
+        namespaces = namespaces if root else (*namespaces, "--user", "--map-current-user")
+        namespaces = namespaces if _starts_python(namespaces) else ()
+    shell = _SHELL if namespaces else ()
     if root and setpriv:
         nobody = (setpriv, f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--no-new-privs")
-        # This Python may lie in root's own folder: nobody may read what root may read, and write nothing of it.
+        # This Python may lie in a folder of root's: nobody may read what root may read, and write nothing of it.
         reads = "-all,+dac_read_search"
         reader = (*nobody, f"--bounding-set={reads}", f"--inh-caps={reads}", f"--ambient-caps={reads}")
         for user in (reader, (*nobody, "--bounding-set=-all", "--inh-caps=-all"), nobody):
-            if _works((*spaces, *user)):
-                return _Walls((*spaces, *user, *shell), _NOBODY)
-    return _Walls((*spaces, *shell))
+            if _starts_python((*namespaces, *user)):
+                return _Isolation((*namespaces, *user, *shell), _NOBODY)
+    return _Isolation((*namespaces, *shell))
 
 
-def _works(command: Sequence[str]) -> bool:
-    """Whether Python starts behind these walls."""
+def _starts_python(command: Sequence[str]) -> bool:
+    """Whether Python starts under an isolating command."""
     python = [sys.executable, "-I", "-S", "-c", "import json"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.run([*command, *python], timeout=30, check=False, **quiet).returncode == 0  # type: ignore[call-overload]
+        process = subprocess.run([*command, *python], stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+        return process.returncode == 0
     return False

@@ -1,1 +1,1 @@
-"""Scripts that run inside the sandbox; they use the standard library alone, and nothing imports them."""
+"""Scripts that run inside the sandbox, with the standard library only; no module imports them."""

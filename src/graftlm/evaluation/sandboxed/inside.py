@@ -1,6 +1,6 @@
-"""The first thing that runs in the sandbox's process: it limits itself, then runs a program and its tests.
+"""Entry point of the sandbox's process: set the limits, then run a program and its tests.
 
-Arguments: the number of a pipe that holds the secret of those who pass, and of a pipe to which the verdict goes.
+Argument: the file descriptor of a socket. It holds the secret that proves a pass, and takes the result's message.
 """
 
 import ctypes
@@ -18,22 +18,23 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _NO_NEW_PRIVILEGES = 444, 445, 446, 
 
 
 def main() -> None:
-    """Run the job of this folder, say how it went, and end at once."""
-    asked, says = int(sys.argv[1]), int(sys.argv[2])
+    """Run the job of the current folder, report its result, and exit at once."""
+    channel = int(sys.argv[1])
     job = json.loads(Path("job.json").read_text("utf-8"))
     Path("job.json").unlink()
     sys.argv[1:] = []
-    os.environ.clear()  # the shell and Python itself have put some there
+    os.environ.clear()  # the shell and Python set some
     limit(job["limits"])
     lock_files(Path.cwd())
-    said = run(job["program"], job["tests"])
+    error = run(job["program"], job["tests"])
     sys.stdout.flush()
-    os.write(says, os.read(asked, 64) + b"\n" if said is None else said.encode("utf-8", "replace")[:2000] + b"\n")
+    message = os.read(channel, 64) if error is None else error.encode("utf-8", "replace")[:2000]
+    os.write(channel, message + b"\n")
     os._exit(0)
 
 
 def run(program: str, tests: str) -> str | None:
-    """None when both run to their end, else what was raised."""
+    """Run both; None when they succeed, else the error as one line."""
     module = types.ModuleType("program")
     sys.modules["program"] = module
     name = "program"
@@ -41,19 +42,19 @@ def run(program: str, tests: str) -> str | None:
         exec(compile(program, "program.py", "exec"), module.__dict__)  # noqa: S102
         name = "tests"
         exec(compile(tests, "tests.py", "exec"), module.__dict__)  # noqa: S102
-    except BaseException as error:  # sys.exit is no pass either
+    except BaseException as error:  # sys.exit does not pass
         traceback.print_exc()
         return " ".join(f"{name}: {type(error).__name__}: {error}".split())
     return None
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Lower what this system can limit; the hard limits too, so that no program raises them again."""
+    """Lower soft and hard limits, so that the program cannot raise them again."""
     for name, value in limits.items():
         kind = getattr(resource, name, None)
         if kind is None:
             continue
-        # The signal at the limit of time says what happened, and the one a second later can't be ignored.
+        # SIGXCPU at the soft limit names the reason; SIGKILL a second later can't be ignored.
         hard = value + 1 if name == "RLIMIT_CPU" else value
         known = resource.getrlimit(kind)[1]
         hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
@@ -64,7 +65,7 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def lock_files(folder: Path) -> None:
-    """Write to a folder and to /dev/null alone, where Landlock is there; also no TCP and no signals to others."""
+    """With Landlock: allow writes to `folder` and /dev/null only, and forbid TCP and signals to other processes."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)

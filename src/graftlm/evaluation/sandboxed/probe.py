@@ -1,4 +1,4 @@
-"""A program that tries what the sandbox should keep it from, and tells what it could not do."""
+"""A program that tries what the sandbox should prevent; `protections` says what it could not do."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ import time
 
 
 def writes_outside() -> bool:
-    """Whether a file beside its folder can be made."""
+    """Whether a file outside the program's folder can be created."""
     path = f"../graftlm-probe-{os.getpid()}-{time.time_ns()}"
     try:
         with open(path, "x"):  # noqa: PTH123
@@ -29,7 +29,7 @@ def starts_many() -> bool:
     return True
 
 
-found = {
+protections = {
     "network": all(name == "lo" for _, name in socket.if_nameindex()),
     "files": not writes_outside(),
     "processes": not starts_many(),
