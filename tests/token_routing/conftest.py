@@ -1,4 +1,4 @@
-"""What several tests of routing start from."""
+"""Fixtures of the routing tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from token_routing.tools import write_adapters
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Adapters of a tiny Llama as PEFT writes them, by name."""
+    """PEFT adapter folders of a tiny Llama, by name."""
     return write_adapters("llama", tmp_path_factory.mktemp("adapters"))

@@ -1,4 +1,4 @@
-"""A mixture equals the explicit sum of updates, and one expert alone what PEFT makes of it."""
+"""A mixture equals the explicit sum of updates; a single expert equals PEFT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peft import PeftModel
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.token_routing.mixture import Routes
+from graftlm.grafts.token_routing.mixture import RouteWeights
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import (
     FAMILIES,
@@ -28,11 +28,11 @@ from token_routing.tools import (
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def say(model: object, weights: list[list[float]]) -> torch.Tensor:
-    """Logits with given weights, one row of them for each row of the batch."""
+def logits_with_weights(model: object, weights: list[list[float]]) -> torch.Tensor:
+    """Logits under fixed expert weights, one list per row of the batch."""
     graft = model.grafts["graft"]  # type: ignore[attr-defined]
     fixed = torch.tensor([[*row, 1 - sum(row)] for row in weights])[:, None]
-    graft._weigh = lambda *_, **__: fixed
+    graft._token_weights = lambda *_, **__: fixed
     with torch.no_grad():
         return model(tiny_ids(len(weights)), use_cache=False).logits  # type: ignore[operator]
 
@@ -42,25 +42,25 @@ def test_a_mixture_is_the_sum_of_the_updates(family: str, tmp_path: Path) -> Non
     folders = write_adapters(family, tmp_path)
     weights = [[0.2, 0.5, 0.3], [0.6, 0.0, 0.1]]
     with routing(family, folders) as model:
-        found = say(model.eval(), weights)
+        actual = logits_with_weights(model.eval(), weights)
     for row, chosen in enumerate(weights):
-        wanted = summed_logits(family, folders, dict(zip(folders, chosen, strict=True)), tiny_ids(2))[row]
-        assert_equal(found[row], wanted)
+        expected = summed_logits(family, folders, dict(zip(folders, chosen, strict=True)), tiny_ids(2))[row]
+        assert_equal(actual[row], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("top", [None, 1])
-def test_one_expert_alone_is_what_peft_makes_of_it(family: str, top: int | None, tmp_path: Path) -> None:
+def test_a_single_expert_equals_peft(family: str, top: int | None, tmp_path: Path) -> None:
     folders = write_adapters(family, tmp_path)
     with routing(family, folders, top=top) as model:
         for number, name in enumerate(folders):
             one_hot = [float(number == other) for other in range(3)]
-            found = say(model.eval(), [one_hot, one_hot])
-            assert_equal(found, peft_logits(family, folders[name], tiny_ids(2)))
+            actual = logits_with_weights(model.eval(), [one_hot, one_hot])
+            assert_equal(actual, peft_logits(family, folders[name], tiny_ids(2)))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_one_expert_on_a_quantised_backbone_is_what_peft_makes_of_it(weights: str, tmp_path: Path) -> None:
+def test_a_single_expert_on_a_quantised_backbone_equals_peft(weights: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     configs = {
         "int8": quantization.Int8WeightOnlyConfig(),
@@ -75,23 +75,23 @@ def test_one_expert_on_a_quantised_backbone_is_what_peft_makes_of_it(weights: st
     folder = write_adapters("llama", tmp_path)["two"]
     with torch.no_grad():
         bare = quantised()(tiny_ids(2), use_cache=False).logits
-        wanted = PeftModel.from_pretrained(quantised(), folder).eval()(tiny_ids(2), use_cache=False).logits
+        expected = PeftModel.from_pretrained(quantised(), folder).eval()(tiny_ids(2), use_cache=False).logits
     host = Backbone.wrap(quantised(), tiny_tokenizer(), "tiny-llama")
     values = {"kind": "token-routing", "experts": {"two": {"path": folder}}, "prompt": "causal"}
     with GraftedModel(host, {"graft": build_graft(graft_config(values), host)}) as model:
-        found = say(model.eval(), [[1.0]] * 2)
-    assert_equal(found, wanted)
-    assert (found - bare).abs().max() > 0.1
+        actual = logits_with_weights(model.eval(), [[1.0]] * 2)
+    assert_equal(actual, expected)
+    assert (actual - bare).abs().max() > 0.1
 
 
-def test_no_weight_at_all_is_the_bare_backbone_to_the_bit(tmp_path: Path) -> None:
+def test_zero_weights_are_the_bare_backbone_bit_for_bit(tmp_path: Path) -> None:
     with torch.no_grad():
         bare = backbone("llama").model(tiny_ids(2), use_cache=False).logits
     with routing("llama", write_adapters("llama", tmp_path), threshold=1.0) as model:
-        assert torch.equal(say(model.eval(), [[0.0] * 3] * 2), bare)
+        assert torch.equal(logits_with_weights(model.eval(), [[0.0] * 3] * 2), bare)
 
 
-def test_linear_is_what_peft_calls_linear_and_not_the_sum(tmp_path: Path) -> None:
+def test_linear_equals_pefts_linear_and_differs_from_the_sum(tmp_path: Path) -> None:
     chosen = {
         name: {"r": 4, "lora_alpha": 4 + n, "target_modules": ["q_proj", "up_proj"]} for n, name in enumerate("abc")
     }
@@ -107,46 +107,46 @@ def test_linear_is_what_peft_calls_linear_and_not_the_sum(tmp_path: Path) -> Non
         published = peft(tiny_ids(2), use_cache=False).logits
     exact = summed_logits("llama", folders, dict(zip(folders, weights, strict=True)), tiny_ids(2))
     with routing("llama", folders, combination="linear") as model:
-        found = say(model.eval(), [weights] * 2)
-    assert_equal(found, published)
-    assert (found - exact).abs().max() > 0.1, "cross terms are no small matter"
+        actual = logits_with_weights(model.eval(), [weights] * 2)
+    assert_equal(actual, published)
+    assert (actual - exact).abs().max() > 0.1, "the cross terms are not negligible"
 
 
 def test_linear_needs_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"they have the ranks 3, 4: take experts of one rank, or combination: exact"):
+    with pytest.raises(RecipeError, match=r"they have the ranks 3, 4: use experts of one rank, or combination: exact"):
         routing("llama", write_adapters("llama", tmp_path), combination="linear")
 
 
-def test_weights_of_every_token_are_its_own(tmp_path: Path) -> None:
+def test_each_token_has_its_own_weights(tmp_path: Path) -> None:
     folders = write_adapters("llama", tmp_path)
     ids = tiny_ids(1, 6)
     per_token = torch.softmax(torch.randn(1, 6, 3), -1)
     with routing("llama", folders) as model:
         graft = model.eval().grafts["graft"]
-        mixture = next(one for _, one in graft._mixtures() if len(one.layout.experts) == 2)  # type: ignore[operator]
-        x = torch.randn(1, 6, mixture.place.inputs)
-        found = mixture(x, Routes.of(per_token, sparse=False))
+        mixture = next(m for _, m in graft._mixtures_by_path() if len(m.layout.experts) == 2)  # type: ignore[operator]
+        x = torch.randn(1, 6, mixture.target.inputs)
+        actual = mixture(x, RouteWeights.of(per_token, sparse=False))
         layout = mixture.layout
         for token in range(ids.shape[1]):
-            wanted = sum(
+            expected = sum(
                 per_token[0, token, e] * s * (x[0, token] @ mixture.factors(e).a.T) @ mixture.factors(e).b
                 for e, s in zip(layout.experts, layout.scales, strict=True)
             )
-            torch.testing.assert_close(found[0, token], wanted, **CLOSE)
+            torch.testing.assert_close(actual[0, token], expected, **CLOSE)
 
 
-def test_few_experts_of_many_are_the_same_as_all_with_zeros(tmp_path: Path) -> None:
+def test_a_subset_of_experts_equals_all_with_zero_weights(tmp_path: Path) -> None:
     folders = write_adapters("llama", tmp_path)
     weights = [[0.0, 0.7, 0.3], [0.0, 1.0, 0.0]]
     with routing("llama", folders) as model:
-        dense = say(model.eval(), weights)
+        dense = logits_with_weights(model.eval(), weights)
     with routing("llama", folders, top=2) as model:
-        assert_equal(say(model.eval(), weights), dense)
-        assert say(model, [[1.0, 0.0, 0.0]] * 2).isfinite().all()
-        assert_equal(say(model, weights), dense)
+        assert_equal(logits_with_weights(model.eval(), weights), dense)
+        assert logits_with_weights(model, [[1.0, 0.0, 0.0]] * 2).isfinite().all()
+        assert_equal(logits_with_weights(model, weights), dense)
 
 
 def test_settings_cover_mixed_ranks_and_scales() -> None:
     values = settings("llama").values()
-    assert len({one["r"] for one in values}) == 3
-    assert any(one.get("use_rslora") for one in values)
+    assert len({adapter["r"] for adapter in values}) == 3
+    assert any(adapter.get("use_rslora") for adapter in values)

@@ -1,4 +1,4 @@
-"""Adapters as users have them: what is read, what is refused in one sentence, and what is written for PEFT."""
+"""PEFT adapter folders: reading, refusals in one sentence, and writing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ def change_config(folder: str, **values: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
-    "DoRA": (lambda f: change_config(f, use_dora=True), r"has DoRA \(use_dora\), which is no sum of products"),
+    "DoRA": (lambda f: change_config(f, use_dora=True), r"has DoRA \(use_dora\), which is not a sum of LoRA products"),
     "biases": (lambda f: change_config(f, bias="all"), r"has biases \(bias=all\), .* train it with bias='none'"),
     "whole modules": (lambda f: change_config(f, modules_to_save=["lm_head"]), "has whole modules beside the factors"),
-    "PiSSA": (lambda f: change_config(f, init_lora_weights="pissa"), "a start that changed the base's weights"),
+    "PiSSA": (
+        lambda f: change_config(f, init_lora_weights="pissa"),
+        "an initialisation that changed the base's weights",
+    ),
     "another method": (lambda f: change_config(f, peft_type="IA3"), "is of the type IA3, but LORA is expected"),
     "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
     "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
@@ -65,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_can_not_be_mixed_is_refused_in_a_sentence(what: str, folders: dict[str, str]) -> None:
+def test_adapters_that_cannot_be_mixed_are_refused_in_one_sentence(what: str, folders: dict[str, str]) -> None:
     damage, message = REFUSED[what]
     damage(folders["one"])
     with pytest.raises(ArtifactError, match=message) as caught:
@@ -76,7 +79,7 @@ def test_what_can_not_be_mixed_is_refused_in_a_sentence(what: str, folders: dict
 def test_an_adapter_of_another_base(folders: dict[str, str]) -> None:
     config = graft_config({"kind": "token-routing", "experts": {"one": {"path": folders["one"]}}})
     wider = Backbone.wrap(tiny_model("llama", hidden_size=64), tiny_tokenizer(), "wider")
-    with pytest.raises(WrongBackboneError, match=r"was trained on .*, and in wider model\.\S+ takes 64 and gives"):
+    with pytest.raises(WrongBackboneError, match=r"was trained on .*, and in wider model\.\S+ has 64 inputs and"):
         build_graft(config, wider)
     with pytest.raises(WrongBackboneError, match=r"and in tiny-gpt2 there is no module model\.layers\.0"):
         build_graft(config, backbone("gpt2"))
@@ -97,18 +100,18 @@ def test_an_embedding_that_was_resized_is_refused(folders: dict[str, str]) -> No
         routing("llama", folders)
 
 
-def test_configs_that_do_not_fit() -> None:
+def test_invalid_configs() -> None:
     for experts, message in (
         ({}, "experts"),
         ({"none": {"rank": 1, "targets": ["ffn"]}}, "the expert's name 'none' can't be used"),
         ({"a": {}}, "has either the path of a LoRA adapter, or a rank and targets"),
         ({"a": {"rank": 2}}, "a new expert needs targets"),
-        ({"a": {"path": "x", "targets": ["ffn"]}}, "an adapter says itself what it changes"),
+        ({"a": {"path": "x", "targets": ["ffn"]}}, "an adapter already defines its targets"),
     ):
         with pytest.raises(RecipeError, match=message):
             graft_config({"kind": "token-routing", "experts": experts})
     experts = {"a": {"rank": 1, "targets": ["ffn"]}}
-    with pytest.raises(RecipeError, match="reads: prompt routes by the prompt as a whole"):
+    with pytest.raises(RecipeError, match="reads: prompt uses one route for the whole prompt"):
         graft_config({"kind": "token-routing", "experts": experts, "reads": "prompt", "prompt": "causal"})
     config = graft_config({"kind": "token-routing", "experts": {"a": {"rank": 1, "targets": ["qproj"]}}})
     with pytest.raises(GraftError, match=r"has no such module: name attention, ffn, embedding, or one of down_proj"):
@@ -118,7 +121,7 @@ def test_configs_that_do_not_fit() -> None:
 def test_centroids_that_are_missing_or_have_no_direction() -> None:
     new = {"rank": 1, "targets": ["ffn"]}
     for texts, error, message in (
-        ([[], ["fox"]], RecipeError, "The expert a has no examples, and without them"),
+        ([[], ["fox"]], RecipeError, "The expert a has no examples, so it has no centroid"),
         ([["fox"], ["fox"]], GraftError, "The centroid of the expert a has no direction"),
     ):
         experts = {name: {**new, "texts": text} for name, text in zip("ab", texts, strict=True)}
@@ -129,16 +132,16 @@ def test_centroids_that_are_missing_or_have_no_direction() -> None:
             model(tiny_ids())
 
 
-def test_an_expert_written_here_is_what_peft_reads(tmp_path: Path) -> None:
+def test_peft_reads_a_written_expert(tmp_path: Path) -> None:
     experts = {"a": {"rank": 3, "alpha": 5, "targets": ["attention", "down_proj"]}}
     graft = build_graft(graft_config({"kind": "token-routing", "experts": experts}), backbone("llama"))
     randomise_all(graft)
     with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
-        wanted = model(tiny_ids(), use_cache=False).logits
+        expected = model(tiny_ids(), use_cache=False).logits
     graft.write_adapter("a", tmp_path / "a")  # type: ignore[operator]
-    torch.testing.assert_close(peft_logits("llama", str(tmp_path / "a"), tiny_ids()), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(peft_logits("llama", str(tmp_path / "a"), tiny_ids()), expected, rtol=1e-4, atol=1e-4)
     with routing("llama", {"a": str(tmp_path / "a")}) as model, torch.no_grad():
-        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def randomise_all(graft: torch.nn.Module) -> None:
@@ -147,14 +150,14 @@ def randomise_all(graft: torch.nn.Module) -> None:
             parameter.normal_(0, 0.3)
 
 
-def test_experts_by_path_are_found_again_and_must_be_the_same(folders: dict[str, str], tmp_path: Path) -> None:
+def test_experts_by_path_are_loaded_again_and_must_be_unchanged(folders: dict[str, str], tmp_path: Path) -> None:
     with routing("llama", folders) as model, torch.no_grad():
-        wanted = model(tiny_ids(), use_cache=False).logits
+        expected = model(tiny_ids(), use_cache=False).logits
         save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
     assert not any("one." in key for key in load_file(tmp_path / "graft" / "graft.safetensors"))
     again = load_graft(tmp_path / "graft", backbone("llama"))
     with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": again}) as model:
-        assert torch.equal(model(tiny_ids(), use_cache=False).logits, wanted)
+        assert torch.equal(model(tiny_ids(), use_cache=False).logits, expected)
     model_ = PeftModel.from_pretrained(tiny_model("llama"), folders["two"])
     randomise(model_, seed=77)
     model_.save_pretrained(folders["two"])
@@ -166,18 +169,18 @@ def test_experts_by_path_are_found_again_and_must_be_the_same(folders: dict[str,
 
 def test_bundled_experts_need_no_folder(folders: dict[str, str], tmp_path: Path) -> None:
     with routing("llama", folders, bundle=True) as model, torch.no_grad():
-        wanted = model(tiny_ids(), use_cache=False).logits
+        expected = model(tiny_ids(), use_cache=False).logits
         save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
     for folder in folders.values():
         Path(folder).rename(f"{folder}-gone")
     again = load_graft(tmp_path / "graft", backbone("llama"))
     with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": again}) as model:
-        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, wanted)
+        torch.testing.assert_close(model(tiny_ids(), use_cache=False).logits, expected)
 
 
 def test_the_factors_are_in_memory_once(folders: dict[str, str]) -> None:
     with routing("llama", folders) as model, torch.no_grad():
         model(tiny_ids(), use_cache=False)
-        for _, mixture in model.grafts["graft"]._mixtures():  # type: ignore[operator]
+        for _, mixture in model.grafts["graft"]._mixtures_by_path():  # type: ignore[operator]
             storages = {parameter.untyped_storage().data_ptr() for parameter in mixture.a}
             assert len(storages) == 1

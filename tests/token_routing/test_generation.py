@@ -1,4 +1,4 @@
-"""Routing while text is written: prompts, policies for keys and values, beams, traces, and the command line."""
+"""Routing in generation: prompts, `cache` policies, beam search, traces, and the command line."""
 
 from __future__ import annotations
 
@@ -33,37 +33,41 @@ def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
     folders = write_adapters(family, tmp_path)
     with routing(family, folders, prompt="whole", every=every, cache=cache) as model:
         output = generate(model, tiny_ids(2, 11))
-        found = torch.stack(output.logits, 1)
-        torch.testing.assert_close(found, recomputed(model, output.sequences, 11), rtol=1e-4, atol=1e-4)
+        actual = torch.stack(output.logits, 1)
+        torch.testing.assert_close(actual, recomputed(model, output.sequences, 11), rtol=1e-4, atol=1e-4)
 
 
-def test_keeping_and_recomputing_differ_and_agree_where_no_route_changes(folders: dict[str, str]) -> None:
-    def say(**settings: Any) -> Tensor:
+def test_keep_and_recompute_agree_only_where_no_route_changes(folders: dict[str, str]) -> None:
+    def generated_logits(**settings: Any) -> Tensor:
         with routing("llama", folders, **settings) as model:
             return torch.stack(generate(model, tiny_ids(1, 6)).logits, 1)
 
     fixed = {"prompt": "whole", "reads": "prompt"}
-    torch.testing.assert_close(say(cache="keep", **fixed), say(cache="recompute", **fixed), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        generated_logits(cache="keep", **fixed), generated_logits(cache="recompute", **fixed), rtol=1e-4, atol=1e-4
+    )
     moving = {"prompt": "whole", "every": 1, "policy": "softmax", "temperature": 0.05, "window": 2}
-    assert (say(cache="keep", **moving)[:, 2] - say(cache="recompute", **moving)[:, 2]).abs().max() > 1e-3
+    assert (
+        generated_logits(cache="keep", **moving)[:, 2] - generated_logits(cache="recompute", **moving)[:, 2]
+    ).abs().max() > 1e-3
 
 
 def test_recomputing_is_the_published_procedure(folders: dict[str, str]) -> None:
-    """Every token's logits are those of the whole text under that token's weights alone."""
+    """Each token's logits are those of the whole text under that token's weights."""
     with routing("llama", folders, prompt="whole", every=1, cache="recompute") as model:
         output = generate(model, tiny_ids(1, 6))
         weights = model.cache_traces(output.past_key_values)["graft"].values
     with routing("llama", folders) as model:
         graft: Any = model.grafts["graft"]
-        for step, found in enumerate(output.logits):
-            place = 5 + step
-            graft._weigh = lambda *_, place=place, **__: weights[:, place : place + 1]
+        for step, actual in enumerate(output.logits):
+            position = 5 + step
+            graft._token_weights = lambda *_, position=position, **__: weights[:, position : position + 1]
             with torch.no_grad():
-                wanted = model(output.sequences[:, : place + 1], use_cache=False).logits[:, -1]
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+                expected = model(output.sequences[:, : position + 1], use_cache=False).logits[:, -1]
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_beams_take_their_routes_with_them(folders: dict[str, str]) -> None:
+def test_beam_search_reorders_routes(folders: dict[str, str]) -> None:
     with routing("llama", folders, prompt="whole", every=1) as model:
         output = generate(model, tiny_ids(2, 7), num_beams=3, output_scores=True)
         logits = recomputed(model, output.sequences, 7)
@@ -71,7 +75,7 @@ def test_beams_take_their_routes_with_them(folders: dict[str, str]) -> None:
         torch.testing.assert_close(output.sequences_scores * NEW, chosen, rtol=1e-3, atol=1e-3)
 
 
-def test_a_cache_that_was_begun_without_the_graft_is_refused(folders: dict[str, str]) -> None:
+def test_a_cache_filled_without_the_graft_is_refused(folders: dict[str, str]) -> None:
     bare = backbone("llama").model(tiny_ids(1, 5), use_cache=True)
     with (
         routing("llama", folders) as model,
@@ -81,26 +85,26 @@ def test_a_cache_that_was_begun_without_the_graft_is_refused(folders: dict[str, 
 
 
 def test_embeddings_are_refused(folders: dict[str, str]) -> None:
-    with routing("llama", folders) as model, pytest.raises(GraftError, match="A routing reads token ids"):
+    with routing("llama", folders) as model, pytest.raises(GraftError, match="Token routing needs token ids"):
         model(inputs_embeds=torch.zeros(1, 3, 48))
 
 
 def test_an_empty_prompt_is_refused(folders: dict[str, str]) -> None:
     with routing("llama", folders) as model:
-        with pytest.raises(GraftError, match="A routing was given no token to route by"):
+        with pytest.raises(GraftError, match="Token routing was given an empty sequence"):
             model(torch.zeros(1, 0, dtype=torch.long))
         with pytest.raises(DataError, match="The prompt has no tokens"):
             generate_text(model, backbone("llama").need_tokenizer(), "", Decoding(max_new_tokens=1))
 
 
-def test_a_trace_tells_of_every_token(folders: dict[str, str]) -> None:
+def test_a_trace_has_every_token(folders: dict[str, str]) -> None:
     host = backbone("llama")
     with routing("llama", folders, prompt="whole", every=1) as model:
-        found = generate_text(model, host.need_tokenizer(), "The fox", Decoding(max_new_tokens=12), trace=True)
-        assert found.trace is not None
-        assert len(found.trace) == found.tokens
-        assert "".join(token.text for token in found.trace) == found.text
-        for token in found.trace:
+        actual = generate_text(model, host.need_tokenizer(), "The fox", Decoding(max_new_tokens=12), trace=True)
+        assert actual.trace is not None
+        assert len(actual.trace) == actual.tokens
+        assert "".join(token.text for token in actual.trace) == actual.text
+        for token in actual.trace:
             assert list(token.values) == ["one", "two", "three", "none"]
             assert sum(token.values.values()) == pytest.approx(1, abs=1e-5)
         with pytest.raises(GraftError, match="leave out num_beams"):
@@ -118,7 +122,7 @@ HOSTILE = Generation(
 )
 
 
-def test_a_page_of_a_trace_holds_text_as_text() -> None:
+def test_a_trace_page_escapes_text() -> None:
     page = trace_page(HOSTILE)
     assert page.count("</script>") == 1
     assert "&lt;/script&gt;" in page
@@ -164,7 +168,7 @@ def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
         load_recipe(recipe)
 
 
-def test_a_recipe_without_steps_makes_a_router(recipe: Path, tmp_path: Path) -> None:
+def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
     results = run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
     row = results.row("token-routing")
     assert row.metrics["trainable_parameters"] == 0
@@ -204,7 +208,7 @@ def test_a_recipe_without_steps_makes_a_router(recipe: Path, tmp_path: Path) -> 
     assert Results.read(tmp_path / "run").row("token-routing")
 
 
-def test_new_experts_are_trained_by_the_loop(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
+def test_new_experts_are_trained(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
     (tmp_path / "english.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (tmp_path / "french.txt").write_text("Le renard brun saute par-dessus le chien paresseux. " * 20)
     values = {
@@ -250,4 +254,4 @@ def test_saving_keeps_new_experts(folders: dict[str, str], tmp_path: Path) -> No
     with routing("llama", folders) as model:
         save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")  # type: ignore[arg-type]
         manifest = json.loads((tmp_path / "graft" / "graft.json").read_text())
-    assert all(len(one["sha256"]) == 64 for one in manifest["config"]["experts"].values())
+    assert all(len(expert["sha256"]) == 64 for expert in manifest["config"]["experts"].values())

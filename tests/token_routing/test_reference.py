@@ -1,20 +1,20 @@
-"""Fast routes and updates equal the literal ones of `reference.py`, in whole passes and token by token."""
+"""Law 9: routes, updates and their gradients equal `reference.py`, in full passes and token by token."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from graftlm.backbone import Site
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, reference
-from graftlm.grafts.token_routing.experts import Factors, Place
-from graftlm.grafts.token_routing.mixture import Mixture, Routes
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
+from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from tiny import SPECIAL, tiny_ids, tiny_model
 from token_routing.tools import backbone
 
@@ -38,7 +38,7 @@ CONFIGS = st.fixed_dictionaries(
             {"layers": st.sampled_from([0, 1, -1]), "centre": st.booleans(), "whiten": st.booleans()}
         ),
     }
-).filter(lambda one: (one["reads"], one["prompt"]) != ("prompt", "causal"))
+).filter(lambda config: (config["reads"], config["prompt"]) != ("prompt", "causal"))
 
 
 def graft_of(settings: dict[str, Any]) -> TokenRouting:
@@ -50,48 +50,56 @@ def graft_of(settings: dict[str, Any]) -> TokenRouting:
 
 @functools.cache
 def bare() -> Any:
-    """The same backbone, which no graft meets."""
+    """The same backbone, never grafted."""
     return tiny_model("llama")
 
 
 @torch.no_grad()
-def vectors_of(tokens: list[int], graft: TokenRouting) -> torch.Tensor:
-    """(tokens, d) what the means are of."""
-    layers = graft.config.embedder.layers
+def vectors_of(tokens: list[int], layers: int) -> list[torch.Tensor]:
+    """The token vectors, each (d,), whose mean is the embedding."""
     if layers == 0:
-        return backbone("llama").sites.module(Site("embedding"))[0].get_parameter("weight").detach()[tokens]
-    return reference.hidden_states(tokens, layers, bare())
+        return list(bare().get_input_embeddings().weight[tokens])
+    return list(reference.hidden_states(tokens, layers, bare()))
 
 
-def root_of(graft: TokenRouting) -> torch.Tensor | None:
-    if not graft.config.embedder.whiten:
-        return None
-    tokenizer, groups = backbone("llama").need_tokenizer(), []
-    for one in EXPERTS.values():
-        texts = [tokenizer(text)["input_ids"] for text in one["texts"]]
-        embedded = [reference.embed(ids, list(vectors_of(ids, graft)), range(len(SPECIAL))) for ids in texts]
-        groups.append(torch.stack(embedded))
-    return reference.whitening(groups)
+@functools.cache
+def embedded_examples(layers: int) -> list[list[torch.Tensor]]:
+    """The embeddings of each expert's examples."""
+    tokenizer = backbone("llama").need_tokenizer()
+    token_ids = [[tokenizer(text)["input_ids"] for text in expert["texts"]] for expert in EXPERTS.values()]
+    return [
+        [reference.embed(ids, vectors_of(ids, layers), range(len(SPECIAL))) for ids in group] for group in token_ids
+    ]
 
 
 def literal(graft: TokenRouting, tokens: list[int], prompt: int) -> torch.Tensor:
-    """(tokens, E + 1)."""
-    vectors, root, rows = list(vectors_of(tokens, graft)), root_of(graft), []
+    """(tokens, E + 1) weights by `reference.py`, from token ids and examples."""
+    embedder = graft.config.embedder
+    examples, vectors, rows = embedded_examples(embedder.layers), vectors_of(tokens, embedder.layers), []
+    whitening = reference.whitening(examples) if embedder.whiten else None
     for i in range(len(tokens)):
-        read = reference.columns_of_route(i, prompt, graft.config)
-        vector = reference.embed(tokens[read], vectors[read], range(len(SPECIAL)))
-        rows.append(reference.weights(vector, graft.centroids, graft.config, root))
+        columns = reference.route_columns(i, prompt, graft.config)
+        vector = reference.embed(tokens[columns], vectors[columns], range(len(SPECIAL)))
+        rows.append(reference.weights(vector, reference.centroids(examples), graft.config, whitening))
     return torch.tensor(rows)
 
 
+@pytest.mark.parametrize("layers", [0, 1, -1])
+def test_centroids_are_the_mean_of_the_examples(layers: int) -> None:
+    graft = graft_of({"embedder": {"layers": layers}})
+    graft.fit({})
+    expected = torch.stack(reference.centroids(embedded_examples(layers)))
+    torch.testing.assert_close(graft.centroids, expected, rtol=1e-4, atol=1e-5)
+
+
 @given(CONFIGS, st.integers(1, 9), st.integers(10, 16), st.integers(0, 99))
-def test_routes_of_a_whole_pass(settings: dict[str, Any], prompt: int, length: int, seed: int) -> None:
+def test_routes_of_a_full_pass(settings: dict[str, Any], prompt: int, length: int, seed: int) -> None:
     graft, ids = graft_of(settings), tiny_ids(2, length, seed)
     with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
         marked = (torch.arange(length) < prompt).expand(2, -1)
         seen: list[torch.Tensor] = []
-        weigh = graft._weigh
-        graft._weigh = lambda *a, **k: seen.append(weigh(*a, **k)) or seen[-1]
+        weigh = graft._token_weights
+        graft._token_weights = lambda *a, **k: seen.append(weigh(*a, **k)) or seen[-1]
         model(ids, prompt=marked)
     for row in range(2):
         torch.testing.assert_close(seen[0][row], literal(graft, ids[row].tolist(), prompt), rtol=1e-4, atol=1e-5)
@@ -104,29 +112,29 @@ def test_routes_of_a_generation(settings: dict[str, Any], prompt: int, seed: int
         output = model.generate(
             ids, max_new_tokens=7, min_new_tokens=7, do_sample=False, return_dict_in_generate=True, pad_token_id=0
         )
-        found = model.cache_traces(output.past_key_values)["graft"]
-    assert found.labels == [*EXPERTS, "none"]
+        actual = model.cache_traces(output.past_key_values)["graft"]
+    assert actual.labels == [*EXPERTS, "none"]
     for row in range(2):
-        wanted = literal(graft, output.sequences[row, :-1].tolist(), prompt)
-        torch.testing.assert_close(found.values[row], wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.values.sum(-1), torch.ones(2, prompt + 6))
+        expected = literal(graft, output.sequences[row, :-1].tolist(), prompt)
+        torch.testing.assert_close(actual.values[row], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.values.sum(-1), torch.ones(2, prompt + 6))
 
 
 @given(CONFIGS, st.integers(1, 9), st.integers(10, 16), st.integers(0, 99))
-def test_where_a_route_is_renewed_it_is_that_of_every_token(
+def test_updated_weights_do_not_depend_on_the_interval(
     settings: dict[str, Any], prompt: int, length: int, seed: int
 ) -> None:
-    ids, found = tiny_ids(1, length, seed), {}
+    ids, actual = tiny_ids(1, length, seed), {}
     for every in (1, settings["every"]):
         graft = graft_of({**settings, "every": every})
         cache = DynamicCache()
         with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
             model(ids[:, :prompt], past_key_values=cache)
             model(ids[:, prompt:], past_key_values=cache)
-            found[every] = model.cache_traces(cache)["graft"].values[0]
+            actual[every] = model.cache_traces(cache)["graft"].values[0]
     given_ = prompt if graft.config.prompt == "whole" else 1
-    renewed = [i for i in range(length) if i < given_ or (i + 1 - given_) % settings["every"] == 0]
-    torch.testing.assert_close(found[settings["every"]][renewed], found[1][renewed], rtol=1e-4, atol=1e-5)
+    updated = [i for i in range(length) if i < given_ or (i + 1 - given_) % settings["every"] == 0]
+    torch.testing.assert_close(actual[settings["every"]][updated], actual[1][updated], rtol=1e-4, atol=1e-5)
 
 
 def test_left_padding_changes_no_route() -> None:
@@ -137,7 +145,7 @@ def test_left_padding_changes_no_route() -> None:
         how: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         both = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how)
         alone = model.generate(ids[1:, 4:], return_dict_in_generate=True, **how)
-        padded, plain = (model.cache_traces(one.past_key_values)["graft"].values for one in (both, alone))
+        padded, plain = (model.cache_traces(output.past_key_values)["graft"].values for output in (both, alone))
     torch.testing.assert_close(padded[1, 4:], plain[0], rtol=1e-4, atol=1e-5)
 
 
@@ -149,30 +157,28 @@ def test_updates_and_their_gradients(ranks: list[int], seed: int) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.double)
 
     experts = {n: Factors(draw(rank, 5), draw(rank, 6), float(1 + n)) for n, rank in enumerate(ranks)}
-    mixture = Mixture(experts, Place(5, 6), "exact", frozenset(experts))
+    mixture = MixedProjection(experts, ExpertTarget(5, 6), "exact", frozenset(experts))
     x, weights = draw(1, 3, 5).requires_grad_(), draw(1, 3, len(ranks)).softmax(-1)
-    found = mixture(x, Routes.of(weights, sparse=False))
-    assert found is not None
-    leaves = [
-        Factors(one.a.clone().requires_grad_(), one.b.clone().requires_grad_(), one.scale) for one in experts.values()
-    ]
+    actual = mixture(x, RouteWeights.of(weights, sparse=False))
+    assert actual is not None
+    leaves = [Factors(e.a.clone().requires_grad_(), e.b.clone().requires_grad_(), e.scale) for e in experts.values()]
     literal_x = x.detach().clone().requires_grad_()
-    wanted = torch.stack([reference.update(literal_x[0, t], weights[0, t].tolist(), leaves) for t in range(3)])[None]
-    torch.testing.assert_close(found, wanted)
+    expected = torch.stack([reference.update(literal_x[0, t], weights[0, t].tolist(), leaves) for t in range(3)])[None]
+    torch.testing.assert_close(actual, expected)
     direction = draw(1, 3, 6)
-    (found * direction).sum().backward()
-    (wanted * direction).sum().backward()
+    (actual * direction).sum().backward()
+    (expected * direction).sum().backward()
     torch.testing.assert_close(x.grad, literal_x.grad)
     for number, leaf in enumerate(leaves):
         torch.testing.assert_close(mixture.a[number].grad, leaf.a.grad)
         torch.testing.assert_close(mixture.b[number].grad, leaf.b.grad)
 
 
-def test_a_text_that_says_nothing_is_routed_evenly_or_not_at_all() -> None:
+def test_an_empty_text_has_equal_weights_or_no_expert() -> None:
     ids = torch.tensor([[2, 1, 1]])
-    for settings, wanted in (({}, [1 / 3, 1 / 3, 1 / 3, 0]), ({"threshold": 0.1}, [0, 0, 0, 1.0])):
+    for settings, expected in (({}, [1 / 3, 1 / 3, 1 / 3, 0]), ({"threshold": 0.1}, [0, 0, 0, 1.0])):
         graft = graft_of(settings)
         with torch.no_grad(), GraftedModel(backbone("llama"), {"graft": graft}) as model:
             cache = DynamicCache()
             model(ids, past_key_values=cache)
-            torch.testing.assert_close(model.cache_traces(cache)["graft"].values[0, -1], torch.tensor(wanted))
+            torch.testing.assert_close(model.cache_traces(cache)["graft"].values[0, -1], torch.tensor(expected))

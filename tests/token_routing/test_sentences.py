@@ -1,4 +1,4 @@
-"""Routing by a sentence-transformers model: a real one, the MiniLM encoder that a package carries."""
+"""Routing by a sentence-transformers model: MiniLM, from a package."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def graft_of(**settings: Any) -> TokenRouting:
 def weights_of(graft: TokenRouting, text: str) -> dict[str, float]:
     host = backbone("llama")
     with GraftedModel(host, {"graft": graft}) as model:
-        found = generate_text(model, host.need_tokenizer(), text, Decoding(max_new_tokens=1), trace=True)
-    assert found.trace is not None
-    return found.trace[0].values
+        actual = generate_text(model, host.need_tokenizer(), text, Decoding(max_new_tokens=1), trace=True)
+    assert actual.trace is not None
+    return actual.trace[0].values
 
 
 @pytest.mark.parametrize("policy", [{"policy": "nearest"}, {"temperature": 0.05}])
-def test_prompts_go_to_the_expert_that_they_are_about(policy: dict[str, Any]) -> None:
+def test_prompts_are_routed_to_the_expert_of_their_domain(policy: dict[str, Any]) -> None:
     graft = graft_of(**policy)
     maths, cooking = weights_of(graft, "How much is 7 times 6?"), weights_of(graft, "How long do I bake a cake?")
     assert maths["maths"] > 0.5 > maths["cooking"]
     assert cooking["cooking"] > 0.5 > cooking["maths"]
 
 
-def test_what_fits_no_expert_goes_to_none() -> None:
+def test_text_of_no_domain_is_routed_to_no_expert() -> None:
     graft = graft_of(threshold=0.3)
     assert weights_of(graft, "The president met the ambassador in Berlin.")["none"] == 1
     assert weights_of(graft, "How much is 7 plus 6? What is the sum?")["none"] == 0
@@ -58,8 +58,8 @@ def test_centroids_are_the_mean_of_the_sentences_embeddings() -> None:
 
     graft = graft_of()
     graft.fit({})
-    wanted = SentenceTransformer(MINILM, device="cpu").encode(TEXTS["maths"], convert_to_tensor=True).mean(0)
-    torch.testing.assert_close(graft.centroids[0], wanted, rtol=1e-4, atol=1e-5)
+    expected = SentenceTransformer(MINILM, device="cpu").encode(TEXTS["maths"], convert_to_tensor=True).mean(0)
+    torch.testing.assert_close(graft.centroids[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_another_embedder_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, with random factors, on tiny backbones."""
+"""PEFT adapters with random factors, on tiny backbones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
-# Where a family keeps attention, FFN and embedding; for PEFT these are names of modules.
+# Module names of attention, FFN and embedding, for PEFT.
 NAMES = {
     "llama": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"]),
     "gemma3": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"]),
@@ -27,7 +27,7 @@ FAMILIES = tuple(NAMES)
 
 
 def settings(family: str) -> dict[str, dict[str, Any]]:
-    """Three adapters of several ranks, scales and targets; one has them by pattern, one is rank-stabilised."""
+    """Three adapters of several ranks, scales and targets; one uses patterns, one is rank-stabilised."""
     attention, ffn, embedding = NAMES[family]
     return {
         "one": {"r": 4, "lora_alpha": 16, "target_modules": attention},
@@ -44,12 +44,12 @@ def settings(family: str) -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def backbone(family: str) -> Backbone:
-    """A tiny backbone, one for the whole session."""
+    """A tiny backbone, shared by the session."""
     return Backbone.wrap(tiny_model(family), tiny_tokenizer(), f"tiny-{family}")
 
 
 def write_adapters(family: str, root: Path, chosen: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, str]:
-    """Adapters with random factors in folders under `root`; gives the folders by name."""
+    """Adapters with random factors in folders under `root`; returns the folders by name."""
     folders = {}
     for number, (name, values) in enumerate((chosen or settings(family)).items()):
         model = get_peft_model(
@@ -64,7 +64,7 @@ def write_adapters(family: str, root: Path, chosen: Mapping[str, Mapping[str, An
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Random numbers for everything that LoRA trains."""
+    """Set all LoRA parameters to random numbers."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -72,17 +72,17 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def peft_logits(family: str, folder: str, ids: Tensor) -> Tensor:
-    """What PEFT says with one adapter, not merged."""
+    """PEFT's logits with one unmerged adapter."""
     model = PeftModel.from_pretrained(tiny_model(family), folder).eval()
     with torch.no_grad():
         return model(ids, use_cache=False).logits
 
 
 def summed_logits(family: str, folders: Mapping[str, str], weights: Mapping[str, float], ids: Tensor) -> Tensor:
-    """The literal sum: W + w_1 dW_1 + w_2 dW_2 + …, with every dW as PEFT itself computes it, added to the weights."""
+    """The literal sum: W + w_1 dW_1 + w_2 dW_2 + …, with every dW computed by PEFT and added to the weights."""
     model = tiny_model(family)
     head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # PEFT changes an embedding, and not the tied head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # PEFT changes an embedding, but not the tied head
     for name, folder in folders.items():
         adapted = PeftModel.from_pretrained(tiny_model(family), folder)
         for path, module in adapted.base_model.model.named_modules():
@@ -94,7 +94,7 @@ def summed_logits(family: str, folders: Mapping[str, str], weights: Mapping[str,
 
 
 def routing(family: str, folders: Mapping[str, str], **more: Any) -> GraftedModel:
-    """A routing between adapters, attached."""
+    """An attached routing between adapters."""
     texts = ["The quick brown fox", "Le renard brun saute", "def forward(self): return"]
     experts = {
         name: {"path": folder, "texts": [texts[number % 3] + " " * (number // 3)]}
@@ -104,23 +104,23 @@ def routing(family: str, folders: Mapping[str, str], **more: Any) -> GraftedMode
     return GraftedModel(backbone(family), {"graft": build_graft(config, backbone(family))})
 
 
-def assert_equal(found: Tensor, wanted: Tensor) -> None:
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
     """To 1e-5 of the largest logit, in float32."""
-    difference = (found - wanted).abs().max() / wanted.abs().max()
-    assert difference < 1e-5, f"they differ by {difference:.1e} of the largest"
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    assert difference < 1e-5, f"difference: {difference:.1e} of the largest logit"
 
 
-NEW = 9  # tokens that `generate` writes
+NEW = 9  # tokens that `generate` produces
 
 
 def generate(model: GraftedModel, ids: Tensor, **how: Any) -> Any:
-    """transformers' own, greedy unless said otherwise, with logits."""
+    """`model.generate`, greedy by default, with logits."""
     fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     return model.generate(ids, return_dict_in_generate=True, output_logits=True, **fixed, **how)
 
 
 def recomputed(model: GraftedModel, sequences: Tensor, prompt: int) -> Tensor:
-    """(B, NEW, V) the logits that each new token was chosen by, from one pass that knows where the prompt ends."""
+    """(B, NEW, V) the logits of each new token, from one pass that knows where the prompt ends."""
     marks = (torch.arange(sequences.shape[1]) < prompt).expand_as(sequences)
     with torch.no_grad():
         return model(sequences, prompt=marks, use_cache=False).logits[:, prompt - 1 : -1]

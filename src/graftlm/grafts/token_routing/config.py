@@ -1,4 +1,4 @@
-"""What a routing can be told."""
+"""Configuration of token routing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Combination = Literal["exact", "linear"]
 
 
 class ExpertConfig(Config):
-    """One expert: a LoRA adapter that is there already (`path`), or one that is trained here (`rank`).
+    """One expert: an existing LoRA adapter (`path`), or a new one that is trained here (`rank`).
 
     Args:
-        path: a folder that PEFT's `save_pretrained` wrote.
-        rank: of a new expert.
-        alpha: its update is multiplied by alpha / rank; by default alpha is the rank.
-        targets: what a new expert changes: attention, ffn, embedding, or modules by the last parts of their names, such
+        path: folder that PEFT's `save_pretrained` wrote.
+        rank: rank of a new expert.
+        alpha: the update of a new expert is multiplied by alpha / rank. Default: the rank.
+        targets: modules that a new expert changes: attention, ffn, embedding, or the last parts of module names, such
             as q_proj.
-        texts: examples of what it is for; its centroid is the mean of their embeddings.
-        sources: the same, read from files: each as under `data` of a recipe.
-        sha256: of the adapter's tensor file, written when the graft is saved.
+        texts: examples of the expert's domain. The centroid is the mean of their embeddings.
+        sources: files with further examples, in the form of a recipe's `data` sources.
+        sha256: hash of the adapter's tensor file; written when the graft is saved.
     """
 
     path: str | None = None
@@ -38,28 +38,28 @@ class ExpertConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.rank is None):
-            raise ValueError(
-                "an expert has either the path of a LoRA adapter, or a rank and targets to be trained here"
-            )
+            raise ValueError("an expert has either the path of a LoRA adapter, or a rank and targets for a new one")
         if self.rank is not None and not self.targets:
-            raise ValueError("a new expert needs targets, what it changes: attention, ffn, or names such as q_proj")
+            raise ValueError("a new expert needs targets, such as attention, ffn, or module names like q_proj")
         if self.path is not None and (self.targets or self.alpha is not None):
-            raise ValueError("an adapter says itself what it changes: leave out targets and alpha, or its path")
+            raise ValueError(
+                "an adapter already defines its targets and alpha: remove targets and alpha, or remove path"
+            )
         return self
 
 
 class EmbedderConfig(Config):
-    """What turns text into a vector.
+    """The model that embeds text for routing.
 
     Args:
         name: `backbone` for the mean of the backbone's own hidden states, or a sentence-transformers model by name or
             folder.
-        layers: which states of the backbone, numbered as transformers does: 0 its token embeddings, which cost nothing,
-            n those after the n-th layer, -1 the last, behind its last norm. They come from a pass of the bare backbone
-            over those layers beside the mixed one.
-        whiten: whether vectors are divided by the spread of the examples within their domains.
-        centre: whether vectors are compared after the mean of all centroids was taken off; by default with the
-            backbone's alone, whose vectors all point much the same way.
+        layers: which hidden states of the backbone, numbered as in transformers. 0: token embeddings, at no cost. n:
+            after the n-th layer. -1: the last, behind the final norm. States come from a separate pass of the bare
+            backbone over those layers.
+        whiten: whiten vectors by the covariance of the examples within their domains.
+        centre: subtract the mean of all centroids before comparing. Default: only for `backbone`, whose vectors share
+            one dominant direction.
         trust_remote_code: run code that comes with a sentence-transformers model.
     """
 
@@ -72,35 +72,37 @@ class EmbedderConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.layers and self.name != "backbone":
-            raise ValueError(f"layers counts the backbone's own: leave it out beside the embedder {self.name}")
+            raise ValueError(f"layers selects hidden states of the backbone: remove it for the embedder {self.name}")
         return self
 
     @property
     def centres(self) -> bool:
-        """`centre`, or its default."""
+        """`centre`, or its default for this embedder."""
         return self.name == "backbone" if self.centre is None else self.centre
 
 
 class TokenRoutingConfig(GraftConfig):
-    """Config of a routing between LoRA experts.
+    """Configuration of a routing between LoRA experts.
 
     Args:
-        experts: the experts, each by a name of your choice.
-        embedder: what the text so far is embedded by.
-        policy: `softmax` of the cosines over `temperature`; or `nearest`, as in the paper: the largest cosine times
-            `boost`, then a softmax.
-        top: only so many of the largest weights are kept.
-        threshold: where no centroid's cosine reaches it, no expert is used: the bare backbone writes.
-        every: k, the number of tokens until weights are computed anew.
-        reads: what is embedded: `all` text so far, or the `prompt` alone.
-        window: only the last so many tokens of that.
-        prompt: `whole`: a prompt is known at once, and all of its tokens take the route of its end; `causal`: each
-            takes that of the text before it, as in text without a prompt.
-        cache: what happens to keys and values when weights change: `keep` those that older weights made, or `recompute`
-            them, which costs a pass over all text each time.
-        combination: `exact`, the weighted sum of the experts' updates; or `linear`, as published, whose factors are
-            summed before they are multiplied.
-        bundle: whether the experts' factors are saved in the artefact; else their paths and hashes.
+        experts: the experts by name.
+        embedder: the model that embeds the text.
+        policy: `softmax`: softmax of the cosines over `temperature`. `nearest`, the paper's: the largest cosine is
+            multiplied by `boost` before a softmax.
+        temperature: of the `softmax` policy.
+        boost: of the `nearest` policy.
+        top: number of largest weights to keep. Default: all.
+        threshold: minimum cosine. Below it no expert is used, and the bare backbone predicts.
+        every: k, the number of tokens between two updates of the weights.
+        reads: text that is embedded: `all` text so far, or the `prompt` only.
+        window: number of most recent tokens of that text. Default: all of them.
+        prompt: `whole`: all tokens of a prompt have the weights of the whole prompt. `causal`: each token has the
+            weights of the text before it.
+        cache: treatment of keys and values when weights change. `keep`: earlier tokens keep theirs. `recompute`: a full
+            pass computes them again at each change.
+        combination: `exact`: weighted sum of the experts' updates. `linear`, as published: the factors are summed
+            before they are multiplied.
+        bundle: save the experts' factors in the artefact, instead of their paths and hashes.
     """
 
     kind: Literal["token-routing"] = "token-routing"
@@ -122,16 +124,16 @@ class TokenRoutingConfig(GraftConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.reads == "prompt" and self.prompt == "causal":
-            raise ValueError("reads: prompt routes by the prompt as a whole: leave prompt at whole")
+            raise ValueError("reads: prompt uses one route for the whole prompt: set prompt to whole")
         return self
 
     @field_validator("experts")
     @classmethod
-    def _names_can_be_written(cls, value: dict[str, ExpertConfig]) -> dict[str, ExpertConfig]:
+    def _check_names(cls, value: dict[str, ExpertConfig]) -> dict[str, ExpertConfig]:
         for name in value:
             if name == "none" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
                 raise ValueError(
-                    f"the expert's name {name!r} can't be used: take letters, digits, - and _, such as maths; none is "
-                    "what the trace calls the bare backbone"
+                    f"the expert's name {name!r} can't be used: use letters, digits, - and _, such as maths; the name "
+                    "none is reserved for the bare backbone"
                 )
         return value

@@ -1,16 +1,16 @@
-"""What turns the text so far into a vector: the backbone's own states, or a sentence-transformers model.
+"""Embedders of the text so far: the backbone's own hidden states, or a sentence-transformers model.
 
-Shape suffixes: B rows, T tokens of this pass, S tokens so far, d the vector's width.
+Shape suffixes: B rows, T tokens of this pass, S tokens so far, d embedding width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -18,40 +18,36 @@ from graftlm.backbone import Backbone, Call, Site, max_sequence_length
 from graftlm.backbone.cache import joined_columns, slots
 from graftlm.errors import BackboneError, GraftError, MissingExtraError
 from graftlm.grafts.token_routing.config import EmbedderConfig
-from graftlm.grafts.token_routing.reading import Reading
-from graftlm.grafts.token_routing.silent import Silent
+from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
-
-
-@dataclass
-class Memo:
-    """Sums over the tokens that were read so far, (B, d) and (B, 1), and how many columns they cover."""
-
-    length: int = 0
-    sums: Tensor | None = None
-    counts: Tensor | None = None
+"""Its embedding is saved beside the centroids, to detect another embedder."""
 
 
 class Embedder(Protocol):
     """Turns texts into vectors."""
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """(texts, d) float32."""
+        """(texts, d) float32 embeddings."""
         ...
 
     def prefixes(
-        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
     ) -> Tensor:
-        """(B, T, d) float32: of each wanted token's document up to it, or of its last `window` tokens.
+        """(B, T, d) float32 embeddings of prefixes: each wanted token's document up to and including that token.
 
-        `memo` is what a generation keeps from step to step; more of it may lie in the call's cache.
+        Args:
+            call: the pass; an embedder may keep layers in its cache.
+            spans: of the pass.
+            wanted_BT: True where an embedding is needed; elsewhere the result is arbitrary.
+            window: only this many last tokens of each prefix; None for all.
+            running_sum: kept from step to step of a generation; None without a cache.
         """
         ...
 
 
-class _OfBackbone:
-    """Means of vectors of the backbone's own tokens, without special ones: no second model, no way back to text."""
+class _BackboneEmbedder:
+    """Means of vectors of the backbone's own tokens, special tokens excluded."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
@@ -59,55 +55,56 @@ class _OfBackbone:
         special = sorted(set(tokenizer.all_special_ids)) if tokenizer is not None else []
         self._special = torch.tensor(special, dtype=torch.long, device=backbone.device)
 
-    def _said(self, ids: Tensor) -> Tensor:
-        """False at special tokens, which say nothing about what a text is about."""
+    def _not_special(self, ids: Tensor) -> Tensor:
+        """False at special tokens, which carry no content."""
         if self._special.device != ids.device:
             self._special = self._special.to(ids.device)
         return torch.isin(ids, self._special, invert=True)
 
-    def _means(self, reading: Reading, wanted_BT: Tensor, window: int | None, rows: Iterable[Tensor]) -> Tensor:
-        """(B, T, d) the mean of what each wanted token's route reads, of (S, d) vectors for each row."""
-        columns = torch.arange(reading.ids.shape[1], device=reading.ids.device)
-        said_BS = self._said(reading.ids)
-        found = []
-        for row, (wanted_T, vectors_Sd) in enumerate(zip(wanted_BT, rows, strict=True)):
-            own = columns[reading.past :][wanted_T]
-            start = reading.start[row][wanted_T]
-            first = start if window is None else torch.maximum(start, own - window + 1)
-            read = ((columns >= first[:, None]) & (columns <= own[:, None]) & said_BS[row]).float()
-            means = (read @ vectors_Sd.float()) / read.sum(-1, keepdim=True).clamp(min=1)
-            found.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
-        return torch.stack(found)
+    def _means(self, spans: RouteSpans, wanted_BT: Tensor, window: int | None, vectors_BSd: Iterable[Tensor]) -> Tensor:
+        """(B, T, d) the mean over each wanted token's prefix, of one matrix (S, d) per row."""
+        columns = torch.arange(spans.ids.shape[1], device=spans.ids.device)
+        content_BS = self._not_special(spans.ids)
+        rows = []
+        for row, (wanted_T, vectors_Sd) in enumerate(zip(wanted_BT, vectors_BSd, strict=True)):
+            last = columns[spans.past :][wanted_T]
+            start = spans.start[row][wanted_T]
+            first = start if window is None else torch.maximum(start, last - window + 1)
+            mask = ((columns >= first[:, None]) & (columns <= last[:, None]) & content_BS[row]).float()
+            means = (mask @ vectors_Sd.float()) / mask.sum(-1, keepdim=True).clamp(min=1)
+            rows.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
+        return torch.stack(rows)
 
 
-class OfTokens(_OfBackbone):
+class TokenEmbedder(_BackboneEmbedder):
     """The mean of the backbone's token embeddings; in generation, a running sum."""
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
-        found = []
+        embeddings = []
         for text in texts:
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             tokens = torch.tensor(ids, dtype=torch.long, device=self._backbone.device)
-            found.append((self._embed(tokens) * self._said(tokens)[:, None]).sum(0) / max(1, len(ids)))
-        return torch.stack(found)
+            content = self._not_special(tokens).float()
+            embeddings.append((content @ self._embed(tokens)) / content.sum().clamp(min=1))
+        return torch.stack(embeddings)
 
     def prefixes(
-        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
     ) -> Tensor:
-        if memo is not None and window is None and wanted_BT.shape[1] == 1:
-            return self._from_running_sums(reading, memo)[:, None]
-        return self._means(reading, wanted_BT, window, (self._embed(row) for row in reading.ids))
+        if running_sum is not None and window is None and wanted_BT.shape[1] == 1:
+            return self._from_running_sum(spans, running_sum)[:, None]
+        return self._means(spans, wanted_BT, window, (self._embed(row) for row in spans.ids))
 
-    def _from_running_sums(self, reading: Reading, memo: Memo) -> Tensor:
-        """(B, d) the mean up to the newest token, of sums that are kept from step to step."""
-        new = reading.ids[:, memo.length :]
-        columns = torch.arange(memo.length, reading.ids.shape[1], device=new.device)
-        counted = ((columns >= reading.start[:, -1:]) & self._said(new)).float()
-        sums, counts = (counted[:, None] @ self._embed(new))[:, 0], counted.sum(-1, keepdim=True)
-        if memo.sums is not None and memo.counts is not None:
-            sums, counts = sums + memo.sums, counts + memo.counts
-        memo.length, memo.sums, memo.counts = reading.ids.shape[1], sums, counts
+    def _from_running_sum(self, spans: RouteSpans, running_sum: RunningSum) -> Tensor:
+        """(B, d) the mean up to the newest token; `running_sum` is updated."""
+        new = spans.ids[:, running_sum.length :]
+        columns = torch.arange(running_sum.length, spans.ids.shape[1], device=new.device)
+        mask = ((columns >= spans.start[:, -1:]) & self._not_special(new)).float()
+        sums, counts = (mask[:, None] @ self._embed(new))[:, 0], mask.sum(-1, keepdim=True)
+        if running_sum.sums is not None and running_sum.counts is not None:
+            sums, counts = sums + running_sum.sums, counts + running_sum.counts
+        running_sum.length, running_sum.sums, running_sum.counts = spans.ids.shape[1], sums, counts
         return sums / counts.clamp(min=1)
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -115,109 +112,183 @@ class OfTokens(_OfBackbone):
         return functional.embedding(ids.to(weight.device), weight).detach().float().to(ids.device)
 
 
-class _Read(DynamicLayer):
-    """Keys and values, or states, of the tokens that were read so far, which may be some fewer than there are."""
+class _EmbedderCacheLayer(DynamicLayer):
+    """Keys and values, or hidden states, of the embedder's own pass, which may lag behind the generation."""
 
     def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-        """One layer of the rows of several, see `backbone.cache.join`: what one has not read, all read once more."""
+        """One layer with the rows of several, see `backbone.cache.join`.
+
+        Columns that one generation has not computed are dropped from all, and computed again.
+        """
         lengths = [layer.get_seq_length() for layer in layers]
-        known = min(length + by for length, by in zip(lengths, paddings, strict=True))
-        kept = [min(length, max(0, known - by)) for length, by in zip(lengths, paddings, strict=True)]
+        common = min(length + padding for length, padding in zip(lengths, paddings, strict=True))
+        kept = [min(length, max(0, common - padding)) for length, padding in zip(lengths, paddings, strict=True)]
         for layer, length, count in zip(layers, lengths, kept, strict=True):
             layer.crop(count - length)
-        return joined_columns(layers, [known - count for count in kept])
+        return joined_columns(layers, [common - count for count in kept])
 
 
-class OfStates(_OfBackbone):
+class HiddenStateEmbedder(_BackboneEmbedder):
     """The mean of the bare backbone's hidden states after its n-th layer.
 
-    They come from a pass of its own over the text, in which no route acts: state i depends on tokens up to i alone, and
-    never on how routes fell. In generation its keys and values, and the states, are layers of the generation's cache,
-    so that each token goes once through the n layers, and beams and crops reach them.
+    The states come from a `SilentPass` in which no route acts, so state i depends on tokens up to i only. In generation
+    the keys and values of that pass, and the states, are layers of the generation's cache: each token passes the n
+    layers once, and beam search and cropping apply.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
         super().__init__(backbone)
-        self._silent = Silent(backbone, layers)
+        self._silent_pass = SilentPass(backbone, layers)
         self._layers = layers
         self._causal = backbone.sites.family.causal
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
-        longest = max_sequence_length(self._backbone, tokenizer)
-        found = []
+        limit = max_sequence_length(self._backbone, tokenizer)
+        embeddings = []
         for text in texts:
-            ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:longest]], dtype=torch.long)
-            found.append(self._mean(ids.to(self._backbone.device)))
-        return torch.stack(found)
-
-    def prefixes(
-        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
-    ) -> Tensor:
-        states_BSd = self._run(call, reading) if call.cache is None else self._continue(call, reading, call.cache)
-        return self._means(reading, wanted_BT, window, states_BSd)
+            ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:limit]], dtype=torch.long)
+            embeddings.append(self._mean(ids.to(self._backbone.device)))
+        return torch.stack(embeddings)
 
     def _mean(self, ids_1T: Tensor) -> Tensor:
-        """(d,) of one text; zero for one that says nothing."""
-        said = self._said(ids_1T[0])
-        if not said.any():
+        """(d,) embedding of one text; zero if it has only special tokens."""
+        content = self._not_special(ids_1T[0])
+        if not content.any():
             return torch.zeros(self._backbone.sites.width, device=ids_1T.device)
-        return self._silent.states(ids_1T, None, None, None)[0][said].float().mean(0)
+        return self._silent_pass.states(ids_1T, None, None, None)[0][content].float().mean(0)
 
-    def _continue(self, call: Call, reading: Reading, cache: Cache) -> Tensor:
-        """(B, S, d) the states of all tokens so far; those in the cache are not computed again."""
-        taken = slots(cache, f"states {id(self)}", self._layers + 1, self._backbone.sites.n_layers, _Read)
-        *own, last = (cache.layers[index] for index in taken)
-        assert isinstance(last, DynamicLayer)
-        silent = Cache(layers=own)
-        states_BSd = self._run(call, reading, silent, last.get_seq_length())
-        for index, layer in zip(taken, silent.layers, strict=False):
-            cache.layers[index] = layer  # a backbone may have put in layers of its own kind
-        last.update(states_BSd[:, None], states_BSd.new_empty(len(states_BSd), 1, states_BSd.shape[1], 0))
-        assert last.keys is not None
-        return last.keys[:, 0]
+    def prefixes(
+        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
+    ) -> Tensor:
+        states_BSd = self._run(call, spans) if call.cache is None else self._run_cached(call, spans, call.cache)
+        return self._means(spans, wanted_BT, window, states_BSd)
 
-    def _run(self, call: Call, reading: Reading, own: Cache | None = None, known: int = 0) -> Tensor:
-        """(B, S - known, d) the states of tokens that are not known yet, zero where nothing is said.
+    def _run_cached(self, call: Call, spans: RouteSpans, cache: Cache) -> Tensor:
+        """(B, S, d) the states of all tokens so far; only those absent from the cache are computed."""
+        owner, first = f"states {id(self)}", self._backbone.sites.n_layers
+        indices = slots(cache, owner, self._layers + 1, first, _EmbedderCacheLayer)
+        *layers, states_layer = (cache.layers[index] for index in indices)
+        assert isinstance(states_layer, DynamicLayer)
+        own_cache = Cache(layers=layers)
+        states_BSd = self._run(call, spans, own_cache, states_layer.get_seq_length())
+        for index, layer in zip(indices, own_cache.layers, strict=False):
+            cache.layers[index] = layer  # the backbone may have replaced a layer by one of another class
+        states_layer.update(states_BSd[:, None], states_BSd.new_empty(len(states_BSd), 1, states_BSd.shape[1], 0))
+        assert states_layer.keys is not None
+        return states_layer.keys[:, 0]
 
-        A step at which no route is renewed leaves its token to the next one that asks.
+    def _run(self, call: Call, spans: RouteSpans, own_cache: Cache | None = None, known: int = 0) -> Tensor:
+        """(B, S - known, d) the states of the tokens after the first `known`; zero at special tokens and padding.
+
+        A decode step without a route update skips this pass; its token is computed at the next update.
         """
-        mask, places = call.attention_mask, None
+        mask, positions = call.attention_mask, None
         if mask is not None and self._causal:
-            places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, known:]
-        elif not reading.past:
-            places = call.position_ids
-        new = reading.ids[:, known:]
-        states = self._silent.states(new, mask, places, own)
-        said = self._said(new) if mask is None else self._said(new) & mask[:, known:].bool().to(new.device)
-        return states.masked_fill(~said[..., None], 0)  # a state of padding may be no number
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, known:]
+        elif not spans.past:
+            positions = call.position_ids
+        new = spans.ids[:, known:]
+        states = self._silent_pass.states(new, mask, positions, own_cache)
+        content = self._not_special(new)
+        if mask is not None:
+            content = content & mask[:, known:].bool().to(new.device)
+        return states.masked_fill(~content[..., None], 0)  # states of padding may be NaN
 
 
-class OfSentences:
-    """A sentence-transformers model, which reads the text so far again each time."""
+class SilentPass:
+    """A pass of the bare backbone up to its n-th layer, with its live weights and without any hook.
+
+    It may run inside a pass of the grafted model: no tap acts, and no graft is notified.
+
+    Args:
+        backbone: never changed; parameters and buffers are shared, also after `to`.
+        layers: n, at least 1. After the last layer, the backbone's final norm is applied.
+
+    Raises:
+        GraftError: another library has replaced the forward methods of the backbone's modules.
+    """
+
+    def __init__(self, backbone: Backbone, layers: int) -> None:
+        family = backbone.sites.family
+        self._model: Any = _without_hooks(backbone.model.base_model, backbone.name).eval()
+        self._layers = nn.ModuleList(list(self._model.get_submodule(family.layers))[:layers])
+        self._model.set_submodule(family.layers, self._layers)
+        if layers < backbone.sites.n_layers and family.norm is not None:
+            self._model.set_submodule(family.norm, nn.Identity())
+
+    @torch.no_grad()
+    def states(
+        self, ids_BT: Tensor, mask_BS: Tensor | None, positions_BT: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """(B, T, d) hidden states, in the backbone's own precision.
+
+        Args:
+            ids_BT: token ids.
+            mask_BS: 1 for tokens, 0 for padding, cached columns included; None for no padding.
+            positions_BT: positions; None to count from the end of the cache.
+            cache: of these layers; it grows by this pass.
+
+        Raises:
+            GraftError: the backbone's weights are sharded over processes.
+        """
+        if isinstance(next(self._layers.parameters()), DTensor):
+            raise GraftError(
+                "The backbone is sharded over processes, where its hidden states can't be read for routes: train with "
+                "training.sharded at false, or set embedder.layers to 0."
+            )
+        with torch.autocast(ids_BT.device.type, enabled=False):
+            output = self._model(
+                input_ids=ids_BT,
+                attention_mask=mask_BS,
+                position_ids=positions_BT,
+                use_cache=cache is not None,
+                **({} if cache is None else {"past_key_values": cache}),
+            )
+        return output.last_hidden_state
+
+
+def _without_hooks(module: nn.Module, name: str) -> nn.Module:
+    """A module tree without hooks that shares the dictionaries of parameters and buffers of the original."""
+    if "forward" in vars(module) and any(True for _ in module.children()):
+        raise GraftError(
+            f"Another library replaced the forward of modules of {name}, as accelerate does to spread a model over "
+            "devices, so its hidden states can't be read: load it on one device, or set embedder.layers to 0."
+        )
+    clone = object.__new__(type(module))
+    for key, value in vars(module).items():
+        is_hooks = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict)
+        clone.__dict__[key] = {} if is_hooks else value
+    clone.__dict__.pop("_compiled_call_impl", None)  # it would call the original module
+    children = module._modules.items()
+    clone.__dict__["_modules"] = {
+        key: None if child is None else _without_hooks(child, name) for key, child in children
+    }
+    return clone
+
+
+class SentenceEmbedder:
+    """A sentence-transformers model, which reads the whole text so far at each update."""
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
-        self._model = _load(config, backbone.device)
+        self._model = _load_sentence_model(config, backbone.device)
         self._tokenizer = backbone.need_tokenizer()
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        found = self._model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
-        return found.float()
+        return self._model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False).float()
 
     def prefixes(
-        self, call: Call, reading: Reading, wanted_BT: Tensor, window: int | None, memo: Memo | None
+        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
     ) -> Tensor:
-        places = wanted_BT.nonzero().tolist()
         texts = []
-        for row, token in places:
-            start, stop = int(reading.start[row, token]), reading.past + token + 1
+        for row, token in wanted_BT.nonzero().tolist():
+            start, stop = int(spans.start[row, token]), spans.past + token + 1
             first = start if window is None else max(start, stop - window)
-            ids = reading.ids[row, first:stop]
-            texts.append(self._tokenizer.decode(ids, skip_special_tokens=True))
+            texts.append(self._tokenizer.decode(spans.ids[row, first:stop], skip_special_tokens=True))
         vectors = self.texts(texts).to(wanted_BT.device)
-        found = vectors.new_zeros(*wanted_BT.shape, vectors.shape[-1])
-        found[wanted_BT] = vectors
-        return found
+        embeddings = vectors.new_zeros(*wanted_BT.shape, vectors.shape[-1])
+        embeddings[wanted_BT] = vectors
+        return embeddings
 
 
 def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
@@ -225,27 +296,22 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
-        BackboneError: there is no such model.
+        BackboneError: the sentence-transformers model can't be loaded.
         GraftError: the backbone has no such layer.
     """
     if config.name != "backbone":
-        return OfSentences(config, backbone)
-    layers = _counted(config.layers, backbone)
-    return OfStates(backbone, layers) if layers else OfTokens(backbone)
-
-
-def _counted(layers: int, backbone: Backbone) -> int:
-    """How many layers lie below some hidden states; negative numbers count from the end."""
-    most = backbone.sites.n_layers
-    if not -most - 1 <= layers <= most:
+        return SentenceEmbedder(config, backbone)
+    layers, n_layers = config.layers, backbone.sites.n_layers
+    if not -n_layers - 1 <= layers <= n_layers:
         raise GraftError(
-            f"The embedder is to read the hidden states number {layers}, and {backbone.name} has those from 0, its "
-            f"token embeddings, to {most}, after its last layer: set embedder.layers to one of them, or to -1."
+            f"embedder.layers is {layers}, but {backbone.name} has hidden states from 0 (token embeddings) to "
+            f"{n_layers} (after its last layer): set embedder.layers to one of them, or to -1."
         )
-    return layers if layers >= 0 else most + 1 + layers
+    layers = layers if layers >= 0 else n_layers + 1 + layers
+    return HiddenStateEmbedder(backbone, layers) if layers else TokenEmbedder(backbone)
 
 
-def _load(config: EmbedderConfig, device: torch.device) -> Any:
+def _load_sentence_model(config: EmbedderConfig, device: torch.device) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
@@ -255,7 +321,7 @@ def _load(config: EmbedderConfig, device: torch.device) -> Any:
             config.name,
             device=str(device),
             trust_remote_code=config.trust_remote_code,
-            model_kwargs={"use_safetensors": True},  # no pickle is read
+            model_kwargs={"use_safetensors": True},  # pickles are never read
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise BackboneError(

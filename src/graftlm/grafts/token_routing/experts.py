@@ -1,7 +1,7 @@
-"""LoRA experts: read from the folders that PEFT writes, or new.
+"""LoRA experts: read from PEFT folders, or initialised here.
 
-The update of an expert at a module with input x is  s B A x,  with A (r, in), B (out, r) and s = alpha / r, or
-alpha / sqrt(r) for rank-stabilised LoRA.
+The update of an expert at a module with input x is s B A x, with A (r, in), B (out, r) and s = alpha / r, or
+s = alpha / sqrt(r) for rank-stabilised LoRA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graftlm.grafts.token_routing.config import ExpertConfig
 
 CONFIG_NAME, TENSORS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
-# Of a LoraConfig: what makes an adapter something else than s B A x on some modules.
+# LoraConfig fields whose adapters are not of the form s B A x.
 _VARIANTS = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -44,16 +44,16 @@ _VARIANTS = {
     "layer_replication": "replicated layers",
     "target_parameters": "parameters instead of modules",
 }
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class Factors:
-    """One expert at one module.
+    """The LoRA factors of one expert at one module.
 
     Attributes:
-        a: (r, in); for an embedding, in is the number of tokens.
-        b: (r, out), B transposed.
+        a: A, (r, in); for an embedding, in is the vocabulary size.
+        b: B transposed, (r, out).
         scale: s.
     """
 
@@ -63,117 +63,122 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module that an expert can change."""
+class ExpertTarget:
+    """The sizes of a module that experts change; `scale` is what an embedding multiplies its output by."""
 
     inputs: int
     outputs: int
-    embedding: bool = False
+    is_embedding: bool = False
     scale: float = 1.0
 
+    @classmethod
+    def of(cls, module: nn.Module, path: str) -> ExpertTarget:
+        """The sizes of a module.
 
-def place_of(module: nn.Module, path: str) -> Place:
-    """The sizes of a module.
-
-    Raises:
-        GraftError: it is neither linear nor an embedding.
-    """
-    bare = module.base_layer if isinstance(module, BaseTunerLayer) else module
-    if isinstance(bare, nn.Embedding):
-        scale = getattr(bare, "embed_scale", None)  # as PEFT does for embeddings that scale what they give
-        return Place(bare.num_embeddings, bare.embedding_dim, True, 1.0 if scale is None else float(scale))
-    if isinstance(bare, Conv1D):
-        return Place(int(bare.weight.shape[0]), int(bare.nf))
-    if hasattr(bare, "in_features") and hasattr(bare, "out_features"):
-        return Place(int(bare.in_features), int(bare.out_features))  # type: ignore[arg-type]  # any library's Linear
-    raise GraftError(
-        f"An expert changes {path}, a {type(bare).__name__}, but linear layers and embeddings are expected: "
-        "train it on those."
-    )
+        Raises:
+            GraftError: it is neither linear nor an embedding.
+        """
+        base = module.base_layer if isinstance(module, BaseTunerLayer) else module
+        if isinstance(base, nn.Embedding):
+            scale = getattr(base, "embed_scale", None)  # PEFT scales the update as well
+            return cls(base.num_embeddings, base.embedding_dim, True, 1.0 if scale is None else float(scale))
+        if isinstance(base, Conv1D):
+            return cls(int(base.weight.shape[0]), int(base.nf))
+        if hasattr(base, "in_features") and hasattr(base, "out_features"):
+            return cls(int(base.in_features), int(base.out_features))  # type: ignore[arg-type]  # any library's Linear
+        raise GraftError(
+            f"An expert changes {path}, a {type(base).__name__}, but linear layers and embeddings are expected: "
+            "train it on those."
+        )
 
 
 def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[dict[str, Factors], str]:
     """An expert's factors by module path, and the SHA-256 of its tensor file.
 
     Raises:
-        ArtifactError: the folder is no whole LoRA adapter, is pickled, or is of a variant that can't be mixed.
+        ArtifactError: the adapter is incomplete, pickled, or of a variant that can't be mixed.
         WrongBackboneError: it was trained on another backbone.
     """
     folder = Path(config.path or "").expanduser()
-    peft = _read_config(name, folder)
+    peft_config = _read_config(name, folder)
     tensors, digest = _read_tensors(name, folder)
     if config.sha256 not in (None, digest):
         raise ArtifactError(
             f"The expert {name} in {folder} is not the one that the graft was made with (its {TENSORS_NAME} has "
-            "another SHA-256): put that one back, or make the graft anew."
+            "another SHA-256): restore that adapter, or build the graft again."
         )
-    base = str(peft.base_model_name_or_path or "a base that it does not name")
-    factors = {key: one for key, one in tensors.items() if not _is_a_copy(name, folder, key, one, backbone)}
-    found = {
-        path: _factors(name, path, a, b, peft, base, backbone) for path, (a, b) in _pairs(name, folder, factors).items()
+    base = str(peft_config.base_model_name_or_path or "an unnamed base")
+    factor_tensors = {
+        key: tensor for key, tensor in tensors.items() if not _is_backbone_copy(name, folder, key, tensor, backbone)
     }
-    _compare_names(name, base, backbone)
-    return found, digest
+    factors = {
+        path: _checked_factors(name, path, a, b, peft_config, base, backbone)
+        for path, (a, b) in _pair_factors(name, folder, factor_tensors).items()
+    }
+    _warn_of_another_base(name, peft_config.base_model_name_or_path, backbone)
+    return factors, digest
 
 
 def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str, Factors]:
-    """A new expert, which changes nothing yet: A as PEFT starts it, B zero.
+    """A new expert without effect: A initialised as in PEFT, B zero.
 
     Raises:
-        GraftError: the backbone has no module of one of the names.
+        GraftError: the backbone has no module of one of the target names.
     """
     assert config.rank is not None
     scale = (config.alpha or config.rank) / config.rank
-    found = {}
+    factors = {}
     for target in config.targets:
-        paths = _paths_of(target, backbone)
+        paths = _target_paths(target, backbone)
         if not paths:
+            layer = backbone.sites.layers[0]
+            linears = sorted({path.rpartition(".")[2] for path, module in layer.named_modules() if _is_linear(module)})
             raise GraftError(
                 f"The expert {name} is to change {target!r}, and {backbone.name} has no such module: name attention, "
-                f"ffn, embedding, or one of {', '.join(_names_of_linears(backbone))}."
+                f"ffn, embedding, or one of {', '.join(linears)}."
             )
         for path in paths:
-            place = place_of(backbone.model.get_submodule(path), path)
-            a = torch.empty(config.rank, place.inputs)
+            sizes = ExpertTarget.of(backbone.model.get_submodule(path), path)
+            a = torch.empty(config.rank, sizes.inputs)
             nn.init.kaiming_uniform_(a, a=5**0.5)
-            found[path] = Factors(a, torch.zeros(config.rank, place.outputs), scale)
-    return found
+            factors[path] = Factors(a, torch.zeros(config.rank, sizes.outputs), scale)
+    return factors
 
 
-def _paths_of(target: str, backbone: Backbone) -> list[str]:
-    """The modules that a word names: a kind of site, a module's path, or its path's last parts."""
+def _target_paths(target: str, backbone: Backbone) -> list[str]:
+    """The paths of the modules that a target names: a kind of site, a module's path, or its last parts."""
     sites = backbone.sites
     if target == "embedding":
         chosen = {id(sites.module(Site("embedding"))[0])}
-    elif target in ("attention", "ffn"):
+    elif target == "ffn":
+        chosen = {id(linear) for layer in range(sites.n_layers) for linear in sites.ffn_linears(layer)}
+    elif target == "attention":
         spans = [sites.module(Site(target, layer)) for layer in range(sites.n_layers)]
-        ffn = {id(one) for layer in range(sites.n_layers) for one in sites.ffn_linears(layer)}
-        inside = {id(one) for span in spans for module in span for one in module.modules() if _is_linear(one)}
-        chosen = ffn if target == "ffn" else inside
+        chosen = {id(child) for span in spans for module in span for child in module.modules() if _is_linear(child)}
     else:
         return [path for path, _ in backbone.model.named_modules() if f".{path}".endswith(f".{target}")]
     return [path for path, module in backbone.model.named_modules() if id(module) in chosen]
 
 
 def write_adapter(factors: Mapping[str, Factors], folder: Path, base: str) -> Path:
-    """Write an expert as PEFT does; gives the folder."""
-    ranks = {path: found.a.shape[0] for path, found in factors.items()}
-    alphas = {path: found.scale * ranks[path] for path, found in factors.items()}
-    most, alpha = max(ranks.values()), max(alphas.values())
+    """Write an expert in PEFT's format; returns the folder."""
+    ranks = {path: expert.a.shape[0] for path, expert in factors.items()}
+    alphas = {path: expert.scale * ranks[path] for path, expert in factors.items()}
+    max_rank, max_alpha = max(ranks.values()), max(alphas.values())
     config = LoraConfig(
-        r=most,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT takes fractions as well
+        r=max_rank,
+        lora_alpha=max_alpha,  # type: ignore[arg-type]  # PEFT takes fractions as well
         target_modules=sorted(ranks),
-        rank_pattern={re.escape(path): rank for path, rank in ranks.items() if rank != most},
-        alpha_pattern={re.escape(path): one for path, one in alphas.items() if one != alpha},
+        rank_pattern={re.escape(path): rank for path, rank in ranks.items() if rank != max_rank},
+        alpha_pattern={re.escape(path): alpha for path, alpha in alphas.items() if alpha != max_alpha},
         base_model_name_or_path=base,
         inference_mode=True,
     )
     tensors = {}
-    for path, found in factors.items():
+    for path, expert in factors.items():
         key = f"base_model.model.{path}.lora_"
-        tensors[f"{key}A.weight"] = found.a.detach().cpu().contiguous()
-        tensors[f"{key}B.weight"] = found.b.detach().cpu().T.contiguous()
+        tensors[f"{key}A.weight"] = expert.a.detach().cpu().contiguous()
+        tensors[f"{key}B.weight"] = expert.b.detach().cpu().T.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     config.save_pretrained(str(folder))
@@ -201,12 +206,12 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
         raise _unmixable(name, folder, f"the unknown setting {foreign[0]}", "upgrade peft, or train it as plain LoRA")
     if known.get("bias", "none") != "none":
         raise _unmixable(name, folder, f"biases (bias={known['bias']})", "train it with bias='none'")
-    if str(known.get("init_lora_weights")).lower().startswith(_CHANGED_BASES):
-        start = known["init_lora_weights"]
+    if str(known.get("init_lora_weights")).lower().startswith(_BASE_CHANGING_INITS):
+        init = known["init_lora_weights"]
         raise _unmixable(
             name,
             folder,
-            f"a start that changed the base's weights (init_lora_weights={start})",
+            f"an initialisation that changed the base's weights (init_lora_weights={init})",
             "convert it with save_pretrained(path_initial_model_for_weight_conversion=…)",
         )
     try:
@@ -216,18 +221,16 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
-    return ArtifactError(
-        f"The expert {name} in {folder} has {variant}, which is no sum of products that could be mixed: {remedy}."
-    )
+    return ArtifactError(f"The expert {name} in {folder} has {variant}, which is not a sum of LoRA products: {remedy}.")
 
 
 def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     path = folder / TENSORS_NAME
     if not path.exists():
         pickled = (folder / PICKLE_NAME).exists()
-        found = f"only a pickled {PICKLE_NAME}, which is never read" if pickled else f"no {TENSORS_NAME}"
+        content = f"only a pickled {PICKLE_NAME}, which is never read" if pickled else f"no {TENSORS_NAME}"
         remedy = "save it again with safe_serialization=True" if pickled else "copy it again"
-        raise ArtifactError(f"The expert {name} in {folder} has {found}: {remedy}.")
+        raise ArtifactError(f"The expert {name} in {folder} has {content}: {remedy}.")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -240,83 +243,73 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     return tensors, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _is_a_copy(name: str, folder: Path, key: str, tensor: Tensor, backbone: Backbone) -> bool:
-    """Whether a tensor is the backbone's own, which PEFT saves beside the factors of embeddings.
+def _is_backbone_copy(name: str, folder: Path, key: str, tensor: Tensor, backbone: Backbone) -> bool:
+    """Whether a tensor is a copy of the backbone's, which PEFT saves beside the factors of embeddings.
 
     Raises:
-        ArtifactError: it stands for one of the backbone's, and is another.
+        ArtifactError: it is no LoRA factor, and differs from the backbone's tensor.
     """
     if _KEY.fullmatch(key):
         return False
     path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    own = dict(backbone.model.named_parameters(remove_duplicate=False))
-    live = own.get(path, own.get(path.removesuffix(".weight") + ".base_layer.weight"))
-    if live is not None and live.shape == tensor.shape and torch.equal(live.cpu(), tensor.to(live.dtype)):
+    parameters = dict(backbone.model.named_parameters(remove_duplicate=False))
+    own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
+    if own is not None and own.shape == tensor.shape and torch.equal(own.cpu(), tensor.to(own.dtype)):
         return True
     raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", "train it as plain LoRA")
 
 
-def _pairs(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B as PEFT keeps them, by module path; those of embeddings turned to (r, tokens) and (out, r)."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def _pair_factors(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A (r, in) and B (out, r) by module path."""
+    pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or tensor.dim() != 2:
             raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
-        halves.setdefault(match[1], {})[match[3]] = tensor
-    for path, found in halves.items():
-        if found.keys() != {"A", "B"}:
+        pairs.setdefault(match[1], {})[match[3]] = tensor
+    for path, pair in pairs.items():
+        if pair.keys() != {"A", "B"}:
             raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
-    if not halves:
-        raise ArtifactError(f"The expert {name} in {folder} has no factors at all: copy it again.")
-    return {path: (found["A"], found["B"]) for path, found in halves.items()}
+    if not pairs:
+        raise ArtifactError(f"The expert {name} in {folder} has no factors: copy it again.")
+    return {path: (pair["A"], pair["B"]) for path, pair in pairs.items()}
 
 
-def _factors(name: str, path: str, a: Tensor, b: Tensor, peft: LoraConfig, base: str, backbone: Backbone) -> Factors:
-    try:
-        place = place_of(backbone.model.get_submodule(path), path)
-    except AttributeError:
-        raise _of_another(name, base, backbone, f"there is no module {path}") from None
-    rank = a.shape[0]
-    if (a.shape[1], b.shape[0]) != (place.inputs, place.outputs) or b.shape[1] != rank:
-        raise _of_another(
-            name,
-            base,
-            backbone,
-            f"{path} takes {place.inputs} and gives {place.outputs} numbers, not {a.shape[1]} and {b.shape[0]}",
+def _checked_factors(
+    name: str, path: str, a: Tensor, b: Tensor, peft_config: LoraConfig, base: str, backbone: Backbone
+) -> Factors:
+    def wrong_backbone(reason: str) -> WrongBackboneError:
+        return WrongBackboneError(
+            f"The expert {name} was trained on {base}, and in {backbone.name} {reason}: use adapters of this backbone."
         )
-    return Factors(a, b.T.contiguous(), _scale(path, rank, peft))
+
+    try:
+        target = ExpertTarget.of(backbone.model.get_submodule(path), path)
+    except AttributeError:
+        raise wrong_backbone(f"there is no module {path}") from None
+    rank = a.shape[0]
+    if (a.shape[1], b.shape[0]) != (target.inputs, target.outputs) or b.shape[1] != rank:
+        raise wrong_backbone(
+            f"{path} has {target.inputs} inputs and {target.outputs} outputs, not {a.shape[1]} and {b.shape[0]}"
+        )
+    return Factors(a, b.T.contiguous(), _scale(path, rank, peft_config))
 
 
-def _scale(path: str, rank: int, peft: LoraConfig) -> float:
-    """s, as PEFT computes it: patterns match the end of a module's path."""
-    alpha = next(
-        (value for key, value in (peft.alpha_pattern or {}).items() if re.match(rf"(.*\.)?({key})$", path)),
-        peft.lora_alpha,
-    )
-    return alpha / (rank**0.5 if peft.use_rslora else rank)
+def _scale(path: str, rank: int, peft_config: LoraConfig) -> float:
+    """s as in PEFT, where alpha patterns match the end of a module's path."""
+    patterns = (peft_config.alpha_pattern or {}).items()
+    matches = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", path))
+    return next(matches, peft_config.lora_alpha) / (rank**0.5 if peft_config.use_rslora else rank)
 
 
-def _of_another(name: str, base: str, backbone: Backbone, why: str) -> WrongBackboneError:
-    return WrongBackboneError(
-        f"The expert {name} was trained on {base}, and in {backbone.name} {why}: name adapters of this backbone."
-    )
-
-
-def _compare_names(name: str, base: str, backbone: Backbone) -> None:
-    """Warn of an adapter that fits but names another base; folders move, so it may be the same one."""
-    own, other = (Path(one).name.lower() for one in (backbone.name, base))
-    if own != other and not base.startswith("a base"):
+def _warn_of_another_base(name: str, base: str | None, backbone: Backbone) -> None:
+    """Warn if an adapter that fits names another base. Only folder names are compared, as folders move."""
+    if base and Path(base).name.lower() != Path(backbone.name).name.lower():
         warnings.warn(
-            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: its shapes fit, but "
-            "what it learned holds for its own base alone.",
+            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: the shapes fit, but an "
+            "adapter is valid only for the base it was trained on.",
             stacklevel=2,
         )
-
-
-def _names_of_linears(backbone: Backbone) -> list[str]:
-    layer = backbone.sites.layers[0]
-    return sorted({path.rpartition(".")[2] for path, module in layer.named_modules() if _is_linear(module)})
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,14 +1,14 @@
-"""Token-level routing: LoRA experts mixed anew every k tokens, without gradients.
+"""Token-level routing: LoRA experts mixed with new weights every k tokens, without gradients.
 
-At token i, with e(i) the embedding of the text that its route reads (see `reading.py`) and c_j the centroid of expert
-j's examples, the weights are
+At token i, let e(i) be the embedding of the text that its route depends on (`routing_state.py`), and c_j the centroid
+of expert j's examples. The weights are
 
     w(i) = policy(cos(e(i), c_1), ..., cos(e(i), c_E))                      (`policy.py`)
 
-and every module that experts change gives  W x + sum over j of w_j(i) s_j B_j A_j x   (`mixture.py`).
+and every module that experts change returns W x + sum over j of w_j(i) s_j B_j A_j x   (`mixture.py`).
 
-Shape suffixes: B rows, T tokens of this pass, E experts, d the embedding's width. Weights have E + 1 entries, of which
-the last is the bare backbone's.
+Shape suffixes: B rows, T tokens of this pass, E experts, d embedding width. Weights have E + 1 entries, the last being
+the bare backbone's.
 """
 
 from __future__ import annotations
@@ -24,29 +24,37 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
-from graftlm.grafts.token_routing.config import TokenRoutingConfig
-from graftlm.grafts.token_routing.embedders import PROBE, Embedder, Memo, load_embedder
-from graftlm.grafts.token_routing.experts import Factors, new_factors, place_of, read_adapter, write_adapter
-from graftlm.grafts.token_routing.history import History, Rewriting
-from graftlm.grafts.token_routing.mixture import Mixture, Routes
-from graftlm.grafts.token_routing.policy import cosines, weigh
-from graftlm.grafts.token_routing.reading import Before, Reading, read
-from graftlm.grafts.token_routing.whitening import spread_of
+from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
+from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
+from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
+from graftlm.grafts.token_routing.policy import cosines_to, expert_weights, fit_whitener
+from graftlm.grafts.token_routing.recompute import Recompute
+from graftlm.grafts.token_routing.routing_state import (
+    RouteSpans,
+    RoutingCacheLayer,
+    RoutingState,
+    RunningSum,
+    cache_owner,
+    route_spans,
+    routing_layer,
+)
 
 BARE = "none"
+"""The label of the bare backbone in traces."""
 
 
 class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
-        config: its config; the hashes of adapters are written into the graft's own copy.
-        backbone: the one that the experts were trained on.
+        config: the graft keeps a copy with the hashes of the adapters.
+        backbone: the backbone that the experts were trained on.
 
     Raises:
-        ArtifactError: an adapter is damaged, pickled, or no plain LoRA.
-        WrongBackboneError: an adapter is of another backbone.
-        GraftError: the backbone lacks a module that a new expert is to change, or states that are to be embedded.
+        ArtifactError: an adapter is damaged, pickled, or not plain LoRA.
+        WrongBackboneError: an adapter belongs to another backbone.
+        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -54,116 +62,129 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     config: TokenRoutingConfig
     centroids: Tensor
     probe: Tensor
-    spread: Tensor
+    whitener: Tensor
 
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone) -> None:
         super().__init__()
         self.names = list(config.experts)
-        self._backbone = [backbone]  # in a list, so that it is no module of this graft's
-        own = config.embedder.name == "backbone"
-        self._embedder: Embedder | None = load_embedder(config.embedder, backbone) if own else None
-        self._checked = False  # whether the embedder is the one that the centroids were made with
+        self._backbone = [backbone]  # in a list, so that it is not registered as a submodule
+        is_backbone = config.embedder.name == "backbone"
+        self._embedder: Embedder | None = load_embedder(config.embedder, backbone) if is_backbone else None
+        self._embedder_checked = False
         self._causal = backbone.sites.family.causal
-        self._rewriting = Rewriting(backbone)
+        self._recompute = Recompute(backbone)
         experts, factors = {}, {}
         for name, expert in config.experts.items():
-            found, digest = _factors_of(name, expert, config.bundle, backbone)
-            factors[name], experts[name] = found, expert.model_copy(update={"sha256": digest})
+            factors[name], digest = _load_factors(name, expert, config.bundle, backbone)
+            experts[name] = expert.model_copy(update={"sha256": digest})
         self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
-        self._mix(factors)
-        for name in ("centroids", "probe", "spread"):
+        self._build_mixtures(factors)
+        for name in ("centroids", "probe", "whitener"):
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
 
-    def _mix(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
-        """Make a mixture at every module that an expert changes, from factors by expert and module path."""
-        backbone = self._backbone[0]
+    def _build_mixtures(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
+        """Build a mixture for every module that an expert changes, from factors by expert and module path."""
+        backbone, combination = self._backbone[0], self.config.combination
         trained = frozenset(n for n, name in enumerate(self.names) if self.config.experts[name].path is None)
         for path, module in backbone.model.named_modules():
             own = {
-                number: _moved(factors[name][path], backbone, trained=number in trained)
+                number: _placed(factors[name][path], backbone, trained=number in trained)
                 for number, name in enumerate(self.names)
                 if path in factors[name]
             }
             if own:
-                if self.config.combination == "linear":
-                    _check_ranks(path, own)
-                self.mixtures[path.replace(".", "/")] = Mixture(
-                    own, place_of(module, path), self.config.combination, trained
-                )
+                if combination == "linear":
+                    _check_equal_ranks(path, own)
+                mixture = MixedProjection(own, ExpertTarget.of(module, path), combination, trained)
+                self.mixtures[path.replace(".", "/")] = mixture
 
-    def _mixtures(self) -> Iterator[tuple[str, Mixture]]:
+    def _mixtures_by_path(self) -> Iterator[tuple[str, MixedProjection]]:
         for key, mixture in self.mixtures.items():
-            assert isinstance(mixture, Mixture)
+            assert isinstance(mixture, MixedProjection)
             yield key.replace("/", "."), mixture
 
     # One pass
 
     def taps(self) -> list[Tap]:
-        taps = [Tap(Site("module", path=path), "after", "add", _apply(self, one)) for path, one in self._mixtures()]
-        return taps + (self._rewriting.taps() if self._rewrites else [])
+        taps = [
+            Tap(Site("module", path=path), "after", "add", self._tap(mixture))
+            for path, mixture in self._mixtures_by_path()
+        ]
+        return taps + (self._recompute.taps() if self._recomputes else [])
+
+    def _tap(self, mixture: MixedProjection) -> Callable[[Call, Tensor, Tensor], Tensor | None]:
+        def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+            routes: RouteWeights | None = call.scratch.get(self)
+            delta = None if routes is None else mixture(inputs, routes)
+            return None if delta is None else delta.to(outputs.dtype)
+
+        return add
 
     def prepare(self, call: Call) -> None:
-        forced = self._rewriting.forced()
+        forced = self._recompute.forced_weights()
         if forced is not None:
             call.scratch[self] = self._routes(forced)
             return
         if call.input_ids is None:
-            raise GraftError("A routing reads token ids, and the model was given embeddings: pass input_ids.")
+            raise GraftError("Token routing needs token ids, and the model was given embeddings: pass input_ids.")
         if not call.input_ids.shape[1]:
-            raise GraftError("A routing was given no token to route by: begin with at least one.")
-        history = History.of(call, self, self._backbone[0].sites.n_layers)
-        before = None if history is None else history.before()
-        begins = history is not None and before is None
-        reading = read(call, self.config, before, whole=call.training or not self._causal, begins=begins)
-        memo = None if history is None else history.layer.memo
-        weights_BTE = self._weigh(call, reading, before, memo)
-        if history is not None:
-            history.add(reading, weights_BTE)
-        if self._rewrites and not call.training:
-            weights_BTE = self._rewriting.rewrite(call, reading, weights_BTE, before)
+            raise GraftError("Token routing was given an empty sequence: pass at least one token.")
+        layer = routing_layer(call, self, self._backbone[0].sites.n_layers)
+        state = None if layer is None else layer.state
+        is_prompt = layer is not None and state is None
+        whole_document = call.training or not self._causal
+        spans = route_spans(call, self.config, state, whole_document=whole_document, is_prompt=is_prompt)
+        running_sum = None if layer is None else layer.running_sum
+        weights_BTE = self._token_weights(call, spans, state, running_sum)
+        if layer is not None:
+            layer.append(spans, weights_BTE)
+        if self._recomputes and not call.training:
+            weights_BTE = self._recompute(call, spans, weights_BTE, state)
         call.scratch[self] = self._routes(weights_BTE)
         call.scratch[self, "weights"] = weights_BTE
 
     @property
-    def _rewrites(self) -> bool:
+    def _recomputes(self) -> bool:
         return self.config.cache == "recompute" and self._causal
 
-    def _routes(self, weights_BTE: Tensor) -> Routes:
+    def _routes(self, weights_BTE: Tensor) -> RouteWeights:
         sparse = self.config.top is not None or self.config.threshold is not None
-        return Routes.of(weights_BTE[..., :-1], sparse=sparse)
+        return RouteWeights.of(weights_BTE[..., :-1], sparse=sparse)
 
-    def _weigh(self, call: Call, reading: Reading, before: Before | None, memo: Memo | None) -> Tensor:
-        """(B, T, E + 1) the weights of every token of this pass; older ones than the pass are the last token's."""
-        found_BTE = self._weights_of(call, reading, memo)
-        last_B1E = torch.zeros_like(found_BTE[:, :1]) if before is None else before.weights[:, -1:]
-        columns = (reading.until - reading.past).clamp(min=-1) + 1
-        known = torch.cat([last_B1E, found_BTE], dim=1)
-        return known.gather(1, columns[..., None].expand(-1, -1, known.shape[-1]))
+    def _token_weights(
+        self, call: Call, spans: RouteSpans, state: RoutingState | None, running_sum: RunningSum | None
+    ) -> Tensor:
+        """(B, T, E + 1) the weights of every token: those computed at the end of its span."""
+        new_BTE = self._updated_weights(call, spans, running_sum)
+        last_B1E = torch.zeros_like(new_BTE[:, :1]) if state is None else state.weights[:, -1:]
+        columns = (spans.end - spans.past).clamp(min=-1) + 1  # 0: the span ends before this pass
+        weights = torch.cat([last_B1E, new_BTE], dim=1)
+        return weights.gather(1, columns[..., None].expand(-1, -1, weights.shape[-1]))
 
-    def _weights_of(self, call: Call, reading: Reading, memo: Memo | None) -> Tensor:
-        """(B, T, E + 1) the weights of routes up to each token that any reads up to; in training, the nearest's."""
-        wanted_BT, experts = reading.anew, len(self.names)
+    def _updated_weights(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
+        """(B, T, E + 1) new weights at the ends of spans; in training, 1 for the nearest expert."""
+        wanted_BT, experts = spans.updates, len(self.names)
         if not wanted_BT.any():
             return torch.zeros(*wanted_BT.shape, experts + 1, device=wanted_BT.device)
         if experts == 1 and (self.config.threshold is None or call.training):
             return torch.tensor([1.0, 0.0], device=wanted_BT.device).expand(*wanted_BT.shape, 2)
         self._need_centroids()
-        vectors = self._need_embedder().prefixes(call, reading, wanted_BT, self.config.window, memo)
-        spread = self.spread if self.config.embedder.whiten else None
-        found = cosines(vectors, self.centroids, self._centre(self.centroids), spread)
+        vectors = self._need_embedder().prefixes(call, spans, wanted_BT, self.config.window, running_sum)
+        whitener = self.whitener if self.config.embedder.whiten else None
+        cosines = cosines_to(self.centroids, vectors, self._centre(self.centroids), whitener)
         if call.training:
-            nearest = nn.functional.one_hot(found.argmax(-1), experts + 1)
-            return nearest.to(found.dtype)
-        return weigh(found, self.config)
+            return nn.functional.one_hot(cosines.argmax(-1), experts + 1).to(cosines.dtype)
+        return expert_weights(cosines, self.config)
 
     def cache_trace(self, cache: Cache) -> Trace | None:
-        history = History.found(cache, self)
-        before = None if history is None else history.before()
-        return None if before is None else Trace([*self.names, BARE], before.weights)
+        indices = getattr(cache, "_graft_slots", {}).get(cache_owner(self))
+        layer = None if indices is None else cache.layers[indices[0]]
+        state = layer.state if isinstance(layer, RoutingCacheLayer) else None
+        return None if state is None else Trace([*self.names, BARE], state.weights)
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """`weights`: the mean over tokens, one value for each expert, and the bare backbone's."""
+        """`weights`: the mean over tokens for each expert, then for the bare backbone."""
         weights = call.scratch[self, "weights"].expand(-1, 1 if call.input_ids is None else call.input_ids.shape[1], -1)
         return {"weights": weights.flatten(0, 1).mean(0)}
 
@@ -173,69 +194,62 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         return {name: expert.sources for name, expert in self.config.experts.items() if expert.sources}
 
     def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
-        """Set every expert's centroid: the mean of the embeddings of its examples, those of the config among them.
+        """Set every expert's centroid to the mean embedding of its examples: the given ones and those of the config.
 
         Raises:
             RecipeError: an expert has no examples.
-            GraftError: examples have no direction, or two experts have the same.
+            GraftError: a centroid has no direction, or the examples do not differ where they are to be whitened.
         """
         if len(self.names) == 1 and self.config.threshold is None:
             return
         embedder = self._need_embedder()
-        rows = []
+        groups = []
         for name, expert in self.config.experts.items():
             examples = [*expert.texts, *texts.get(name, ())]
             if not examples:
                 raise RecipeError(
-                    f"The expert {name} has no examples, and without them there is no centroid to route by: give some "
-                    "under texts or sources."
+                    f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
-            rows.append(embedder.texts(examples))
-        spread = spread_of(rows) if self.config.embedder.whiten else None
-        self._set_centroids(torch.stack([row.mean(0) for row in rows]), embedder.texts([PROBE])[0], spread)
+            groups.append(embedder.texts(examples))
+        whitener = fit_whitener(groups) if self.config.embedder.whiten else None
+        self._set_centroids(torch.stack([group.mean(0) for group in groups]), embedder.texts([PROBE])[0], whitener)
 
-    def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor, spread_Kd: Tensor | None) -> None:
+    def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor, whitener_Kd: Tensor | None) -> None:
         device = self._backbone[0].device
         centroids_Ed = centroids_Ed.to(device, torch.float32)
-        norms = (
-            (centroids_Ed - self._centre(centroids_Ed)).norm(dim=-1)
-            if len(centroids_Ed)
-            else torch.ones(len(self.names))
-        )
-        for name, norm in zip(self.names, norms.tolist(), strict=True):
-            if not norm > 1e-6:
-                raise GraftError(
-                    f"The centroid of the expert {name} has no direction (its norm is {norm:.1g}): give it examples of "
-                    "other text than the others have."
-                )
+        if len(centroids_Ed):
+            norms = (centroids_Ed - self._centre(centroids_Ed)).norm(dim=-1)
+            for name, norm in zip(self.names, norms.tolist(), strict=True):
+                if not norm > 1e-6:
+                    raise GraftError(
+                        f"The centroid of the expert {name} has no direction (its norm is {norm:.1g}): give it "
+                        "examples that differ from those of the other experts."
+                    )
         self.centroids, self.probe = centroids_Ed, probe_d.to(device, torch.float32)
-        if spread_Kd is not None:
-            self.spread = spread_Kd.to(device, torch.float32)
+        if whitener_Kd is not None:
+            self.whitener = whitener_Kd.to(device, torch.float32)
 
     def _centre(self, centroids_Ed: Tensor) -> Tensor:
-        """(d,) what is taken off every vector."""
+        """(d,) the vector that is subtracted from all vectors."""
         centred = self.config.embedder.centres and len(centroids_Ed) > 1
         return centroids_Ed.mean(0) if centred else torch.zeros_like(centroids_Ed[0])
 
     def _need_embedder(self) -> Embedder:
+        """The embedder, loaded on first use and checked against the one that the centroids were made with."""
         if self._embedder is None:
             self._embedder = load_embedder(self.config.embedder, self._backbone[0])
-        if not self._checked and len(self.probe):
-            self._check_embedder(self._embedder)
-        self._checked = True
+        if not self._embedder_checked and len(self.probe):
+            probe = self._embedder.texts([PROBE])[0].to(self.probe)
+            if probe.shape != self.probe.shape or torch.cosine_similarity(probe, self.probe, dim=0) < 0.99:
+                raise ArtifactError(
+                    f"The embedder {self.config.embedder.name} is not the one that the centroids were made with: pass "
+                    "that one (--set embedder.name=DIR), or build the graft again."
+                )
+        self._embedder_checked = True
         return self._embedder
 
-    def _check_embedder(self, embedder: Embedder) -> None:
-        """Raise unless the embedder gives what it gave when the centroids were made."""
-        now = embedder.texts([PROBE])[0].to(self.probe)
-        if now.shape != self.probe.shape or torch.cosine_similarity(now, self.probe, dim=0) < 0.99:
-            raise ArtifactError(
-                f"The embedder {self.config.embedder.name} is not the one that the centroids were made with: pass that "
-                "one (--set embedder.name=DIR), or make the graft anew."
-            )
-
     def _need_centroids(self) -> None:
-        """Raise unless there is something to route by; a config's own examples are read now."""
+        """Compute the centroids from the config's own examples if none were set."""
         if not len(self.centroids):
             self.fit({})
 
@@ -244,55 +258,59 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     def factors(self, name: str) -> dict[str, Factors]:
         """One expert's factors by module path."""
         number = self.names.index(name)
-        return {path: one.factors(number) for path, one in self._mixtures() if number in one.layout.experts}
+        return {
+            path: mixture.factors(number)
+            for path, mixture in self._mixtures_by_path()
+            if number in mixture.layout.experts
+        }
 
     def write_adapter(self, name: str, folder: str | Path) -> Path:
         """Write one expert as a folder that PEFT reads."""
         return write_adapter(self.factors(name), Path(folder), self._backbone[0].name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Centroids, the spread where it is used, and the factors of experts that are trained here or bundled."""
+        """Centroids, the whitener if used, and the factors of new or bundled experts."""
         self._need_centroids()
-        spread = {"spread": self.spread} if self.config.embedder.whiten else {}
-        return {"centroids": self.centroids, "probe": self.probe} | spread | self._own_factors()
+        whitener = {"whitener": self.whitener} if self.config.embedder.whiten else {}
+        return {"centroids": self.centroids, "probe": self.probe} | whitener | self._saved_factors()
 
-    def _own_factors(self) -> dict[str, Tensor]:
-        found = {}
+    def _saved_factors(self) -> dict[str, Tensor]:
+        tensors = {}
         for name, expert in self.config.experts.items():
             if self.config.bundle or expert.path is None:
-                for path, one in self.factors(name).items():
-                    found |= {f"{name}.{path}.a": one.a.detach(), f"{name}.{path}.b": one.b.detach()}
-                    found[f"{name}.{path}.scale"] = torch.tensor(float(one.scale))
-        return found
+                for path, factors in self.factors(name).items():
+                    tensors |= {f"{name}.{path}.a": factors.a.detach(), f"{name}.{path}.b": factors.b.detach()}
+                    tensors[f"{name}.{path}.scale"] = torch.tensor(float(factors.scale))
+        return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         tensors = dict(tensors)
-        saved = {name: tensors.pop(name) for name in ("centroids", "probe", "spread") if name in tensors}
-        self._check_saved(saved)
-        self._take_absent(tensors)
-        own = self._own_factors()
+        router = {name: tensors.pop(name) for name in ("centroids", "probe", "whitener") if name in tensors}
+        self._check_router(router)
+        self._restore_bundled(tensors)
+        own = self._saved_factors()
         check_tensors(own, tensors)
         with torch.no_grad():
             for key, value in own.items():
                 value.copy_(tensors[key])
-        self._set_centroids(saved["centroids"], saved["probe"], saved.get("spread"))
-        self._checked = False
+        self._set_centroids(router["centroids"], router["probe"], router.get("whitener"))
+        self._embedder_checked = False
 
-    def _check_saved(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `ArtifactError` unless centroids are of these experts, and what belongs to them has their width."""
-        expected = {"centroids", "probe"} | ({"spread"} if self.config.embedder.whiten else set())
-        count = len(saved.get("centroids", ()))
-        fits = saved.keys() == expected and count in (0, len(self.names))
-        if not fits or (count and len({one.shape[-1] for one in saved.values()}) > 1):
+    def _check_router(self, router: Mapping[str, Tensor]) -> None:
+        """Raise `ArtifactError` unless the centroids fit the experts, and probe and whitener fit the centroids."""
+        expected = {"centroids", "probe"} | ({"whitener"} if self.config.embedder.whiten else set())
+        count = len(router.get("centroids", ()))
+        fits = router.keys() == expected and count in (0, len(self.names))
+        if not fits or (count and len({tensor.shape[-1] for tensor in router.values()}) > 1):
             raise ArtifactError(
-                "The graft's tensor file lacks the centroids, or what belongs to them, or has them for other experts: "
-                "it is damaged or of another config; copy or make the graft again."
+                "The graft's tensor file lacks centroids, probe or whitener, or has them for other experts: it is "
+                "damaged or of another config; copy or build the graft again."
             )
 
-    def _take_absent(self, tensors: Mapping[str, Tensor]) -> None:
-        """Mix anew with the bundled experts whose folders are gone."""
+    def _restore_bundled(self, tensors: Mapping[str, Tensor]) -> None:
+        """Rebuild the mixtures with bundled experts whose folders no longer exist."""
         factors: dict[str, dict[str, Factors]] = {name: self.factors(name) for name in self.names}
-        absent = [name for name, found in factors.items() if not found]
+        absent = [name for name, own in factors.items() if not own]
         for name in absent:
             for key in tensors:
                 if key.startswith(f"{name}.") and key.endswith(".a"):
@@ -301,11 +319,13 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
                     factors[name][path] = Factors(a, b, float(scale) if scale.numel() == 1 else 1.0)
         if absent:
             self.mixtures.clear()
-            self._mix(factors)
+            self._build_mixtures(factors)
 
 
-def _factors_of(name: str, expert: Any, bundled: bool, backbone: Backbone) -> tuple[dict[str, Factors], str | None]:
-    """An expert's factors by module path, none for a bundled one whose folder is gone, and its file's hash."""
+def _load_factors(
+    name: str, expert: ExpertConfig, bundled: bool, backbone: Backbone
+) -> tuple[dict[str, Factors], str | None]:
+    """An expert's factors by module path and the hash of its file; no factors for a bundled one without a folder."""
     if expert.path is None:
         return new_factors(name, expert, backbone), None
     if bundled and expert.sha256 is not None and not Path(expert.path).expanduser().exists():
@@ -313,26 +333,17 @@ def _factors_of(name: str, expert: Any, bundled: bool, backbone: Backbone) -> tu
     return read_adapter(name, expert, backbone)
 
 
-def _moved(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
-    """Factors where the backbone is, in its dtype; in single precision where they are trained."""
+def _placed(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
+    """Factors on the backbone's device, in its dtype; in float32 where they are trained."""
     dtype = torch.float32 if trained else backbone.model.dtype
-    a, b = (one.detach().to(backbone.device, dtype) for one in (factors.a, factors.b))
+    a, b = (tensor.detach().to(backbone.device, dtype) for tensor in (factors.a, factors.b))
     return Factors(a, b, factors.scale)
 
 
-def _check_ranks(path: str, factors: Mapping[int, Factors]) -> None:
-    ranks = sorted({one.a.shape[0] for one in factors.values()})
+def _check_equal_ranks(path: str, factors: Mapping[int, Factors]) -> None:
+    ranks = sorted({expert.a.shape[0] for expert in factors.values()})
     if len(ranks) > 1:
         raise RecipeError(
-            f"combination: linear sums factors, and at {path} they have the ranks {', '.join(map(str, ranks))}: take "
-            "experts of one rank, or combination: exact."
+            f"combination: linear sums factors of equal rank, but at {path} they have the ranks "
+            f"{', '.join(map(str, ranks))}: use experts of one rank, or combination: exact."
         )
-
-
-def _apply(graft: TokenRouting, mixture: Mixture) -> Callable[[Call, Tensor, Tensor], Tensor | None]:
-    def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-        routes: Routes | None = call.scratch.get(graft)
-        delta = None if routes is None else mixture(inputs, routes)
-        return None if delta is None else delta.to(outputs.dtype)
-
-    return add

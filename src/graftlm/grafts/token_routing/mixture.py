@@ -1,12 +1,12 @@
-"""The exact mixture of experts at one module, without merging anything.
+"""The weighted sum of LoRA updates at one module, computed without merging.
 
     y = W x + sum over experts e of w_e s_e B_e A_e x
 
-All A_e are stacked to A (R, in) and all B_e to B (R, out), R the sum of the ranks. A x is scaled by w_e s_e, rank block
-by rank block, and multiplied with B: two products, whatever the number of experts, and weights of its own for every
-token of every row.
+All A_e are stacked into A (R, in) and all B_e into B (R, out), where R is the sum of the ranks. A x is scaled by
+w_e s_e block by block, then multiplied with B. That is two matrix products for any number of experts, with separate
+weights for every token of every row.
 
-Shape suffixes: B rows, T tokens, E experts, r one rank, R sum of ranks, d inputs, o outputs.
+Shape suffixes: B rows, T tokens, E experts, R sum of ranks, d inputs, o outputs.
 """
 
 from __future__ import annotations
@@ -20,166 +20,167 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from graftlm.grafts.token_routing.config import Combination
-from graftlm.grafts.token_routing.experts import Factors, Place
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 
-# Stacks of chosen experts that a module keeps: routes change seldom, and come back.
-_KEPT_STACKS = 4
+_CACHED_STACKS = 4
+"""Stacks of expert subsets that a module caches: routes change seldom, and subsets recur."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which experts a stack holds, with their ranks and scales."""
+class AdapterLayout:
+    """The experts of a stack, in order, with their ranks and scales."""
 
     experts: tuple[int, ...]
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
 
-    def some(self, experts: tuple[int, ...]) -> Layout:
-        """The layout of a part."""
-        places = [self.experts.index(expert) for expert in experts]
-        return Layout(experts, tuple(self.ranks[i] for i in places), tuple(self.scales[i] for i in places))
+    def subset(self, experts: tuple[int, ...]) -> AdapterLayout:
+        """The layout of some of the experts."""
+        indices = [self.experts.index(expert) for expert in experts]
+        return AdapterLayout(experts, tuple(self.ranks[i] for i in indices), tuple(self.scales[i] for i in indices))
 
 
 @dataclass
-class Routes:
+class RouteWeights:
     """The experts' weights in one pass.
 
     Attributes:
-        weights: (B, T, E) of every expert; T is 1 where all tokens share them. What they lack to 1 is the backbone's.
-        active: experts with a weight anywhere in the pass, None for all.
+        weights: (B, T, E); T is 1 where all tokens share them. The remainder to 1 belongs to the bare backbone.
+        active: experts with a nonzero weight anywhere in the pass; None for all.
     """
 
     weights: Tensor
     active: frozenset[int] | None = None
-    _spread: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _scaled: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, weights_BTE: Tensor, *, sparse: bool) -> Routes:
-        """Routes; with `sparse`, experts without any weight are found, which a GPU is waited for."""
+    def of(cls, weights_BTE: Tensor, *, sparse: bool) -> RouteWeights:
+        """From weights; with `sparse`, experts without any weight are skipped, which synchronises with a GPU."""
         if not sparse:
             return cls(weights_BTE)
         used = (weights_BTE != 0).flatten(0, 1).any(0).nonzero().flatten().tolist()
         return cls(weights_BTE, frozenset(used) if len(used) < weights_BTE.shape[-1] else None)
 
-    def spread(self, layout: Layout, like: Tensor, *, root: bool = False) -> Tensor:
-        """(B, T, R): w_e s_e, or its root, as often as the rank; made once a pass for all modules that are alike."""
+    def scaled(self, layout: AdapterLayout, like: Tensor, *, root: bool = False) -> Tensor:
+        """(B, T, R): w_e s_e, or its square root, repeated by rank; computed once per pass and layout."""
         key = (layout, like.dtype, like.device, root)
-        if key not in self._spread:
+        if key not in self._scaled:
             weights = self.weights.to(like.device)[..., list(layout.experts)]
             weights = weights * torch.tensor(layout.scales, device=like.device)
             ranks = torch.tensor(layout.ranks, device=like.device)
             weights = (weights.sqrt() if root else weights).to(like.dtype)
-            self._spread[key] = weights.repeat_interleave(ranks, dim=-1, output_size=sum(layout.ranks))
-        return self._spread[key]
+            self._scaled[key] = weights.repeat_interleave(ranks, dim=-1, output_size=sum(layout.ranks))
+        return self._scaled[key]
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """Some experts' factors in one piece."""
+class _StackedFactors:
+    """The factors of several experts: `a` (R, in), `b` (R, out)."""
 
-    layout: Layout
+    layout: AdapterLayout
     a: Tensor
     b: Tensor
 
 
-class Mixture(nn.Module):
+class MixedProjection(nn.Module):
     """The experts that change one module.
 
-    Outside of training each expert's factors are views of one stack, so that they are in memory once.
+    Outside training, each expert's factors are views of one stack, so that they are in memory once.
 
     Args:
         factors: by the expert's number.
-        place: the module's sizes.
+        target: sizes of the module.
         combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, with cross terms.
-        trained: numbers of the experts that are trained here.
+        trained: numbers of the experts that are trained.
     """
 
     def __init__(
-        self, factors: Mapping[int, Factors], place: Place, combination: Combination, trained: frozenset[int]
+        self, factors: Mapping[int, Factors], target: ExpertTarget, combination: Combination, trained: frozenset[int]
     ) -> None:
         super().__init__()
-        self.place, self.combination = place, combination
+        self.target, self.combination = target, combination
         experts = tuple(sorted(factors))
         ranks, scales = (tuple(factors[e].a.shape[0] for e in experts), tuple(factors[e].scale for e in experts))
-        self.layout = Layout(experts, ranks, scales)
+        self.layout = AdapterLayout(experts, ranks, scales)
         self.a = nn.ParameterList(nn.Parameter(factors[e].a, requires_grad=e in trained) for e in experts)
         self.b = nn.ParameterList(nn.Parameter(factors[e].b, requires_grad=e in trained) for e in experts)
         self._trains = not trained.isdisjoint(experts)
-        self._whole: _Stack | None = None
-        self._some: dict[tuple[int, ...], _Stack] = {}
+        self._full_stack: _StackedFactors | None = None
+        self._subset_stacks: dict[tuple[int, ...], _StackedFactors] = {}
 
     def factors(self, expert: int) -> Factors:
-        """One expert's."""
+        """The factors of one expert."""
         index = self.layout.experts.index(expert)
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor | None:
-        """What the experts add to the module's output; None where none of them has a weight.
+    def forward(self, x: Tensor, routes: RouteWeights) -> Tensor | None:
+        """The weighted sum of updates, (B, T, o); None where no expert has a weight.
 
         Args:
             x: (B, T, d), or (B, T) token ids for an embedding.
-            routes: of the pass; x may hold its last tokens alone.
+            routes: of the pass; x may hold only its last tokens.
         """
-        stack = self._stack(routes.active)
+        stack = self._active_stack(routes.active)
         if stack is None:
             return None
         u_BTR = self._down(x, stack.a)
         linear = self.combination == "linear"
-        weights = routes.spread(stack.layout, u_BTR, root=linear)[:, -x.shape[1] :]
+        weights = routes.scaled(stack.layout, u_BTR, root=linear)[:, -x.shape[1] :]
         u_BTR = u_BTR * weights
         if linear:
             experts = len(stack.layout.experts)
             u_BTR = u_BTR.unflatten(-1, (experts, -1)).sum(-2).repeat(1, 1, experts) * weights
         delta = u_BTR @ stack.b.to(u_BTR.dtype)
-        return delta if self.place.scale == 1 else delta * self.place.scale
+        return delta if self.target.scale == 1 else delta * self.target.scale
 
     def _down(self, x: Tensor, a_Rd: Tensor) -> Tensor:
-        if self.place.embedding:
+        if self.target.is_embedding:
             return a_Rd.T[x]
         dtype = torch.promote_types(x.dtype, a_Rd.dtype)
         return functional.linear(x.to(dtype), a_Rd.to(dtype))
 
-    def _stack(self, active: frozenset[int] | None) -> _Stack | None:
+    def _active_stack(self, active: frozenset[int] | None) -> _StackedFactors | None:
         """The factors of the active experts; None when none of them changes this module."""
         if self._trains and torch.is_grad_enabled():
-            return self._put_together(self.layout.experts)
-        whole = self._all()
+            return self._stack(self.layout.experts)
+        full = self._refreshed_full_stack()
         if active is None or self._trains:
-            return whole
+            return full
         chosen = tuple(e for e in self.layout.experts if e in active)
         if not chosen or len(chosen) == len(self.layout.experts):
-            return whole if chosen else None
-        if chosen not in self._some:
-            while len(self._some) >= _KEPT_STACKS:
-                del self._some[next(iter(self._some))]
-            self._some[chosen] = self._put_together(chosen)
-        return self._some[chosen]
+            return full if chosen else None
+        if chosen not in self._subset_stacks:
+            while len(self._subset_stacks) >= _CACHED_STACKS:
+                del self._subset_stacks[next(iter(self._subset_stacks))]
+            self._subset_stacks[chosen] = self._stack(chosen)
+        return self._subset_stacks[chosen]
 
-    def _all(self) -> _Stack:
-        first = self.a[0]
-        if self._whole is None or first.data_ptr() != self._whole.a.data_ptr() or first.dtype != self._whole.a.dtype:
-            self._some.clear()
-            self._whole = self._put_together(self.layout.experts)
-            self._become_views(self._whole)
-        return self._whole
+    def _refreshed_full_stack(self) -> _StackedFactors:
+        """The stack of all experts, rebuilt after parameters were moved or replaced."""
+        first, full = self.a[0], self._full_stack
+        if full is None or first.data_ptr() != full.a.data_ptr() or first.dtype != full.a.dtype:
+            self._subset_stacks.clear()
+            full = self._full_stack = self._stack(self.layout.experts)
+            self._make_views(full)
+        return full
 
     @torch.no_grad()
-    def _become_views(self, whole: _Stack) -> None:
+    def _make_views(self, stack: _StackedFactors) -> None:
         if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
             return
         start = 0
         for index, rank in enumerate(self.layout.ranks):
             rows = slice(start, start + rank)
-            self.a[index].data, self.b[index].data = whole.a[rows], whole.b[rows]
+            self.a[index].data, self.b[index].data = stack.a[rows], stack.b[rows]
             start += rank
 
-    def _put_together(self, experts: tuple[int, ...]) -> _Stack:
-        layout = self.layout.some(experts)
-        places = [self.layout.experts.index(expert) for expert in experts]
-        a, b = ([_local(own[i]) for i in places] for own in (self.a, self.b))
-        return _Stack(layout, *(a[0], b[0]) if len(a) == 1 else (torch.cat(a), torch.cat(b)))
+    def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
+        indices = [self.layout.experts.index(expert) for expert in experts]
+        a, b = ([_gathered(own[i]) for i in indices] for own in (self.a, self.b))
+        layout = self.layout.subset(experts)
+        return _StackedFactors(layout, *(a[0], b[0]) if len(a) == 1 else (torch.cat(a), torch.cat(b)))
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """A parameter that is sharded over processes, whole."""
+def _gathered(parameter: Tensor) -> Tensor:
+    """The full tensor of a parameter that may be sharded over processes."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -1,45 +1,101 @@
-"""From cosines to weights."""
+"""From embeddings to expert weights: whitening, cosines, policy.
+
+Shape suffixes: E experts, d embedding width, N examples, K directions that the examples span.
+
+Whitening divides vectors by the within-domain covariance of the examples. x_m are the N example vectors, each minus the
+mean of its own domain:
+
+    S = (1 / N) sum over m of x_m x_m^T        C = (1 - a) S + a t I,   t = tr(S) / d
+    whitened v = sqrt(a t) C^(-1/2) v = v - V^T V v
+
+a is the shrinkage coefficient of Ledoit and Wolf (2004), with a lower bound:
+
+    a = min(1, b / c)     b = (1 / N^2) sum over m of |x_m x_m^T - S|^2      c = |S - t I|^2
+
+V has one row sqrt(1 - f_k) u_k per direction u_k that the examples span. s_k is the variance along u_k, and
+f_k = sqrt(a t / (a t + (1 - a) s_k)). So only K x d numbers are stored, not d x d.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
-from graftlm.grafts.token_routing.whitening import whiten
+
+MINIMUM_SHRINKAGE = 1e-3
+"""Lower bound of a. Without it, directions absent from the examples would count without bound."""
 
 
-def weigh(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
-    """(..., E) cosines to (..., E + 1) weights that add up to one; the last one is the bare backbone's.
+def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
+    """(..., E) cosines to (..., E + 1) weights that sum to one; the last weight is the bare backbone's.
 
-    `softmax`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost` before a plain
-    softmax; one below zero is divided, so that the nearest is never put last. Of equal weights, `top` keeps the first.
+    `softmax`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost` before a softmax; a
+    negative one is divided by it, so that the nearest expert never becomes the last. `top` breaks ties by order.
     """
     best = cosines.amax(-1, keepdim=True)
     if config.policy == "softmax":
         scores = cosines / config.temperature
     else:
         boosted = torch.where(best > 0, best * config.boost, best / config.boost)
-        first = torch.zeros_like(cosines, dtype=torch.bool).scatter(-1, cosines.argmax(-1, keepdim=True), True)
-        scores = torch.where(first, boosted, cosines)
+        nearest = torch.zeros_like(cosines, dtype=torch.bool).scatter(-1, cosines.argmax(-1, keepdim=True), True)
+        scores = torch.where(nearest, boosted, cosines)
     weights = scores.softmax(-1)
     if config.top is not None and config.top < weights.shape[-1]:
-        kept, places = (one[..., : config.top] for one in weights.sort(dim=-1, descending=True, stable=True))
-        weights = torch.zeros_like(weights).scatter(-1, places, kept / kept.sum(-1, keepdim=True))
+        values, indices = (x[..., : config.top] for x in weights.sort(dim=-1, descending=True, stable=True))
+        weights = torch.zeros_like(weights).scatter(-1, indices, values / values.sum(-1, keepdim=True))
     bare = torch.zeros_like(best)
     if config.threshold is not None:
         bare = (best < config.threshold).to(weights.dtype)
     return torch.cat([weights * (1 - bare), bare], dim=-1)
 
 
-def cosines(vectors: Tensor, centroids_Ed: Tensor, centre_d: Tensor, spread_Kd: Tensor | None = None) -> Tensor:
-    """(..., d) to (..., E), after `centre_d` was taken off; 0 for a vector that is zero, of a text without words.
+def cosines_to(centroids_Ed: Tensor, vectors: Tensor, centre_d: Tensor, whitener_Kd: Tensor | None = None) -> Tensor:
+    """(..., E) cosines of vectors (..., d) to the centroids; 0 for a zero vector, which stands for an empty text.
 
-    With a spread both sides are whitened by it.
+    `centre_d` is subtracted from both sides. With a whitener, both sides are whitened.
     """
     empty = (vectors == 0).all(-1, keepdim=True)
     vectors, centroids_Ed = vectors - centre_d, centroids_Ed - centre_d
-    if spread_Kd is not None:
-        vectors, centroids_Ed = whiten(vectors, spread_Kd), whiten(centroids_Ed, spread_Kd)
-    found = nn.functional.normalize(vectors, dim=-1) @ nn.functional.normalize(centroids_Ed, dim=-1).T
-    return found.masked_fill(empty, 0.0)
+    if whitener_Kd is not None:
+        vectors, centroids_Ed = whiten(vectors, whitener_Kd), whiten(centroids_Ed, whitener_Kd)
+    cosines = nn.functional.normalize(vectors, dim=-1) @ nn.functional.normalize(centroids_Ed, dim=-1).T
+    return cosines.masked_fill(empty, 0.0)
+
+
+def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
+    """(..., d) vectors, whitened: v - V^T V v."""
+    return vectors - (vectors @ whitener_Kd.T) @ whitener_Kd
+
+
+def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
+    """(K, d) float32 matrix V, from the example vectors (n, d) of each domain.
+
+    Raises:
+        GraftError: the examples of every domain are identical.
+    """
+    centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
+    count, width = centred_Nd.shape
+    _, singular_K, u_Kd = torch.linalg.svd(centred_Nd, full_matrices=False)
+    s_K = singular_K.square() / count
+    t = s_K.sum() / width
+    if not t > 1e-12:
+        raise GraftError(
+            "embedder.whiten needs examples of one expert that differ from each other, and none do: give each expert "
+            "several examples, or set whiten to false."
+        )
+    a = _shrinkage(centred_Nd, s_K)
+    f_K = (a * t / (a * t + (1 - a) * s_K)).sqrt()
+    return ((1 - f_K).sqrt()[:, None] * u_Kd).float().contiguous()
+
+
+def _shrinkage(centred_Nd: Tensor, s_K: Tensor) -> float:
+    """a, by two identities: |x x^T|^2 = |x|^4, and |S|^2 is the sum of its squared eigenvalues."""
+    count, width = centred_Nd.shape
+    square = s_K.square().sum()
+    b = centred_Nd.square().sum(1).square().sum() / count**2 - square / count
+    c = square - s_K.sum().square() / width
+    return min(1.0, max(MINIMUM_SHRINKAGE, float(b / c))) if c > 0 else 1.0

@@ -1,4 +1,8 @@
-"""Token-level routing, slow and literal: one token after the other, as the README says it. For tests alone."""
+"""Token-level routing, slow and literal: one token at a time, as the README defines it. Only tests import it.
+
+Nothing here calls the fast path: centroids, whitening, routes and updates are computed from token ids, token vectors
+and factors.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +15,34 @@ from torch import Tensor
 
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import Factors
-from graftlm.grafts.token_routing.whitening import LEAST_SHRINKAGE
+
+MINIMUM_SHRINKAGE = 1e-3
 
 
-def columns_of_route(i: int, given: int, config: TokenRoutingConfig) -> slice:
-    """Which tokens the route of token i reads, of a document whose first `given` tokens are the prompt.
+def route_columns(i: int, prompt: int, config: TokenRoutingConfig) -> slice:
+    """The tokens that the route of token i depends on, in a document whose first `prompt` tokens are the prompt.
 
-    A generation computes weights when the prompt is there, and again after every k tokens that it wrote.
+    A generation computes weights for the prompt, and again after every k generated tokens.
     """
-    given = 1 if config.prompt == "causal" else given
-    if i < given:
-        read = given
+    prompt = 1 if config.prompt == "causal" else prompt
+    if i < prompt:
+        length = prompt
     else:
-        written = i + 1 - given  # tokens that the model has written when it reads token i
-        read = given + written // config.every * config.every
-    if config.reads == "prompt" and given > 1 and i >= given:
-        read = given
-    start = 0 if config.window is None else max(0, read - config.window)
-    return slice(start, read)
+        generated = i + 1 - prompt  # number of generated tokens up to token i
+        length = prompt + generated // config.every * config.every
+    if config.reads == "prompt" and prompt > 1 and i >= prompt:
+        length = prompt
+    start = 0 if config.window is None else max(0, length - config.window)
+    return slice(start, length)
 
 
 def hidden_states(tokens: Sequence[int], layers: int, model: Any) -> Tensor:
-    """(tokens, d) the bare model's state of each token after so many layers, of a pass over the text up to it alone."""
-    found = []
+    """(tokens, d) the bare model's state of each token after n layers, each from a pass over the text up to it only."""
+    states = []
     for i in range(len(tokens)):
         output = model(input_ids=torch.tensor([tokens[: i + 1]]), output_hidden_states=True, use_cache=False)
-        found.append(output.hidden_states[layers][0, -1])
-    return torch.stack(found)
+        states.append(output.hidden_states[layers][0, -1])
+    return torch.stack(states)
 
 
 def embed(tokens: Sequence[int], vectors: Sequence[Tensor], special: Sequence[int]) -> Tensor:
@@ -46,28 +51,37 @@ def embed(tokens: Sequence[int], vectors: Sequence[Tensor], special: Sequence[in
     return sum(chosen[1:], chosen[0]) / len(chosen) if chosen else torch.zeros_like(vectors[0])
 
 
-def whitening(examples: Sequence[Tensor]) -> Tensor:
-    """(d, d) C^(-1/2), from the examples (n, d) of each expert; C as in `whitening.py`."""
-    apart = [one - group.mean(0) for group in examples for one in group]
-    identity = torch.eye(len(apart[0]), dtype=apart[0].dtype)
-    s = torch.stack([torch.outer(x, x) for x in apart]).mean(0)
+def centroids(examples: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Per expert: (d,) the mean of the embeddings of its examples."""
+    return [sum(group[1:], group[0]) / len(group) for group in examples]
+
+
+def whitening(examples: Sequence[Sequence[Tensor]]) -> Tensor:
+    """(d, d) C^(-1/2), from the embeddings of each expert's examples; C as in `policy.py`."""
+    means = centroids(examples)
+    centred = [x - mean for group, mean in zip(examples, means, strict=True) for x in group]
+    identity = torch.eye(len(centred[0]), dtype=centred[0].dtype)
+    s = torch.stack([torch.outer(x, x) for x in centred]).mean(0)
     t = s.trace() / len(identity)
-    b = sum(float((torch.outer(x, x) - s).square().sum()) for x in apart) / len(apart) ** 2
+    b = sum(float((torch.outer(x, x) - s).square().sum()) for x in centred) / len(centred) ** 2
     c = float((s - t * identity).square().sum())
-    a = min(1.0, max(LEAST_SHRINKAGE, b / c))
+    a = min(1.0, max(MINIMUM_SHRINKAGE, b / c))
     values, directions = torch.linalg.eigh((1 - a) * s + a * t * identity)
     return directions @ torch.diag(values**-0.5) @ directions.T
 
 
 def weights(
-    vector: Tensor, centroids_Ed: Tensor, config: TokenRoutingConfig, root_dd: Tensor | None = None
+    vector: Tensor, centroids: Sequence[Tensor], config: TokenRoutingConfig, whitening_dd: Tensor | None = None
 ) -> list[float]:
-    """The experts' weights, and the bare backbone's; `root_dd` is what whitens."""
-    centre = sum(centroids_Ed) / len(centroids_Ed) if config.embedder.centres else 0 * centroids_Ed[0]
-    vector, centroids, empty = vector - centre, [one - centre for one in centroids_Ed], not vector.any()
-    if root_dd is not None:
-        vector, centroids = root_dd @ vector, [root_dd @ one for one in centroids]
-    scores = [0.0 if empty else _cosine(vector, one) for one in centroids]
+    """The experts' weights, then the bare backbone's."""
+    is_empty = not vector.any()
+    centred = config.embedder.centre is True or (config.embedder.centre is None and config.embedder.name == "backbone")
+    if centred:
+        centre = sum(centroids[1:], centroids[0]) / len(centroids)
+        vector, centroids = vector - centre, [centroid - centre for centroid in centroids]
+    if whitening_dd is not None:
+        vector, centroids = whitening_dd @ vector, [whitening_dd @ centroid for centroid in centroids]
+    scores = [0.0 if is_empty else _cosine(vector, centroid) for centroid in centroids]
     best = max(range(len(scores)), key=lambda e: scores[e])
     if config.threshold is not None and scores[best] < config.threshold:
         return [0.0] * len(scores) + [1.0]
@@ -77,14 +91,14 @@ def weights(
         scores[best] *= config.boost if scores[best] > 0 else 1 / config.boost
     exponentials = [math.exp(score - max(scores)) for score in scores]
     if config.top is not None:
-        kept = sorted(range(len(scores)), key=lambda e: -exponentials[e])[: config.top]  # of equal ones the first
-        exponentials = [one if e in kept else 0.0 for e, one in enumerate(exponentials)]
-    return [one / sum(exponentials) for one in exponentials] + [0.0]
+        kept = sorted(range(len(scores)), key=lambda e: -exponentials[e])[: config.top]  # ties: the first
+        exponentials = [value if e in kept else 0.0 for e, value in enumerate(exponentials)]
+    return [value / sum(exponentials) for value in exponentials] + [0.0]
 
 
 def update(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors]) -> Tensor:
-    """(o,) what the experts add for one token with the input x: sum of w_e s_e B_e A_e x."""
-    parts = [w * one.scale * (one.b.T @ (one.a @ x)) for w, one in zip(expert_weights, experts, strict=True)]
+    """(o,) the experts' update for one token with input x: sum of w_e s_e B_e A_e x."""
+    parts = [w * e.scale * (e.b.T @ (e.a @ x)) for w, e in zip(expert_weights, experts, strict=True)]
     return sum(parts[1:], parts[0])
 
 

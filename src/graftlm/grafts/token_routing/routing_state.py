@@ -1,0 +1,234 @@
+"""The text that each token's route depends on, and the routing state that a generation keeps in its cache.
+
+The tokens of a document are counted from 0. The first n are the prompt; without a known prompt, n = 1. The route of
+token i depends on the document up to token b(i), so that it changes every k tokens:
+
+    b(i) = n - 1                            for i < n      (the whole prompt, which is known at once)
+    b(i) = i - ((i + 1 - n) mod k)          for i >= n
+
+For n = 1 this is i - (i mod k), and no token's route depends on a later token.
+
+Shape suffixes: B rows, T tokens of this pass, P tokens before, S = P + T, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from graftlm.backbone import Call
+from graftlm.backbone.cache import joined_columns, slots
+from graftlm.errors import GraftError
+from graftlm.grafts.token_routing.config import TokenRoutingConfig
+
+
+@dataclass(frozen=True)
+class RoutingState:
+    """What a generation's cache keeps of the tokens before this pass.
+
+    Attributes:
+        ids: (B, P) token ids.
+        weights: (B, P, E + 1) route weights, the bare backbone's last.
+        prompt_length: (B,) number of prompt tokens.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    prompt_length: Tensor
+
+
+@dataclass
+class RunningSum:
+    """Sums of embeddings over the tokens so far, (B, d), their counts, (B, 1), and the number of columns covered."""
+
+    length: int = 0
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+
+
+class RoutingCacheLayer(DynamicLayer):
+    """A cache layer that holds a `RoutingState`, so that beam search, cropping and batch selection apply to it.
+
+    Keys are ids, (B, 1, S, 1). Values are weights and the prompt length, (B, 1, S, E + 2). `running_sum` belongs to the
+    embedder and is discarded whenever rows or columns are rearranged.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running_sum = RunningSum()
+
+    @property
+    def state(self) -> RoutingState | None:
+        """The stored state; None before the first pass."""
+        if not self.is_initialized or self.keys is None or self.values is None or not self.keys.numel():
+            return None
+        keys, values = self.keys, self.values
+        return RoutingState(keys[:, 0, :, 0], values[:, 0, :, :-1], values[:, 0, -1, -1].long())
+
+    def append(self, spans: RouteSpans, weights_BTE: Tensor) -> None:
+        """Store the tokens of a pass with their weights."""
+        ids_BT = spans.ids[:, spans.past :]
+        prompt_length = spans.prompt_length[..., None].to(weights_BTE.dtype)
+        self.update(ids_BT[:, None, :, None], torch.cat([weights_BTE, prompt_length], dim=-1)[:, None])
+
+    def reset(self) -> None:
+        self.running_sum = RunningSum()
+        super().reset()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self.running_sum = RunningSum()
+        super().crop(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self.running_sum = RunningSum()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.running_sum = RunningSum()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.running_sum = RunningSum()
+        super().batch_select_indices(indices)
+
+    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> RoutingCacheLayer:
+        """One layer with the rows of several, see `backbone.cache.join`."""
+        joined = joined_columns(layers, paddings)
+        assert isinstance(joined, RoutingCacheLayer)
+        joined.running_sum = RunningSum()
+        return joined
+
+
+def cache_owner(graft: object) -> str:
+    """The name under which a graft's routing layer is registered in a cache."""
+    return f"token routing {id(graft)}"
+
+
+def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCacheLayer | None:
+    """The routing layer of the pass's cache, appended on the first pass; None without a cache.
+
+    Raises:
+        GraftError: the cache was filled without this graft.
+    """
+    if call.cache is None:
+        return None
+    past = int(call.cache.get_seq_length())
+    (index,) = slots(call.cache, cache_owner(graft), 1, backbone_layers, RoutingCacheLayer)
+    layer = call.cache.layers[index]
+    assert isinstance(layer, RoutingCacheLayer)
+    if layer.get_seq_length() != past:
+        raise GraftError(
+            f"The cache holds {past} tokens that the routing has not read: start the generation again with the graft "
+            "attached."
+        )
+    return layer
+
+
+@dataclass(frozen=True)
+class RouteSpans:
+    """The text span that determines the route of each token of one pass.
+
+    Attributes:
+        ids: (B, S) all token ids so far.
+        start: (B, T) column in S of the first token of each token's document.
+        end: (B, T) last column, inclusive, that each token's route depends on.
+        prompt_length: (B, T) n of the module's equations.
+    """
+
+    ids: Tensor
+    start: Tensor
+    end: Tensor
+    prompt_length: Tensor
+
+    @property
+    def past(self) -> int:
+        """P, the number of columns before this pass."""
+        return self.ids.shape[1] - self.end.shape[1]
+
+    @property
+    def updates(self) -> Tensor:
+        """(B, T) True at tokens of this pass where new weights are computed: the ends of spans."""
+        columns = (self.end - self.past).clamp(min=-1) + 1  # spans that end before this pass share column 0
+        updates = torch.zeros(len(columns), self.end.shape[1] + 1, dtype=torch.bool, device=columns.device)
+        return updates.scatter(1, columns, True)[:, 1:]
+
+
+def route_spans(
+    call: Call,
+    config: TokenRoutingConfig,
+    state: RoutingState | None,
+    *,
+    whole_document: bool = False,
+    is_prompt: bool = False,
+) -> RouteSpans:
+    """The spans of a pass.
+
+    Args:
+        call: the pass, with its token ids.
+        config: of the routing.
+        state: of the tokens in the cache; None for none.
+        whole_document: every route depends on the whole document, as in training and in encoders.
+        is_prompt: this pass starts a generation, so that its tokens are the prompt.
+    """
+    ids_BT = call.input_ids
+    assert ids_BT is not None
+    past_ids = state.ids if state is not None else ids_BT[:, :0]
+    start, index, real = _documents(call, past_ids.shape[1])
+    ids_BS = torch.cat([past_ids, ids_BT], dim=1)
+    if whole_document:
+        end = _last_columns(start, real, past_ids.shape[1])
+        return RouteSpans(ids_BS, start, end, torch.ones_like(start))
+    n = _prompt_lengths(call, config, state, start, real, is_prompt)
+    generated = index + 1 - n
+    b = torch.where(generated <= 0, n - 1, index - generated % config.every)
+    if config.reads == "prompt":
+        b = torch.where((n > 1) & (generated > 0), n - 1, b)
+    return RouteSpans(ids_BS, start, start + b, n)
+
+
+def _documents(call: Call, past: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Three (B, T) tensors: the column where each token's document starts, its index in it, whether it is a token."""
+    ids = call.input_ids
+    assert ids is not None
+    rows, length = ids.shape
+    columns = torch.arange(past, past + length, device=ids.device).expand(rows, -1)
+    if call.attention_mask is not None:
+        mask = call.attention_mask.to(ids.device)
+        index = (mask.long().cumsum(-1)[:, -length:] - 1).clamp(min=0)
+        return columns - index, index, mask[:, -length:].bool()
+    real = call.token_mask if call.token_mask is not None else torch.ones_like(ids, dtype=torch.bool)
+    if past or call.position_ids is None or call.position_ids.shape[-1] != length:
+        return torch.zeros_like(columns), columns, real
+    positions = call.position_ids.to(ids.device).expand(rows, -1)
+    is_first = torch.ones_like(real)
+    is_first[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    start = torch.where(is_first, columns, 0).cummax(dim=1).values
+    return start, columns - start, real
+
+
+def _prompt_lengths(
+    call: Call, config: TokenRoutingConfig, state: RoutingState | None, start: Tensor, real: Tensor, is_prompt: bool
+) -> Tensor:
+    """(B, T) n: the number of prompt tokens of each token's document, at least one."""
+    length = start.shape[1]
+    if state is not None:
+        return state.prompt_length[:, None].expand(-1, length)
+    if call.prompt is not None and config.prompt == "whole":
+        prompt, first = call.prompt.to(start.device) & real, start.clamp(max=length - 1)
+        counts = torch.zeros_like(start).scatter_add(1, first, prompt.long())
+        return counts.gather(1, first).clamp(min=1)
+    if is_prompt and config.prompt == "whole":
+        return real.sum(1, keepdim=True).clamp(min=1).expand(-1, length)
+    return torch.ones_like(start)
+
+
+def _last_columns(start: Tensor, real: Tensor, past: int) -> Tensor:
+    """(B, T) the last column of each token's document that is not padding."""
+    columns = torch.arange(past, past + start.shape[1], device=start.device).expand_as(start)
+    same_document = start[:, :, None] == start[:, None, :]
+    return torch.where(same_document & real[:, None, :], columns[:, None, :], start[:, :, None]).amax(-1)
