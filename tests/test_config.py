@@ -142,8 +142,8 @@ def test_defaults_are_left_out_but_what_names_the_kind_stays() -> None:
     ],
 )
 def test_plain_scalars_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: Any) -> None:
-    found = read(tmp_path, f"name: x\nfree: {{a: {text}}}").free["a"]
-    assert (type(found), found) == (type(value), value)
+    scalar = read(tmp_path, f"name: x\nfree: {{a: {text}}}").free["a"]
+    assert (type(scalar), scalar) == (type(value), value)
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
@@ -319,10 +319,10 @@ def test_configs_are_frozen() -> None:
     ],
 )
 def test_an_override_sets_one_key(tmp_path: Path, override: str, path: tuple[str | int, ...], value: Any) -> None:
-    found: Any = read(tmp_path, "name: x\nmaybe:\nparts: [{}, {}]", override).model_dump()
+    node: Any = read(tmp_path, "name: x\nmaybe:\nparts: [{}, {}]", override).model_dump()
     for key in path:
-        found = found[key]
-    assert found == value
+        node = node[key]
+    assert node == value
 
 
 def test_later_overrides_win(tmp_path: Path) -> None:
@@ -372,3 +372,11 @@ def test_any_override_is_applied_or_refused(override: str) -> None:
         apply_override(values, override)
     except RecipeError:
         assert values == {"name": "x", "parts": [{}]}
+
+
+def test_an_error_names_the_override_that_causes_it_and_else_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, "name: x", "quick=true", "training.stps=5", "training.rate=1")
+    assert str(caught.value) == "The override 'training.stps=5': unknown key training.stps (did you mean steps?)."
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: unknown key nam \(did you mean name\?\)"):
+        read(tmp_path, "nam: x", "name=y", "training.steps=5")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
-from graftlm.config import Config, apply_override
+from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
@@ -176,9 +176,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
     config = manifest.graft_config()
     if changes:
         values = config.model_dump(mode="json")
-        for change in changes:
-            apply_override(values, change)
-        config = graft_config(values, where=JSON_NAME)
+        config = parse_overridden(lambda values: graft_config(values, where=JSON_NAME), values, changes, JSON_NAME)
     graft = build_graft(config, backbone)
     _check_frozen_models(folder, manifest, graft)
     _load_tensors(graft, dict(read_tensors(folder)))

@@ -1,26 +1,27 @@
-"""The base of every config: frozen, keyword only, no unknown keys, YAML both ways, errors in one sentence."""
+"""The base class of every config: frozen, without unknown keys, YAML both ways, errors in one sentence."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, dataclass_transform, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transform, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from graftlm.errors import RecipeError, did_you_mean
 
+_Parsed = TypeVar("_Parsed")
 
-@dataclass_transform(
-    kw_only_default=True, frozen_default=True
-)  # without field specifiers: Field(None, …) has a default
-class _OneSentence(type(BaseModel)):
-    """Lets `SomeConfig(key=value)` raise the same one sentence as a recipe does."""
 
-    if not TYPE_CHECKING:  # type checkers know the fields of a pydantic class better than this signature tells
+# No field specifiers are named, so that type checkers know that Field(None, …) has a default.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class _ConfigMeta(type(BaseModel)):
+    """Makes `SomeConfig(key=value)` raise the one-sentence error of a recipe."""
+
+    if not TYPE_CHECKING:  # pydantic's own signature tells type checkers more
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
             try:
@@ -29,7 +30,7 @@ class _OneSentence(type(BaseModel)):
                 raise RecipeError(explain(error, cls, cls.__name__)) from None
 
 
-class Config(BaseModel, metaclass=_OneSentence):
+class Config(BaseModel, metaclass=_ConfigMeta):
     """A frozen set of named values.
 
     Unknown keys, wrong types and values out of range raise `RecipeError` with the key's path and the nearest known key.
@@ -39,10 +40,10 @@ class Config(BaseModel, metaclass=_OneSentence):
 
     @classmethod
     def parse(cls, values: Any, *, where: str = "config") -> Self:
-        """Validate plain `values` (a mapping, as YAML or JSON gives it).
+        """Validate plain `values`, a mapping from YAML or JSON; `where` names their origin in errors.
 
         Raises:
-            RecipeError: one sentence on the first thing that does not fit.
+            RecipeError: one sentence on the first problem.
         """
         if not isinstance(values, dict):
             raise RecipeError(f"{where} holds {_kind_of(values)}, but a mapping of keys to values is expected.")
@@ -54,13 +55,12 @@ class Config(BaseModel, metaclass=_OneSentence):
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file, then apply `overrides` such as `training.steps=200`."""
-        values = read_yaml(path)
-        for override in overrides:
-            apply_override(values, override)
-        return cls.parse(values, where=str(path))
+        return parse_overridden(
+            lambda values: cls.parse(values, where=str(path)), read_yaml(path), overrides, str(path)
+        )
 
     def to_yaml(self, path: str | Path | None = None) -> str:
-        """The config as YAML, without values that are at their default; also written to `path` when given."""
+        """The config as YAML without default values; also written to `path` when given."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         if path is not None:
@@ -69,7 +69,7 @@ class Config(BaseModel, metaclass=_OneSentence):
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A field that has one possible value says what the config is, so it stays even where defaults go."""
+        """Serialise fields with one possible value, such as `kind`, even where defaults are left out."""
         fields = type(self).model_fields.items()
         tags = {name: getattr(self, name) for name, field in fields if _is_tag(field.annotation)}
         return tags | serialise(self)
@@ -80,10 +80,10 @@ def _is_tag(annotation: Any) -> bool:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
     Raises:
-        RecipeError: the file is missing, is not UTF-8 YAML, or does not hold a mapping.
+        RecipeError: the file is missing, is not UTF-8 YAML, or holds no mapping.
     """
     try:
         values = _load(Path(path).read_text(encoding="utf-8-sig"))
@@ -94,7 +94,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected.") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML{_what_is_wrong(error)}.") from None
+        raise RecipeError(f"{path} is not valid YAML{_yaml_problem(error)}.") from None
     if values is None:
         raise RecipeError(f"{path} is empty, but a recipe is expected: start from one that `graft schema` describes.")
     if not isinstance(values, dict):
@@ -103,12 +103,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the plain scalars of YAML 1.2, and an error for a key that appears twice.
+    """PyYAML's safe loader with the plain scalars of YAML 1.2 and an error for duplicate keys.
 
-    In YAML 1.1, PyYAML's own, a slice 2:10 is the number 130, the language code no is false, and 1e-4 is text.
+    PyYAML implements YAML 1.1, where 2:10 is the number 130, the language code no is false, and 1e-4 is text.
     """
 
-    yaml_implicit_resolvers = {}  # the name is PyYAML's; filled below
+    yaml_implicit_resolvers = {}  # filled below
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -126,10 +126,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what a reader of YAML 1.1 or of 1.2 would take for more than text."""
+    """Quotes text that a reader of YAML 1.1 or 1.2 would take for another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        breaks = any(mark in text for mark in "\x85\u2028\u2029")  # PyYAML folds these as if they were line feeds
+        breaks = any(mark in text for mark in "\x85\u2028\u2029")  # PyYAML folds these like line feeds
         return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
 
 
@@ -152,29 +152,67 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _load(text: str) -> Any:
-    """The plain values of a YAML text; every failure is a `YAMLError`."""
+    """Parse a YAML text; every failure is a `YAMLError`."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except (ValueError, AttributeError) as error:  # PyYAML lets those of a tag's constructor through
+    except (ValueError, AttributeError) as error:  # PyYAML does not wrap errors of tags' constructors
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
 
 
-def _what_is_wrong(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
     return f"{f' at line {mark.line + 1}' if mark else ''}: {problem}"
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place: `a.b.2.c=value`, the value read as YAML. List items go by number.
+def parse_overridden(
+    parse: Callable[[dict[str, Any]], _Parsed], values: dict[str, Any], overrides: Sequence[str], where: str
+) -> _Parsed:
+    """Apply `overrides` to a copy of `values` and parse the result.
 
-    What lies on the way is copied, so that parts which an alias shares with this one stay as they were.
+    Args:
+        parse: raises `RecipeError` for values that do not fit.
+        values: the mapping of a file; it stays as it is.
+        overrides: of the form `training.steps=200`.
+        where: the file's name, with which the errors of `parse` begin.
+
+    Raises:
+        RecipeError: a value does not fit. The message names the override without which all would fit, if there is one.
+    """
+    overridden = _overridden(values, overrides)
+    try:
+        return parse(overridden)
+    except RecipeError as error:
+        for i, override in enumerate(overrides):
+            try:
+                parse(_overridden(values, [*overrides[:i], *overrides[i + 1 :]]))
+            except RecipeError:
+                continue
+            reason = str(error).removeprefix(f"{where}: ")
+            raise RecipeError(f"The override {_shorten(override)!r}: {reason}") from None
+        raise
+
+
+def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    values = dict(values)
+    for override in overrides:
+        apply_override(values, override)
+    return values
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place: `a.b.2.c=value`; the value is YAML, numbers are indices of lists.
+
+    Nested containers on the path are copied, so that values shared through a YAML alias stay as they were.
+
+    Raises:
+        RecipeError: the override is malformed, or its path does not exist.
     """
     key, equals, text = override.partition("=")
-    parents_and_last = key.strip().split(".")
-    if not equals or not all(parents_and_last):
+    path = key.strip().split(".")
+    if not equals or not all(path):
         raise RecipeError(
             f"The override {_shorten(override)!r} is not of the form key=value, such as training.steps=200."
         )
@@ -184,19 +222,19 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise RecipeError(
             f"The value of the override {_shorten(override)!r} is not valid YAML: put it in quotes."
         ) from None
-    *parents, last = parents_and_last
+    *parents, last = path
     node: Any = values
     for name in parents:
-        place = _place(node, name, override)
-        node[place] = copy.copy(node.get(place) if isinstance(node, dict) else node[place])
-        if node[place] is None:
-            node[place] = {}
-        node = node[place]
-    node[_place(node, last, override)] = value
+        index = _index(node, name, override)
+        node[index] = copy.copy(node.get(index) if isinstance(node, dict) else node[index])
+        if node[index] is None:
+            node[index] = {}
+        node = node[index]
+    node[_index(node, last, override)] = value
 
 
-def _place(node: Any, name: str, override: str) -> str | int:
-    """The key or the index that `name` means in `node`."""
+def _index(node: Any, name: str, override: str) -> str | int:
+    """The key or list index that `name` denotes in `node`."""
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):
@@ -208,7 +246,7 @@ def _place(node: Any, name: str, override: str) -> str | int:
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """The most telling problem of a pydantic error as one sentence: an unknown key first, then the innermost."""
+    """One problem of a pydantic error as a sentence: an unknown key before others, then the most deeply nested."""
     errors = error.errors()
     first = max(errors, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
     path = _path(first["loc"])
@@ -218,41 +256,39 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
         return f"{where}: unknown key {key}{did_you_mean(path[-1], _fields_at(model, path[:-1]))}{more}."
     if first["type"] == "missing":
         return f"{where}: the key {key} is missing, and it has no default{more}."
-    return f"{where}: {key + ': ' if key else ''}{_misfit(first)}{more}."
+    return f"{where}: {key + ': ' if key else ''}{_mismatch(first)}{more}."
 
 
 def _path(location: Sequence[int | str]) -> list[str]:
-    """Keys and indices of a pydantic location, without the labels of validators and of a union's branches."""
+    """Keys and indices of a pydantic location, without the labels of validators and union branches."""
     labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
     return [str(part) for part in location if not (isinstance(part, str) and part.startswith(labels))]
 
 
-def _misfit(problem: Any) -> str:
-    """What one problem's value should be, and what it is."""
-    kind, found = problem["type"], problem["input"]
-    shown = _kind_of(found) if isinstance(found, dict | list | None) else _shorten(repr(found))
-    if (
-        kind == "value_error"
-    ):  # our own validators say what they expect; of a whole section there is no one value to show
+def _mismatch(problem: Any) -> str:
+    """The expected value of one problem, and the actual one."""
+    kind, value = problem["type"], problem["input"]
+    shown = _kind_of(value) if isinstance(value, dict | list | None) else _shorten(repr(value))
+    if kind == "value_error":  # raised by a config's own validator, whose message says what it expects
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-        return message if isinstance(found, dict | list | BaseModel) else f"{message}, but found {shown}"
+        return message if isinstance(value, dict | list | BaseModel) else f"{message}, but found {shown}"
     message = problem["msg"].replace("Input", "the value", 1)
     if kind.endswith(("_parsing", "_from_float")):
         message = message.partition(",")[0]
     if kind in ("model_type", "dict_type"):
         message = "the value should be a mapping of keys"
-    quotes = ": put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
+    quotes = ": put it in quotes" if kind == "string_type" and isinstance(value, int | float) else ""
     return f"{message}, but found {shown}{quotes}"
 
 
 def _shorten(text: str, width: int = 80) -> str:
-    """At most `width` characters of `text`, with the middle left out."""
+    """`text`, shortened in the middle to `width` characters."""
     half = width // 2 - 1
     return text if len(text) <= width else f"{text[:half]}…{text[-half:]}"
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """The field names of the config that `path` leads to, as far as annotations tell; a union gives those of all."""
+    """Field names of the config at `path`, found through annotations; a union contributes those of all branches."""
     models = [model]
     for part in path:
         reached: list[type[BaseModel]] = []
@@ -267,16 +303,10 @@ def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for argument in getattr(annotation, "__args__", ()) for found in _models_in(argument)]
+    return [model for argument in getattr(annotation, "__args__", ()) for model in _models_in(argument)]
 
 
 def _kind_of(value: Any) -> str:
-    names = {
-        str: "a string",
-        list: "a list",
-        dict: "a mapping",
-        int: "a number",
-        float: "a number",
-        bool: "a truth value",
-    }
-    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    names = {str: "a string", list: "a list", dict: "a mapping", int: "a number", float: "a number"}
+    names |= {bool: "a truth value", type(None): "nothing"}
+    return names.get(type(value), f"a {type(value).__name__}")

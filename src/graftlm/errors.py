@@ -1,21 +1,21 @@
 """Every error that GraftLM raises on purpose.
 
-    GraftError                    the user can mend it; the message says what was found, expected, and what to do
-    ├── RecipeError               a recipe, a config or an override does not fit
+    GraftError                    a user's mistake; the message says what was found, what was expected, what to do
+    ├── RecipeError               a recipe, config or override does not fit its schema
     ├── BackboneError             a model or its tokenizer can't be loaded or used
-    │   └── UnknownFamilyError    no row says where this architecture keeps its layers
-    ├── TapError                  a graft asks for a place that the backbone does not have
-    │   └── TapConflictError      two grafts claim the same place
-    ├── ArtifactError             a folder is not a whole, readable graft
+    │   └── UnknownFamilyError    the architecture is not supported
+    ├── TapError                  a graft declares a tap that the backbone does not have
+    │   └── TapConflictError      two grafts declare the same tap
+    ├── ArtifactError             a folder is not a complete, readable graft
     │   └── WrongBackboneError    the graft was trained on another backbone
-    ├── DataError                 text, rows or files can't be read as asked
+    ├── DataError                 texts, rows or files can't be read
     ├── EvaluationError           a measurement, or a file of measurements, can't be used
-    ├── TrainingError             a run can't go on
+    ├── TrainingError             a run can't continue
     │   └── ForgettingBudgetError the run forgot more than the recipe allows
-    ├── EndpointError             a server that models are asked through can't be used
+    ├── EndpointError             a model server can't be used
     └── MissingExtraError         an optional package is not installed
 
-The command line prints the message alone and exits with 2; anything else is our own mistake and keeps its traceback.
+The command line prints the message alone and exits with 2. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from collections.abc import Iterable
 
 
 class GraftError(Exception):
-    """A mistake that the user can mend."""
+    """A mistake that the user can correct."""
 
 
 class RecipeError(GraftError):
-    """A recipe, a config or an override does not fit its schema."""
+    """A recipe, config or override does not fit its schema."""
 
 
 class BackboneError(GraftError):
@@ -37,19 +37,19 @@ class BackboneError(GraftError):
 
 
 class UnknownFamilyError(BackboneError):
-    """No row of `backbone.sites` describes this architecture."""
+    """The architecture is not supported."""
 
 
 class TapError(GraftError):
-    """A graft asks for a place that the backbone does not have."""
+    """A graft declares a tap that the backbone does not have."""
 
 
 class TapConflictError(TapError):
-    """Two grafts claim the same place."""
+    """Two grafts declare the same tap."""
 
 
 class ArtifactError(GraftError):
-    """A folder is not a whole, readable graft."""
+    """A folder is not a complete, readable graft."""
 
 
 class WrongBackboneError(ArtifactError):
@@ -57,7 +57,7 @@ class WrongBackboneError(ArtifactError):
 
 
 class DataError(GraftError):
-    """Text, rows or files can't be read as asked."""
+    """Texts, rows or files can't be read."""
 
 
 class EvaluationError(GraftError):
@@ -65,7 +65,7 @@ class EvaluationError(GraftError):
 
 
 class TrainingError(GraftError):
-    """A run can't go on."""
+    """A run can't continue."""
 
 
 class ForgettingBudgetError(TrainingError):
@@ -73,7 +73,7 @@ class ForgettingBudgetError(TrainingError):
 
 
 class EndpointError(GraftError):
-    """A server that models are asked through can't be used."""
+    """A model server can't be used."""
 
 
 class MissingExtraError(GraftError):
@@ -86,7 +86,7 @@ class MissingExtraError(GraftError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` for the nearest known word, or the known words when none is near."""
+    """A hint for an unknown word: ` (did you mean X?)`, or all known words when none is close."""
     names = sorted(known)
     if not names:
         return ""

@@ -72,7 +72,7 @@ CASES = {
     ),
     "a typo in an override": (
         (*TRAIN, "training.step=3"),
-        "recipe.yaml: unknown key training.step (did you mean steps?).",
+        "The override 'training.step=3': unknown key training.step (did you mean steps?).",
     ),
     "no recipe": (
         ("train", "nothing.yaml"),

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from graftlm.config import Config, apply_override, read_yaml
+from graftlm.config import Config, parse_overridden, read_yaml
 from graftlm.data import DataConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import TaskConfig
@@ -109,19 +109,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     Raises:
         RecipeError: one sentence on the first thing that does not fit.
     """
-    values = read_yaml(path)
-    for override in overrides:
-        apply_override(values, override)
+    where = str(path)
+    return parse_overridden(lambda values: parse_recipe(values, where), read_yaml(path), overrides, where)
+
+
+def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
+    """The recipe in plain values; `kind` and `tasks` decide which of the three forms it has.
+
+    Raises:
+        RecipeError: one sentence on the first problem.
+    """
     kind = values.get("kind")
     if kind is None and KEY in values:
-        return TaskRecipe.parse(values, where=str(path))
+        return TaskRecipe.parse(values, where=where)
     if kind is None:
-        return Recipe.parse(values, where=str(path))
+        return Recipe.parse(values, where=where)
     if kind != KIND:
         raise RecipeError(
-            f"{path}: kind is {kind!r}, but {KIND} is expected: leave kind out of a recipe that trains a graft."
+            f"{where}: kind is {kind!r}, but {KIND} is expected: leave kind out of a recipe that trains a graft."
         )
-    return LanguageModelRecipe.parse(values, where=str(path))
+    return LanguageModelRecipe.parse(values, where=where)
 
 
 def recipe_schema() -> dict[str, Any]:
