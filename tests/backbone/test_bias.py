@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlm.backbone import Call, Site, Sites, Tap, Wiring
+from graftlm.backbone import Call, Site, Sites, Tap, TapHooks
 from graftlm.errors import TapError
 from tiny import DECODERS, ENCODERS, FAMILIES, tiny_ids, tiny_model
 
@@ -21,7 +21,7 @@ def logits(family: str, bias: Any, mask: Tensor | None = None) -> Tensor:
     live = tiny_model(family)
     sites = Sites(live)
     taps = [Tap(Site("attention", layer), "before", "bias", bias) for layer in range(sites.n_layers)]
-    wiring = Wiring(live, sites, {"bias": taps}, lambda call: None)
+    wiring = TapHooks(live, sites, {"bias": taps}, lambda call: None)
     try:
         return live(tiny_ids()[:, :LENGTH], attention_mask=mask).logits
     finally:
@@ -81,10 +81,12 @@ def test_two_that_add_are_their_sum(family: str) -> None:
     one, other = (torch.randn(1, 1, LENGTH, LENGTH, generator=chance) for _ in range(2))
     site = Site("attention", 0)
     taps = {name: [Tap(site, "before", "bias", lambda call, inputs, b=b: b)] for name, b in (("a", one), ("b", other))}
-    wiring = Wiring(live, Sites(live), taps, lambda call: None)
+    wiring = TapHooks(live, Sites(live), taps, lambda call: None)
     both = live(tiny_ids()[:, :LENGTH]).logits
     wiring.remove()
-    wiring = Wiring(live, Sites(live), {"a": [Tap(site, "before", "bias", lambda *_: one + other)]}, lambda call: None)
+    wiring = TapHooks(
+        live, Sites(live), {"a": [Tap(site, "before", "bias", lambda *_: one + other)]}, lambda call: None
+    )
     torch.testing.assert_close(both, live(tiny_ids()[:, :LENGTH]).logits, rtol=1e-4, atol=1e-4)
     wiring.remove()
 
@@ -92,8 +94,8 @@ def test_two_that_add_are_their_sum(family: str) -> None:
 def test_places_and_models_that_take_none_say_so() -> None:
     live = tiny_model("llama")
     for tap in (Tap(Site("ffn", 0), "before", "bias", print), Tap(Site("attention", 0), "after", "bias", print)):
-        with pytest.raises(TapError, match="before an attention alone"):
-            Wiring(live, Sites(live), {"a": [tap]}, lambda call: None)
+        with pytest.raises(TapError, match="only before an attention"):
+            TapHooks(live, Sites(live), {"a": [tap]}, lambda call: None)
     own = tiny_model("block-state")
-    with pytest.raises(TapError, match="takes no numbers in its mask"):
-        Wiring(own, Sites(own), {"a": [Tap(Site("attention", 0), "before", "bias", print)]}, lambda call: None)
+    with pytest.raises(TapError, match="takes no additive mask"):
+        TapHooks(own, Sites(own), {"a": [Tap(Site("attention", 0), "before", "bias", print)]}, lambda call: None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from graftlm.backbone import GrowingLayer, growing, join
+from graftlm.backbone import GrowingLayer, join, use_growing_layers
 from graftlm.errors import GraftError
 from tiny import tiny_model
 
@@ -82,8 +82,8 @@ def test_what_is_there_is_not_copied_for_a_token() -> None:
 
 
 def test_layers_that_do_not_copy_stay_and_gradients_are_refused() -> None:
-    cache = growing(DynamicCache(config=tiny_model("gemma3").config))
+    cache = use_growing_layers(DynamicCache(config=tiny_model("gemma3").config))
     assert {type(layer) for layer in cache.layers} == {GrowingLayer, DynamicSlidingWindowLayer}
-    assert growing(DynamicCache()).layer_class_to_replicate is GrowingLayer
+    assert use_growing_layers(DynamicCache()).layer_class_to_replicate is GrowingLayer
     with pytest.raises(GraftError, match="use a DynamicLayer where gradients are needed"):
         GrowingLayer().update(states(1, 1, 0).requires_grad_(), states(1, 1, 0))

@@ -102,11 +102,11 @@ def unknown_type(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no tokenizer": (without_tokenizer, r"has no tokenizer, and text is to be read: put tokenizer.json"),
+    "no tokenizer": (without_tokenizer, r"has no tokenizer, but text needs one: put tokenizer.json"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json, so it is not a transformers"),
     "broken config": (cut("config.json", 0.5), "can't be loaded .*: restore its files"),
     "empty config": (cut("config.json", 0), "can't be loaded .*: restore its files"),
-    "pickled weights only": (pickled_only, r"pickled weights \(.bin\) only, which GraftLM never reads: convert them"),
+    "pickled weights only": (pickled_only, r"only pickled weights \(.bin\), which GraftLM never reads: convert them"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "can't be loaded .*: restore its files"),
     "half the weights": (cut("model.safetensors", 0.5), "can't be loaded .*: restore its files"),
     "almost all weights": (cut("model.safetensors", 0.999), "can't be loaded .*: restore its files"),
@@ -153,7 +153,7 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 
 
 def test_a_name_that_the_hub_does_not_give() -> None:
-    with pytest.raises(BackboneError, match="The hub does not give the model nobody/nothing") as caught:
+    with pytest.raises(BackboneError, match="The hub has no model nobody/nothing") as caught:
         load_backbone("nobody/nothing")
     assert "\n" not in str(caught.value)
 

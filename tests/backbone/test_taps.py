@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlm.backbone import Backbone, Call, Site, Sites, Tap, Wiring
+from graftlm.backbone import Backbone, Call, Site, Sites, Tap, TapHooks
 from graftlm.grafts import Graft, GraftedModel
 from tiny import DECODERS, tiny_ids, tiny_model
 
@@ -193,7 +193,7 @@ def test_taps_of_several_owners_act_in_order() -> None:
         name: [Tap(Site("ffn", 0), "after", "add", lambda call, inputs, outputs, name=name: order.append(name))]
         for name in ("first", "second", "third")
     }
-    wiring = Wiring(live, Sites(live), taps, lambda call: order.append("prepare"))
+    wiring = TapHooks(live, Sites(live), taps, lambda call: order.append("prepare"))
     live(tiny_ids())
     wiring.remove()
     live(tiny_ids())

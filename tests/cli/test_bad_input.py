@@ -84,7 +84,7 @@ CASES = {
     ),
     "a backbone without a tokenizer": (
         (*TRAIN, "backbone.name=bad/mute"),
-        "The backbone bad/mute has no tokenizer, and text is to be read: put tokenizer.json and "
+        "The backbone bad/mute has no tokenizer, but text needs one: put tokenizer.json and "
         "tokenizer_config.json beside its weights, or pass a tokenizer.",
     ),
     "a graft for another backbone": (

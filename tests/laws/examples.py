@@ -136,7 +136,7 @@ EXAMPLES: dict[str, list[Example]] = {
             spread=0.05,
             exceptions={
                 "int8": "packed weights can't be trained, so a BackboneError says so",
-                "block-state": "its attention takes no numbers in its mask, so a TapError says so",
+                "block-state": "its attention takes no additive mask, so a TapError says so",
             },
         ),
         Example(

@@ -60,7 +60,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def calls_under_way(model: GraftedModel) -> list[Call]:
     """The forward passes that this thread has not ended."""
-    return model._wiring._local.calls
+    return model._tap_hooks._stack.calls
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

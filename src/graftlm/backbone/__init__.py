@@ -1,21 +1,30 @@
-"""Frozen models: loading, sites, taps, the growable cache and the fingerprint."""
+"""Frozen models: loading, families, taps, cache layers and fingerprints."""
 
-from graftlm.backbone.cache import JoinError, StateLayer, join, slots
-from graftlm.backbone.fingerprint import Fingerprint, fingerprint
-from graftlm.backbone.growing import GrowingLayer, growing
+from graftlm.backbone.cache import (
+    GrowingLayer,
+    JoinError,
+    StateLayer,
+    clone_cache,
+    join,
+    join_columns,
+    slots,
+    use_growing_layers,
+)
+from graftlm.backbone.families import FAMILIES, Family, Site, Sites, Sublayer, register_family
 from graftlm.backbone.load import (
     UNLIMITED,
     Backbone,
     BackboneKind,
+    Fingerprint,
     default_device,
+    fingerprint,
     leading_bos,
     load_backbone,
     max_sequence_length,
     padding_id,
 )
-from graftlm.backbone.parts import Part, PartError, PartWiring
-from graftlm.backbone.sites import FAMILIES, Family, Site, Sites, Span, register_family
-from graftlm.backbone.taps import Call, Tap, Wiring
+from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
+from graftlm.backbone.taps import Call, Tap, TapHooks
 
 __all__ = [
     "FAMILIES",
@@ -27,23 +36,25 @@ __all__ = [
     "Fingerprint",
     "GrowingLayer",
     "JoinError",
-    "Part",
-    "PartError",
-    "PartWiring",
+    "RowScope",
+    "RowScopeError",
+    "RowScopedHooks",
     "Site",
     "Sites",
-    "Span",
     "StateLayer",
+    "Sublayer",
     "Tap",
-    "Wiring",
+    "TapHooks",
+    "clone_cache",
     "default_device",
     "fingerprint",
-    "growing",
     "join",
+    "join_columns",
     "leading_bos",
     "load_backbone",
     "max_sequence_length",
     "padding_id",
     "register_family",
     "slots",
+    "use_growing_layers",
 ]

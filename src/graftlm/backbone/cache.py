@@ -1,15 +1,15 @@
-"""One growable cache for backbone, augmenting models and grafts.
+"""Cache layers for grafts and generation.
 
 transformers' `generate` makes a `DynamicCache` with as many layers as the backbone has. A graft that needs keys and
-values, or a state, of its own appends layers; beam reordering, cropping and batch selection then reach them with the
-rest. Caches of several batches join into one.
+values, or a state, appends layers of its own, so beam reordering, cropping and batch selection reach them as well.
+Caches of several batches can be joined into one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,36 +19,37 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from graftlm.errors import GraftError
 
 _SLOTS = "_graft_slots"
+_MIN_SPARE_TOKENS = 64
 
 
 def slots(
     cache: Cache, owner: str, count: int, backbone_layers: int, make: Callable[[], CacheLayerMixin] = DynamicLayer
 ) -> range:
-    """The indices of `owner`'s layers in `cache`, appended at the first call.
+    """Indices of `owner`'s layers in `cache`; the first call appends them.
 
     Args:
         cache: the cache of one generation.
-        owner: who asks, such as the graft's name; the same owner gets the same layers again.
-        count: how many layers it needs.
-        backbone_layers: how many layers the backbone itself fills (they may not exist yet in a lazy cache).
+        owner: a name; the same owner gets the same layers again.
+        count: number of layers that the owner needs.
+        backbone_layers: number of layers that the backbone fills; a lazy cache may not have made them yet.
         make: builds one layer.
     """
-    taken: dict[str, range] = cache.__dict__.setdefault(_SLOTS, {})
-    if owner not in taken:
+    slots_by_owner: dict[str, range] = cache.__dict__.setdefault(_SLOTS, {})
+    if owner not in slots_by_owner:
         replicate = getattr(cache, "layer_class_to_replicate", None)
         while len(cache.layers) < backbone_layers and replicate is not None:
             cache.layers.append(replicate())
         start = len(cache.layers)
         cache.layers.extend(make() for _ in range(count))
-        taken[owner] = range(start, start + count)
-    return taken[owner]
+        slots_by_owner[owner] = range(start, start + count)
+    return slots_by_owner[owner]
 
 
 class StateLayer(CacheLayerMixin):
     """A cache layer for a recurrent state of fixed size, batch first, such as a state-space model's.
 
-    The state is kept in `keys`, a second one where needed in `values`, so that every batch operation of
-    `CacheLayerMixin` applies. A state can't be cropped back in time, and says so.
+    The state is stored in `keys` and an optional second state in `values`, so every batch operation of
+    `CacheLayerMixin` applies. A state can't be cropped back in time: `crop` raises.
     """
 
     is_croppable = False
@@ -80,14 +81,14 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back, which a state can't.
+        """Refuse to remove the last tokens.
 
         Raises:
-            GraftError: there is a token to take back.
+            GraftError: there is a token to remove.
         """
         if tokens_to_remove and self.is_initialized:
             raise GraftError(
-                "A graft keeps a state here that can't be taken back by some tokens, as assisted decoding asks: decode "
+                "A graft's recurrent state can't be taken back by some tokens, as assisted decoding needs: decode "
                 "greedily, with beams or by sampling, without an assistant or prompt_lookup_num_tokens."
             )
 
@@ -105,37 +106,110 @@ class StateLayer(CacheLayerMixin):
             self.keys, self.values = function(self.keys), function(self.values)
 
 
-def twin(cache: Cache) -> Cache:
-    """A cache of its own with the same tensors, for rows to be taken out of."""
-    found = copy.copy(cache)
+class _SpareBuffer:
+    """States (B, H, S, d) in a larger buffer, so that new ones are appended without a copy.
+
+    Copies of a cache share a buffer, and each may hold a prefix of its states. Only a holder of all states may append;
+    any other must copy its prefix to a new buffer. States that a holder has are therefore never overwritten.
+    """
+
+    def __init__(self, states: Tensor, more: int) -> None:
+        *outer, self.length, width = states.shape
+        spare = more + max(_MIN_SPARE_TOKENS, self.length // 4)
+        self.buffer = states.new_empty(*outer, self.length + spare, width)
+        self.buffer[..., : self.length, :] = states
+
+    def __copy__(self) -> Self:
+        return self
+
+    def can_append(self, states: Tensor, more: int) -> bool:
+        """Whether `states` are all states of the buffer, and `more` tokens fit behind them."""
+        held = self.buffer[..., : self.length, :]
+        complete = states.data_ptr() == held.data_ptr() and states.shape == held.shape
+        return complete and self.length + more <= self.buffer.shape[-2]
+
+    def append(self, new: Tensor) -> Tensor:
+        """Write new states behind the others, and return all."""
+        end = self.length + new.shape[-2]
+        self.buffer[..., self.length : end, :] = new
+        self.length = end
+        return self.buffer[..., :end, :]
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` for generation that appends in place, where transformers' copies all states for every token."""
+
+    _key_buffer: _SpareBuffer | None = None
+    _value_buffer: _SpareBuffer | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, H, T, d), and return all.
+
+        Raises:
+            GraftError: gradients are needed, which states written in place don't have.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise GraftError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
+        if self.get_seq_length() == 0:
+            return super().update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self._key_buffer = _buffer_for(self._key_buffer, self.keys, key_states.shape[-2])
+        self._value_buffer = _buffer_for(self._value_buffer, self.values, value_states.shape[-2])
+        self.keys, self.values = self._key_buffer.append(key_states), self._value_buffer.append(value_states)
+        return self.keys, self.values
+
+    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
+        """Join the rows of several layers; see `join`."""
+        return join_columns(layers, paddings)
+
+
+def _buffer_for(buffer: _SpareBuffer | None, states: Tensor, more: int) -> _SpareBuffer:
+    return buffer if buffer is not None and buffer.can_append(states, more) else _SpareBuffer(states, more)
+
+
+def use_growing_layers(cache: Cache) -> Cache:
+    """Make every `DynamicLayer` of an empty cache a `GrowingLayer`; returns the same cache."""
+    if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def clone_cache(cache: Cache) -> Cache:
+    """A cache with layers of its own that share the tensors of `cache`; selecting its rows leaves `cache` as it is."""
+    clone = copy.copy(cache)
     for name, value in vars(cache).items():
-        setattr(found, name, copy.copy(value))
-    found.layers = [copy.copy(layer) for layer in cache.layers]
-    return found
+        setattr(clone, name, copy.copy(value))
+    clone.layers = [copy.copy(layer) for layer in cache.layers]
+    return clone
 
 
 class JoinError(GraftError):
-    """Caches can't be made into one."""
+    """Caches can't be joined."""
 
 
 def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
-    """One cache of the rows of several, one after another, whose newest columns stand together.
+    """Join the rows of several caches into one cache; their newest columns are aligned.
 
-    The caches given are used up. A layer's class may bring its own way, `join(layers, paddings)`, called on the first.
+    The given caches must not be used afterwards. A layer class may define `join(layers, paddings)`, which is called on
+    the first layer.
 
     Args:
-        caches: of the same model and the same owners.
-        paddings: how many columns of padding come before each one's; a negative number takes so many away, which are to
-            be padding in all of its rows.
+        caches: caches of the same model and the same owners.
+        paddings: columns of padding to add on the left of each cache. A negative number removes columns, which must be
+            padding in all rows.
 
     Raises:
-        JoinError: they can't be joined, as the owner of a layer has it, or as numbers of columns do not fit.
+        JoinError: owners, layer types or numbers of columns differ.
     """
     first = caches[0]
     if any(_owners(cache) != _owners(first) or len(cache.layers) != len(first.layers) for cache in caches):
-        raise JoinError("The caches have layers of several owners: join those that went through the same model alone.")
+        raise JoinError("The caches have layers of different owners: join only caches of the same grafts.")
     joined = copy.copy(first)
-    joined.layers = [_joined(layers, paddings) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    joined.layers = [_join_layers(layers, paddings) for layers in zip(*(cache.layers for cache in caches), strict=True)]
     return joined
 
 
@@ -143,67 +217,57 @@ def _owners(cache: Cache) -> dict[str, range]:
     return cache.__dict__.get(_SLOTS, {})
 
 
-def _joined(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
+def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
     first = layers[0]
     if any(type(layer) is not type(first) or layer.is_initialized != first.is_initialized for layer in layers):
-        raise JoinError("The caches have other layers: join those that went through the same model alone.")
+        raise JoinError("The caches have layers of different types: join only caches of the same model.")
     if not first.is_initialized:
         return first
     if hasattr(first, "join"):
         return first.join(layers, paddings)
     if type(first) is DynamicLayer:
-        return joined_columns(layers, paddings)
+        return join_columns(layers, paddings)
     if type(first) is DynamicSlidingWindowLayer:
-        return _joined_windows(layers, paddings)
+        return _join_windows(layers, paddings)
     if type(first) is StateLayer:
-        return _with(first, _stacked([layer.keys for layer in layers]), _stacked([layer.values for layer in layers]))
-    raise JoinError(f"A {type(first).__name__} can't be joined with another: give its class a join.")
+        return _join_states(layers, [(layer.keys, layer.values) for layer in layers])
+    raise JoinError(f"A {type(first).__name__} can't be joined with another: define join in its class.")
 
 
-def joined_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-    """A layer whose columns are the tokens, joined as `join` has it; the other attributes are those of the first."""
-    keys = _stacked([_padded(layer.keys, by) for layer, by in zip(layers, paddings, strict=True)])
-    return _with(
-        layers[0], keys, _stacked([_padded(layer.values, by) for layer, by in zip(layers, paddings, strict=True)])
-    )
+def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
+    """Join layers that have one column a token; other attributes are copied from the first layer."""
+    pairs = zip(layers, paddings, strict=True)
+    return _join_states(layers, [(_pad_left(layer.keys, by), _pad_left(layer.values, by)) for layer, by in pairs])
 
 
-def _joined_windows(layers: Sequence[DynamicSlidingWindowLayer], paddings: Sequence[int]) -> DynamicSlidingWindowLayer:
-    """Layers that keep the last tokens alone: they count all, and keep as many as the longest has."""
+def _join_windows(layers: Sequence[DynamicSlidingWindowLayer], paddings: Sequence[int]) -> DynamicSlidingWindowLayer:
+    """Join layers that count all tokens, and keep only the last ones."""
     totals = {layer.cumulative_length + by for layer, by in zip(layers, paddings, strict=True)}
     if len(totals) > 1:
         raise JoinError(f"The caches would have {sorted(totals)} columns: give paddings that make them equal.")
     (total,) = totals
     kept = min(total, layers[0].sliding_window - 1)
-
-    def fitted(tensor: Tensor) -> Tensor:
-        return _padded(tensor, kept - tensor.shape[-2])
-
-    joined = _with(
-        layers[0],
-        _stacked([fitted(layer.keys) for layer in layers]),  # type: ignore[arg-type]  # it is initialised
-        _stacked([fitted(layer.values) for layer in layers]),  # type: ignore[arg-type]  # it is initialised
-    )
+    states = [[_pad_left(s, kept - s.shape[-2]) for s in (layer.keys, layer.values)] for layer in layers]  # type: ignore[union-attr]  # initialised
+    joined = _join_states(layers, states)
     joined.cumulative_length = total
     return joined
 
 
-def _with(layer: Any, keys: Tensor, values: Tensor) -> Any:
-    found = copy.copy(layer)
-    found.keys, found.values = keys, values
-    return found
+def _join_states(layers: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> Any:
+    """A copy of the first layer with the keys and values of all, concatenated over the rows."""
+    joined = copy.copy(layers[0])
+    joined.keys, joined.values = (_concatenate(tensors) for tensors in zip(*states, strict=True))
+    return joined
 
 
-def _padded(states: Tensor | None, by: int) -> Tensor:
-    """(B, H, S, d) with so many columns of zeros before it, or so many taken away."""
+def _pad_left(states: Tensor | None, by: int) -> Tensor:
+    """States (B, H, S, d) with `by` columns of zeros before them; a negative number removes columns."""
     assert states is not None, "an initialised layer has states"
     return states[..., -by:, :] if by <= 0 else functional.pad(states, (0, 0, by, 0))
 
 
-def _stacked(states: Sequence[Tensor]) -> Tensor:
-    if len({one.shape[1:] for one in states}) > 1:
-        shapes = " and ".join(str(tuple(one.shape[1:])) for one in states)
-        raise JoinError(
-            f"What caches keep of their rows has the shapes {shapes}, but one is expected: keep them apart."
-        )
+def _concatenate(states: Sequence[Tensor]) -> Tensor:
+    if len({tensor.shape[1:] for tensor in states}) > 1:
+        shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in states)
+        raise JoinError(f"The caches' states have the shapes {shapes} per row, but one is expected: keep them apart.")
     return states[0] if len(states) == 1 else torch.cat(list(states))

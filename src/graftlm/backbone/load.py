@@ -1,7 +1,10 @@
-"""Load a frozen model with its tokenizer, by name on the hub or by path."""
+"""Load a frozen model and its tokenizer, by hub name or from a folder, and identify it by a fingerprint."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -19,8 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from graftlm.backbone.fingerprint import Fingerprint, fingerprint
-from graftlm.backbone.sites import FAMILIES, Sites
+from graftlm.backbone.families import FAMILIES, Sites
 from graftlm.errors import BackboneError
 from graftlm.models import register
 
@@ -33,16 +36,27 @@ _LOADERS: dict[BackboneKind, Any] = {
 }
 
 
+_SAMPLED_TENSORS = 24
+_SAMPLES_PER_TENSOR = 4
+_TOLERANCE = 0.02
+# Config fields that describe how a model is run, not what it is.
+_RUNTIME_FIELDS = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path",
+    "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
+    "architectures", "experts_implementation",
+}  # fmt: skip
+
+
 @dataclass
 class Backbone:
     """A frozen pretrained model and its tokenizer; never modified, never saved.
 
     Attributes:
         model: the live transformers model.
-        tokenizer: its tokenizer, or None where none is needed.
-        name: the name or path that it was loaded by.
-        sites: where its layers and their parts live.
-        kind: which head it has, so that it can be loaded in the same form again.
+        tokenizer: its tokenizer, or None.
+        name: the hub name or path that it was loaded from.
+        sites: locations of its layers and their modules.
+        kind: its head, so that it can be loaded in the same form again.
     """
 
     model: PreTrainedModel
@@ -59,9 +73,9 @@ class Backbone:
         name: str = "",
         kind: BackboneKind | None = None,
     ) -> Backbone:
-        """A backbone from a model already built: plain, quantised, compiled, or with PEFT adapters attached.
+        """Make a backbone from a model in memory: plain, quantised, compiled, or with PEFT adapters attached.
 
-        Its `kind` is read off the model's class where it is not given.
+        The model's class decides on `kind` where it is None.
 
         Raises:
             BackboneError: `model` is not a transformers model.
@@ -75,7 +89,7 @@ class Backbone:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What a graft remembers of this backbone (read once: the weights never change)."""
+        """The model's fingerprint; computed once, as the weights never change."""
         return fingerprint(self.model)
 
     @property
@@ -103,11 +117,11 @@ class Backbone:
         """The tokenizer.
 
         Raises:
-            BackboneError: there is none.
+            BackboneError: the backbone has no tokenizer.
         """
         if self.tokenizer is None:
             raise BackboneError(
-                f"The backbone {self.name} has no tokenizer, and text is to be read: put tokenizer.json and "
+                f"The backbone {self.name} has no tokenizer, but text needs one: put tokenizer.json and "
                 "tokenizer_config.json beside its weights, or pass a tokenizer."
             )
         return self.tokenizer
@@ -170,18 +184,18 @@ def load_backbone(
     Args:
         name: a name on the Hugging Face hub, or a folder.
         kind: which head to load.
-        dtype: `auto` keeps the checkpoint's; otherwise as transformers takes it.
-        device: where to put it; None leaves it where transformers puts it (the CPU).
-        trust_remote_code: run model code that comes with the checkpoint. Off unless you ask for it.
-        tokenizer_required: whether a missing tokenizer is an error here rather than when text is read.
+        dtype: `auto` keeps the checkpoint's; other values are passed to transformers.
+        device: where to put the model; None leaves it where transformers puts it, on the CPU.
+        trust_remote_code: run model code that comes with the checkpoint.
+        tokenizer_required: raise here, rather than when text is read, where the tokenizer is missing.
 
     Raises:
-        BackboneError: there is no such model, its files are broken or pickled, or the tokenizer is missing.
+        BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
         UnknownFamilyError: no row describes its architecture.
     """
     name = str(name)
     register()
-    _refuse_foreign_folder(name)
+    _check_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
@@ -193,13 +207,18 @@ def load_backbone(
 
 
 def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    how = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    options = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
-        model, found = _LOADERS[kind].from_pretrained(name, output_loading_info=True, **how)
-    except Exception as error:  # transformers, safetensors and the hub each raise their own
-        raise BackboneError(_why_not(name, error)) from error
-    # transformers would go on with random numbers; only an encoder's pooler may be missing, as nothing reads it
-    if missing := sorted(key for key in found["missing_keys"] if not key.startswith("pooler.")):
+        model, info = _LOADERS[kind].from_pretrained(name, output_loading_info=True, **options)
+    except Exception as error:  # transformers, safetensors and the hub share no base class
+        reason = _first_line(error)
+        if not Path(name).is_dir() and isinstance(error, OSError):
+            message = f"The hub has no model {name} ({reason}): check name and connection, or give a folder."
+        else:
+            message = f"The model {name} can't be loaded ({reason}): restore its files, or name another model."
+        raise BackboneError(message) from error
+    # transformers fills missing weights with random numbers. Only an encoder's pooler may be missing: nothing reads it.
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         raise BackboneError(
             f"The model {name} lacks the weight {missing[0]} (and {len(missing) - 1} more): restore its files, or load "
             f"it as another kind than {kind}."
@@ -219,7 +238,8 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         ) from error
 
 
-def _refuse_foreign_folder(name: str) -> None:
+def _check_folder(name: str) -> None:
+    """Raise `BackboneError` where a local path can't hold a model."""
     folder = Path(name)
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -233,15 +253,8 @@ def _refuse_foreign_folder(name: str) -> None:
         raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         raise BackboneError(
-            f"{name} has pickled weights (.bin) only, which GraftLM never reads: convert them to safetensors first."
+            f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
         )
-
-
-def _why_not(name: str, error: Exception) -> str:
-    reason = _first_line(error)
-    if not Path(name).is_dir() and isinstance(error, OSError):
-        return f"The hub does not give the model {name} ({reason}): check name and connection, or give a folder."
-    return f"The model {name} can't be loaded ({reason}): restore its files, or name another model."
 
 
 def _first_line(error: Exception) -> str:
@@ -250,7 +263,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _kind_of(model: PreTrainedModel) -> BackboneKind:
-    """Which head a model has, by its class."""
+    """The head of a model, by its class."""
     if model.base_model is model:
         return "encoder"
     return "masked-lm" if type(model).__name__.endswith("ForMaskedLM") else "causal-lm"
@@ -266,3 +279,84 @@ def _unwrap(model: Any) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
         )
     return model
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies a backbone by a hash of its config and by sampled weights.
+
+    Samples are kept in bfloat16, so one checkpoint has the same fingerprint in float32, bfloat16 and float16. Weights
+    that a quantiser packed are NaN and don't count.
+
+    Args:
+        architecture: SHA-256 of the config.
+        samples: base64 of the sampled weights as bfloat16.
+    """
+
+    architecture: str
+    samples: str
+
+    @property
+    def id(self) -> str:
+        """Twelve hexadecimal digits, for messages."""
+        return hashlib.sha256((self.architecture + self.samples).encode()).hexdigest()[:12]
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """The difference to `other` in words; None when both identify the same backbone."""
+        if self.architecture != other.architecture:
+            return "its architecture differs"
+        own, others = _decode_samples(self.samples), _decode_samples(other.samples)
+        if own.shape != others.shape:
+            return "it has other weights"
+        known = ~(own.isnan() | others.isnan())
+        gap = (own - others).abs() - _TOLERANCE * torch.maximum(own.abs(), others.abs())
+        return "its weights differ" if bool((gap[known] > 1e-6).any()) else None
+
+
+def fingerprint(model: PreTrainedModel) -> Fingerprint:
+    """Compute a model's fingerprint; reads about a hundred weights of a model of any size."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _RUNTIME_FIELDS}
+    architecture = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    parameters = _checkpoint_parameters(model)
+    count = min(_SAMPLED_TENSORS, len(parameters))
+    values = [_sample(parameters[i * len(parameters) // count]) for i in range(count)]
+    flat = torch.cat(values) if values else torch.zeros(0)
+    samples = base64.b64encode(flat.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
+    return Fingerprint(architecture, samples)
+
+
+def _checkpoint_parameters(model: PreTrainedModel) -> list[Tensor]:
+    """The checkpoint's parameters, sorted by name.
+
+    Excluded are PEFT's parameters, and the second name of tied weights, which a quantiser unties.
+    """
+    wrapped = {
+        f"{name}.": f"{inner}."
+        for name, module in model.named_modules()
+        for inner in ("base_layer", "original_module")
+        if hasattr(module, inner)
+    }
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        within = [(outer, inner) for outer, inner in wrapped.items() if name.startswith(outer)]
+        if all(name.startswith(outer + inner) for outer, inner in within):
+            for outer, inner in sorted(within, reverse=True):
+                name = outer + name.removeprefix(outer + inner)
+            named[name] = tensor
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return [named[name] for name in sorted(named) if name not in tied]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_floating_point()
+    if not plain or tensor.numel() == 0 or tensor.is_meta:
+        return torch.full((_SAMPLES_PER_TENSOR,), float("nan"))
+    flat = tensor.detach().reshape(-1)
+    last = flat.numel() - 1  # int64: float32 can't index 2^24 numbers exactly
+    index = torch.arange(_SAMPLES_PER_TENSOR, device=flat.device) * last // (_SAMPLES_PER_TENSOR - 1)
+    return flat[index].float().cpu()
+
+
+def _decode_samples(samples: str) -> Tensor:
+    raw = bytearray(base64.b64decode(samples))
+    return torch.frombuffer(raw, dtype=torch.bfloat16).float() if raw else torch.zeros(0)

@@ -1,8 +1,8 @@
-"""Taps: the only code that touches a live model.
+"""Taps: the only code that changes what a live model computes.
 
-A tap is a forward hook on one of the backbone's own modules. Nothing is renamed, replaced or copied; removing the hooks
-gives the bare backbone back. What one forward pass carries is a `Call`; it lives on a stack of the running thread, so
-that interleaved generations and threads never see each other's.
+A tap is a forward hook on one of the backbone's own modules. Nothing is renamed, replaced or copied, and removing the
+hooks restores the bare backbone. A `Call` holds the state of one forward pass. Each thread has a stack of calls, so
+interleaved generations and threads don't share any.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from graftlm.backbone.bias import biased_mask, check_takes_bias
-from graftlm.backbone.sites import Site, Sites
+from graftlm.backbone.families import Site, Sites
 from graftlm.errors import TapConflictError, TapError
+
+ADDITIVE_MASKS = ("sdpa", "eager")  # attention implementations that add a floating-point mask to their scores
 
 
 @dataclass
 class Call:
-    """One forward pass.
+    """The state of one forward pass.
 
     Attributes:
         input_ids: (B, T) token ids, None when the caller gave embeddings.
         attention_mask: (B, T_past + T), 1 for real tokens; None when all are real.
         position_ids: (B, T) or None.
         cache: the key-value cache of this generation, or None.
-        domain: (B,) domain mark of each sequence (0 old, 1 new), or None when the batch does not say.
-        token_mask: (B, T) True for tokens that are not padding; None when all are real.
+        domain: (B,) domain of each sequence, 0 = old, 1 = new; None when the batch names none.
+        token_mask: (B, T), True for real tokens; None when all are real.
         totals: (1 + domains,) counts over the whole optimiser step: target tokens, then input tokens of each domain.
-        prompt: (B, T) True for tokens that were given rather than to be predicted; None when the batch does not say.
-        extras: whatever else the batch says (task, context), by name.
-        scratch: what a graft keeps between its taps in this pass, by the graft's own keys.
+        prompt: (B, T), True for prompt tokens, which are not predicted; None when the batch names none.
+        extras: other values of the batch, such as the task, by name.
+        scratch: values that a graft keeps between its taps in this pass, by keys of the graft.
         training: whether this pass will be differentiated for training.
-        observing: whether this pass is run for `Graft.observe`, which may cost more.
-        parts: the rows of several owners, where taps act on some rows each, see `parts.py`.
+        observing: whether this pass runs for `Observable.observe`, which may cost more.
+        row_scopes: which owner's taps act on which rows; see `row_hooks.py`.
     """
 
     input_ids: Tensor | None = None
@@ -57,7 +59,7 @@ class Call:
     scratch: dict[Any, Any] = field(default_factory=dict)
     training: bool = False
     observing: bool = False
-    parts: tuple[Any, ...] = ()
+    row_scopes: tuple[Any, ...] = ()
 
     def working_dtype(self, graft: nn.Module) -> torch.dtype:
         """The dtype that a graft computes in: autocast's, or that of its weights.
@@ -77,21 +79,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _untraced(function: _Function) -> _Function:
-    """Keep torch's compiler out: taps act on what Python holds of the running pass."""
-    return torch.compiler.disable(function)  # type: ignore[return-value]  # it gives a callable of the same form
+    """Exclude a hook from torch.compile: it reads Python state of the running pass."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]  # it returns a callable of the same form
 
 
 @dataclass(frozen=True)
 class Tap:
-    """A declared place where a graft reads or writes the backbone's activations.
+    """A declared hook: where a graft reads or writes the backbone's activations.
 
     Args:
-        site: where.
+        site: where it acts.
         when: `before` acts on the site's input, `after` on its output.
-        act: `add` returns what is added to the hidden states, and any number of grafts may add at one site; `replace`
-            returns new hidden states, and only one graft may replace at a site; `bias`, before an attention alone,
-            returns what is added to its scores, (B or 1, H or 1, T, S) of S keys, and any number may. Each may return
-            None: nothing changes, to the bit.
+        act: what the returned tensor does. `add` adds it to the hidden states; several grafts may add at one site.
+            `replace` makes it the new hidden states; only one graft may replace at a site. `bias` adds it to the scores
+            of an attention, (B or 1, H or 1, T, S) for S keys; it acts `before`, and several grafts may. None changes
+            nothing, bit for bit.
         function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); tensors are (B, T, d).
     """
 
@@ -101,16 +103,16 @@ class Tap:
     function: Callable[..., Tensor | None]
 
 
-class _Local(threading.local):
-    """What one thread has under way: the passes it is in, innermost last, and what was announced of the next ones."""
+class _CallStack(threading.local):
+    """One thread's running passes, innermost last, and the values announced for its next passes."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.announced: tuple[dict[str, Any], list[Call]] | None = None
 
 
-class Wiring:
-    """The hooks that carry taps on one live model.
+class TapHooks:
+    """Registers taps as forward hooks on one live model.
 
     Args:
         model: the live model.
@@ -118,7 +120,7 @@ class Wiring:
         prepare: called with the `Call` before each forward pass.
 
     Raises:
-        TapError: a tap names a place that the model does not have.
+        TapError: a tap names a site that the model does not have.
         TapConflictError: two owners replace at one site.
     """
 
@@ -132,7 +134,7 @@ class Wiring:
         self._check(sites, taps)
         self._model = model
         self._prepare = prepare
-        self._local = _Local()
+        self._stack = _CallStack()
         self._handles: list[RemovableHandle] = []
         try:
             base = model.base_model
@@ -150,7 +152,7 @@ class Wiring:
         check_conflicts(sites, taps)
 
     def remove(self) -> None:
-        """Take every hook off; the model is bare again."""
+        """Remove every hook; the model is bare again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -158,34 +160,34 @@ class Wiring:
 
     @contextmanager
     def announce(self, **values: Any) -> Iterator[list[Call]]:
-        """Give the next forward passes of this thread what the batch says; yields the calls that were made."""
+        """Set fields of the `Call`s of this thread's next forward passes; yields the list of those calls."""
         calls: list[Call] = []
-        outer = self._local.announced
-        self._local.announced = (values, calls)
+        outer = self._stack.announced
+        self._stack.announced = (values, calls)
         try:
             yield calls
         finally:
-            self._local.announced = outer
+            self._stack.announced = outer
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """`context_fn` for torch's activation checkpointing: recomputation sees the call of its own forward pass."""
-        return nullcontext(), self._resume(self._local.calls[-1])
+        """`context_fn` of torch's activation checkpointing: recomputation gets the call of its own forward pass."""
+        return nullcontext(), self._resume(self._stack.calls[-1])
 
     @contextmanager
     def _resume(self, call: Call) -> Iterator[None]:
-        # A recomputed block must not count twice in what the forward pass gathered.
-        gathered = dict(call.scratch)
-        self._local.calls.append(call)
+        # A recomputed block must not add to the scratch values a second time.
+        scratch = dict(call.scratch)
+        self._stack.calls.append(call)
         try:
             yield
         finally:
-            self._local.calls.pop()
+            self._stack.calls.pop()
             call.scratch.clear()
-            call.scratch.update(gathered)
+            call.scratch.update(scratch)
 
     @_untraced
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values, made = self._local.announced or ({}, [])
+        values, calls = self._stack.announced or ({}, [])
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -193,37 +195,37 @@ class Wiring:
         if call.token_mask is None and mask is not None:
             length = ids.shape[1] if ids is not None else mask.shape[1]
             call.token_mask = mask[:, -length:].bool()
-        made.append(call)
-        self._local.calls.append(call)
+        calls.append(call)
+        self._stack.calls.append(call)
         self._prepare(call)
 
     @_untraced
     def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._local.calls:
-            self._local.calls.pop()
+        if self._stack.calls:
+            self._stack.calls.pop()
 
     def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
-        enter, leave = sites.module(tap.site)
+        entry, exit_ = sites.module(tap.site)
         if tap.act == "bias":
-            self._handles.append(enter.register_forward_pre_hook(self._biasing(sites, owner, tap), with_kwargs=True))
+            self._handles.append(entry.register_forward_pre_hook(self._add_bias(sites, owner, tap), with_kwargs=True))
         elif tap.when == "before":
-            self._handles.append(enter.register_forward_pre_hook(self._before(owner, tap), with_kwargs=True))
-        elif enter is leave:
-            self._handles.append(leave.register_forward_hook(self._after(owner, tap), with_kwargs=True))
+            self._handles.append(entry.register_forward_pre_hook(self._before(owner, tap), with_kwargs=True))
+        elif entry is exit_:
+            self._handles.append(exit_.register_forward_hook(self._after(owner, tap), with_kwargs=True))
         else:
-            key = ("input of", id(leave), id(tap))
-            self._handles.append(enter.register_forward_pre_hook(self._remember(key), with_kwargs=True))
-            self._handles.append(leave.register_forward_hook(self._after(owner, tap, key), with_kwargs=True))
+            key = ("input of", id(exit_), id(tap))
+            self._handles.append(entry.register_forward_pre_hook(self._save_input(key), with_kwargs=True))
+            self._handles.append(exit_.register_forward_hook(self._after(owner, tap, key), with_kwargs=True))
 
-    def _ask(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
-        """What a tap returns of a module's hidden states, in the pass under way."""
+    def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
+        """Run a tap's function on a module's hidden states in the current pass."""
         return tap.function(self._current(), *tensors)
 
     def _before(self, owner: Any, tap: Tap) -> Callable[..., Any]:
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = _hidden(args, kwargs)
-            result = self._ask(owner, tap, hidden)
+            result = self._apply(owner, tap, hidden)
             if result is None:
                 return None
             new = hidden + result if tap.act == "add" else result
@@ -233,22 +235,22 @@ class Wiring:
 
         return hook
 
-    def _biasing(self, sites: Sites, owner: Any, tap: Tap) -> Callable[..., Any]:
+    def _add_bias(self, sites: Sites, owner: Any, tap: Tap) -> Callable[..., Any]:
         if tap.when != "before" or tap.site.kind != "attention":
-            raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so before an attention alone.")
-        check_takes_bias(self._model, str(tap.site))
+            raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so only before an attention.")
+        check_accepts_bias(self._model, str(tap.site))
         causal = sites.family.causal
 
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            bias = self._ask(owner, tap, _hidden(args, kwargs))
+            bias = self._apply(owner, tap, _hidden(args, kwargs))
             if bias is None:
                 return None
             return args, kwargs | {"attention_mask": biased_mask(kwargs.get("attention_mask"), bias, causal)}
 
         return hook
 
-    def _remember(self, key: Any) -> Callable[..., None]:
+    def _save_input(self, key: Any) -> Callable[..., None]:
         @_untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._current().scratch[key] = _hidden(args, kwargs)
@@ -260,7 +262,7 @@ class Wiring:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             inputs = self._current().scratch.pop(key) if key is not None else _hidden(args, kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
-            result = self._ask(owner, tap, inputs, hidden)
+            result = self._apply(owner, tap, inputs, hidden)
             if result is None:
                 return None
             new = hidden + result if tap.act == "add" else result
@@ -269,8 +271,8 @@ class Wiring:
         return hook
 
     def _current(self) -> Call:
-        # A module called on its own, outside the model's forward pass, still meets its taps.
-        calls = self._local.calls
+        # Taps also act on a module that is called on its own, outside the model's forward pass.
+        calls = self._stack.calls
         return calls[-1] if calls else Call()
 
 
@@ -279,22 +281,55 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _forget_compiled() -> None:
-    """Drop what torch compiled: it guards on everything but hooks, and would go on as if they had not changed."""
+    """Drop compiled code: torch.compile guards on everything but hooks, and would run on with the old ones."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
     """Raise `TapConflictError` if two owners replace at one site."""
-    taken: dict[tuple[nn.Module, str], Any] = {}
+    owners: dict[tuple[nn.Module, str], Any] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:
             if tap.act != "replace":
                 continue
-            enter, leave = sites.module(tap.site)  # one place has several names, such as a layer from either end
-            other = taken.setdefault((enter if tap.when == "before" else leave, tap.when), owner)
+            entry, exit_ = sites.module(tap.site)  # compares modules, as layers 1 and -1 may be the same
+            other = owners.setdefault((entry if tap.when == "before" else exit_, tap.when), owner)
             if other != owner:
                 raise TapConflictError(
                     f"The grafts {other!r} and {owner!r} both replace what happens {tap.when} {tap.site}: "
                     "attach one of them, or train one with other layers."
                 )
+
+
+def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
+    """The additive mask (B, 1 or H, T, S) that keeps hidden keys hidden and adds `bias` to the other scores.
+
+    Args:
+        mask: as transformers passes it: None hides only later tokens, a boolean mask is True at visible keys, and a
+            floating-point mask is additive.
+        bias: (B or 1, H or 1, T, S); the last T of its S keys are the queries' own. A wider mask has further keys
+            before these, which get no bias.
+        causal: a missing mask hides later tokens.
+    """
+    if mask is None and causal:
+        queries, keys = bias.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)[None, None]
+    if mask is None:
+        return bias
+    if bias.shape[-1] < mask.shape[-1]:
+        bias = functional.pad(bias, (mask.shape[-1] - bias.shape[-1], 0))
+    if mask.dtype != torch.bool:
+        return mask + bias.to(mask.dtype)
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
+def check_accepts_bias(model: PreTrainedModel, site: str) -> None:
+    """Raise `TapError` unless the model's attention accepts an additive mask."""
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if getattr(model, "_windows_of_its_own", False) or implementation not in ADDITIVE_MASKS:
+        raise TapError(
+            f"A tap adds to the scores of {site}, but this {model.config.model_type} model's attention"
+            f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
+            "attn_implementation sdpa or eager, or leave out what adds to scores."
+        )

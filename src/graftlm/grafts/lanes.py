@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import Call, JoinError, Part, join
-from graftlm.backbone.cache import twin
+from graftlm.backbone import Call, JoinError, RowScope, clone_cache, join
 from graftlm.errors import GraftError
 
 
@@ -124,9 +123,9 @@ class Lane:
         view = _View(shared, slice(0, size))
         return cls(owner, size, LaneCache(layers=[StandIn(view, index) for index in range(layers)]), view)
 
-    def part(self) -> Part:
+    def row_scope(self) -> RowScope:
         """As a pass is told."""
-        return Part(self.owner, self.view.rows, self.cache, self.view.offset)
+        return RowScope(self.owner, self.view.rows, self.cache, self.view.offset)
 
     def move(self, cache: Cache) -> None:
         """Take a joined cache over."""
@@ -145,7 +144,7 @@ class Lane:
     def row(self, number: int) -> Lane:
         """One of its rows, as a lane of its own."""
         found = Lane(self.owner, self.size, self.cache, copy.copy(self.view), self.kept_apart)
-        found.move(twin(self.cache))
+        found.move(clone_cache(self.cache))
         found.select([number])
         return found
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, JoinError, PartError, PartWiring, growing, join
+from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, Trace, supports_row_groups
@@ -58,7 +58,7 @@ class MixedModel:
     def __init__(self, backbone: Backbone) -> None:
         self._bare = GraftedModel(backbone, {})  # freezes the backbone, and gives it back
         self._backbone = backbone
-        self._wiring: PartWiring | None = None
+        self._tap_hooks: RowScopedHooks | None = None
         self._wired: tuple[Team, ...] = ()
 
     def wire(self, teams: Sequence[Team]) -> None:
@@ -71,7 +71,7 @@ class MixedModel:
             return
         taps: dict[Any, list[Any]] = {team: self._taps(team) for team in teams}
         self._unwire()
-        self._wiring = PartWiring(self._backbone.model, self._backbone.sites, taps, _prepare)
+        self._tap_hooks = RowScopedHooks(self._backbone.model, self._backbone.sites, taps, _prepare)
         self._wired = tuple(teams)
 
     @property
@@ -91,9 +91,9 @@ class MixedModel:
         return [tap for own in taps.values() for tap in own]
 
     def _unwire(self) -> None:
-        if self._wiring is not None:
-            self._wiring.remove()
-        self._wiring, self._wired = None, ()
+        if self._tap_hooks is not None:
+            self._tap_hooks.remove()
+        self._tap_hooks, self._wired = None, ()
 
     def detach(self) -> Backbone:
         """Take every tap off and give the backbone back as it was."""
@@ -115,7 +115,7 @@ class MixedModel:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        shared = growing(DynamicCache(config=self._backbone.model.config))
+        shared = use_growing_layers(DynamicCache(config=self._backbone.model.config))
         lane = Lane.begin(team, len(prompts), shared, self._backbone.sites.n_layers)
         batch = Batch(shared, mask[:, :0].to(device), [lane], list(tags))
         logits = self._run(batch, ids.to(device), mask.to(device))
@@ -135,7 +135,7 @@ class MixedModel:
             return self._run(batch, ids, torch.ones_like(ids))
 
     def _run(self, batch: Batch, ids_BT: Tensor, new_BT: Tensor) -> Tensor:
-        assert self._wiring is not None, "a batch was begun"
+        assert self._tap_hooks is not None, "a batch was begun"
         batch.mask = torch.cat([batch.mask, new_BT], dim=1)
         inputs: dict[str, Any] = {}
         if not bool(batch.mask.all()):
@@ -144,17 +144,17 @@ class MixedModel:
                 "attention_mask": batch.mask,
                 "position_ids": None if places is None else places[:, -ids_BT.shape[1] :],
             }
-        parts = tuple(lane.part() for lane in batch.lanes)
+        scopes = tuple(lane.row_scope() for lane in batch.lanes)
         try:
-            with self._wiring.announce(parts=parts) as calls:
+            with self._tap_hooks.announce(row_scopes=scopes) as calls:
                 output: Any = self._backbone.model(
                     input_ids=ids_BT, past_key_values=batch.cache, use_cache=True, logits_to_keep=1, **inputs
                 )
-        except PartError as error:
-            raise RowsError(parts.index(error.part)) from _root(error)
+        except RowScopeError as error:
+            raise RowsError(scopes.index(error.scope)) from _root(error)
         except Exception as error:
             raise RowsError(None) from error
-        batch.calls = [call for _, call in self._wiring.calls(calls[0])]
+        batch.calls = [call for _, call in self._tap_hooks.calls(calls[0])]
         return output.logits[:, -1]
 
 
@@ -197,7 +197,7 @@ def _stands(cache: LaneCache) -> bool:
 
 def _root(error: BaseException) -> BaseException:
     """What was raised first, in the innermost pass."""
-    while isinstance(error, PartError) and error.__cause__ is not None:
+    while isinstance(error, RowScopeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Sites, Wiring
+from graftlm.backbone import Backbone, Call, Sites, TapHooks
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
@@ -71,7 +71,7 @@ class GraftedModel(nn.Module):
         try:
             self.model: PreTrainedModel = self._attach(backbone.model)
             taps = {name: graft.taps() for name, graft in self._by_name.items()}
-            self._wiring = Wiring(self.model, Sites(self.model), taps, self._prepare)
+            self._tap_hooks = TapHooks(self.model, Sites(self.model), taps, self._prepare)
         except BaseException:
             self._restore_backbone()
             raise
@@ -133,7 +133,7 @@ class GraftedModel(nn.Module):
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        with self._wiring.announce(**call_values) as calls:
+        with self._tap_hooks.announce(**call_values) as calls:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
@@ -191,7 +191,7 @@ class GraftedModel(nn.Module):
         mask = inputs.get("attention_mask")
         if inputs["position_ids"] is None and mask is not None:
             inputs["position_ids"] = self.backbone.sites.positions(mask)
-        with self._wiring.announce(**call_values) as calls:
+        with self._tap_hooks.announce(**call_values) as calls:
             output = self.model.base_model(**{name: value for name, value in inputs.items() if value is not None})
         return calls[0], output[0]
 
@@ -213,7 +213,7 @@ class GraftedModel(nn.Module):
     def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
         """The statistics of one pass by the graft's name, see `Graft.observe`."""
         call_values = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
-        with self._wiring.announce(**call_values, observing=True) as calls:
+        with self._tap_hooks.announce(**call_values, observing=True) as calls:
             self.model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
@@ -229,7 +229,7 @@ class GraftedModel(nn.Module):
 
     def forward_traces(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
         """The model's output of one pass, and what each graft did at each of its tokens, by the graft's name."""
-        with self._wiring.announce() as calls:
+        with self._tap_hooks.announce() as calls:
             output = self.model(**inputs)
         return output, forward_traces(self._by_name, calls[0])
 
@@ -253,7 +253,7 @@ class GraftedModel(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
         self.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._wiring.checkpoint_contexts}
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._tap_hooks.checkpoint_contexts}
         )
         self.model.disable_input_require_grads()  # transformers' hook on the embedding, for reentrant checkpoints alone
         self._checkpoints_layers = True
@@ -275,7 +275,7 @@ class GraftedModel(nn.Module):
         """Remove every tap and return the backbone as it was; a second call does nothing."""
         if not self._detached:
             self._detached = True
-            self._wiring.remove()
+            self._tap_hooks.remove()
             self._restore_backbone()
             self._with_grafts.discard(self.backbone.model)
         return self.backbone

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from graftlm.backbone import Backbone, Call, Site, Tap, Wiring, load_backbone, max_sequence_length
+from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
 from graftlm.grafts.composition.alignment import ByPosition, Reading
@@ -107,7 +107,7 @@ class Augmenting:
         self._anchor_layers = anchor.sites.n_layers
         self._aligned = choose_alignment(name, backbone, anchor, config)
         taps = [Tap(Site("layer", layer), "after", "replace", self._recorder(layer)) for layer in sorted(set(layers))]
-        self._wiring = Wiring(backbone.model, backbone.sites, {name: taps}, lambda call: None)
+        self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, lambda call: None)
 
     def _recorder(self, layer: int) -> Any:
         def record(call: Call, inputs: Tensor, outputs: Tensor) -> None:
@@ -145,7 +145,7 @@ class Augmenting:
         if reading.inputs is None:
             return None
         self._check_length(reading.inputs, own)
-        with torch.no_grad(), self._wiring.announce() as calls:
+        with torch.no_grad(), self._tap_hooks.announce() as calls:
             inputs = reading.inputs | {"past_key_values": own, "use_cache": own is not None}
             self.backbone.model.base_model(**self._for_attention(inputs))
         return [calls[0].scratch["states", layer] for layer in self._layers]

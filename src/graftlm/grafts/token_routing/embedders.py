@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
-from graftlm.backbone.cache import joined_columns, slots
+from graftlm.backbone.cache import join_columns, slots
 from graftlm.errors import BackboneError, GraftError, MissingExtraError
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
@@ -125,7 +125,7 @@ class _EmbedderCacheLayer(DynamicLayer):
         kept = [min(length, max(0, common - padding)) for length, padding in zip(lengths, paddings, strict=True)]
         for layer, length, count in zip(layers, lengths, kept, strict=True):
             layer.crop(count - length)
-        return joined_columns(layers, [common - count for count in kept])
+        return join_columns(layers, [common - count for count in kept])
 
 
 class HiddenStateEmbedder(_BackboneEmbedder):

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from graftlm.backbone import Call
-from graftlm.backbone.cache import joined_columns, slots
+from graftlm.backbone.cache import join_columns, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
@@ -98,7 +98,7 @@ class RoutingCacheLayer(DynamicLayer):
 
     def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> RoutingCacheLayer:
         """One layer with the rows of several, see `backbone.cache.join`."""
-        joined = joined_columns(layers, paddings)
+        joined = join_columns(layers, paddings)
         assert isinstance(joined, RoutingCacheLayer)
         joined.running_sum = RunningSum()
         return joined

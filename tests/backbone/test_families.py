@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graftlm.backbone import FAMILIES as ROWS
-from graftlm.backbone import Backbone, Call, Family, Site, Sites, Span, Tap, Wiring, register_family
+from graftlm.backbone import Backbone, Call, Family, Site, Sites, Sublayer, Tap, TapHooks, register_family
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import DECODERS, FAMILIES, VOCABULARY, tiny_ids, tiny_model
@@ -44,7 +44,7 @@ def logits(live: Any, **inputs: Any) -> Tensor:
 def tapped(family: str, *taps: Tap) -> Tensor:
     """Logits with taps in place."""
     live = model(family)
-    wiring = Wiring(live, Sites(live), {"test": list(taps)}, lambda call: None)
+    wiring = TapHooks(live, Sites(live), {"test": list(taps)}, lambda call: None)
     try:
         return logits(live)
     finally:
@@ -298,7 +298,7 @@ def test_an_unknown_family_is_told_how_to_describe_itself(monkeypatch: pytest.Mo
     assert "no row for the model type 'qwen3' (Qwen3ForCausalLM; known: bert," in message
     start = message.index("graftlm.backbone.register_family(")
     call = message[start : message.index(", with the paths that")]
-    exec(call, {"graftlm": __import__("graftlm.backbone"), "Family": Family, "Span": Span})
+    exec(call, {"graftlm": __import__("graftlm.backbone"), "Family": Family, "Sublayer": Sublayer})
     host = Backbone.wrap(model("qwen3"))  # what the message says works as it stands
     with GraftedModel(host, {"graft": build_graft(graft_config({"kind": "adapter"}), host)}) as live:
         assert torch.equal(live.eval()(IDS).logits, logits(model("qwen3")))
@@ -319,14 +319,14 @@ def test_two_that_replace_one_place_are_named(mine: Site, yours: Site) -> None:
     live = model("llama")
     taps = {"danish": [Tap(mine, "after", "replace", zeros)], "legal": [Tap(yours, "after", "replace", zeros)]}
     with pytest.raises(TapConflictError, match="'danish' and 'legal' both replace what happens after ffn"):
-        Wiring(live, Sites(live), taps, lambda call: None)
+        TapHooks(live, Sites(live), taps, lambda call: None)
 
 
 def test_many_may_add_at_one_place() -> None:
     live = model("llama")
     one = Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs / 2)
     taps = {"danish": [one], "legal": [Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs)]}
-    wiring = Wiring(live, Sites(live), taps, lambda call: None)
+    wiring = TapHooks(live, Sites(live), taps, lambda call: None)
     found = logits(live)
     wiring.remove()
     torch.testing.assert_close(found, tapped("llama", Tap(Site("ffn", 1), "after", "replace", zeros)), **CLOSE)

@@ -1,8 +1,6 @@
-"""Where each family of models keeps its layers, attention, FFN, embedding and head: one row each.
+"""Model families: where each architecture keeps its layers, attention, FFN, embedding and head; one row each.
 
-Paths are relative to `model.base_model`; those of a layer's parts, to the layer. A span has an entry and an exit
-module: the sublayer's input is the entry's first input, its output the exit's output. In most decoders both are one
-module; in BERT the FFN enters at `intermediate` and leaves at `output.dense`, before the residual sum.
+Paths are relative to `model.base_model`; paths of a layer's modules are relative to the layer.
 """
 
 from __future__ import annotations
@@ -19,41 +17,45 @@ SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "mo
 
 
 @dataclass(frozen=True)
-class Span:
-    """A sublayer, from the module that takes its input to the module that gives its output."""
+class Sublayer:
+    """An attention or FFN sublayer: its input is the first input of `entry`, its output the output of `exit`.
 
-    enter: str
-    exit: str
+    In most decoders both are one module, and `exit` may be left out. BERT's FFN enters at `intermediate` and leaves at
+    `output.dense`, before the residual sum.
+    """
 
-    @classmethod
-    def one(cls, path: str) -> Span:
-        return cls(path, path)
+    entry: str
+    exit: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exit", self.exit or self.entry)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where one architecture keeps what grafts need.
+    """Where one architecture keeps the modules that grafts need.
 
     Args:
         layers: the list of layers.
         embedding: the token embedding.
-        norm: the norm after the last layer (None for encoders that normalise inside each layer).
+        norm: the norm after the last layer; None for encoders that normalise inside each layer.
         attention, ffn: the sublayers of one layer.
-        ffn_in: the Linears that read the FFN's input, the gating one first where the FFN is a gated linear unit.
+        ffn_in: the Linears that read the FFN's input; the gating one is first in a gated linear unit.
         ffn_out: the Linear that writes the FFN's output.
-        gated: whether the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
-        activation: the config's field that names the activation.
-        text_config: the config's field that holds the text model's config, for models of several modalities.
-        causal: whether a token sees none that come after it.
-        norms: the norms inside one layer, over the model's width, in the order in which they act.
-        counts_positions: whether the model itself counts positions from the ids that are not padding.
+        gated: the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
+        activation: the config field that names the activation.
+        text_config: the config field that holds the text model's config in multimodal models.
+        causal: no token attends to a later one.
+        norms: the norms of one layer over the model's width, in the order in which they act.
+        counts_positions: the model derives positions from the ids that are not padding, and reserves the first
+            `pad_token_id + 1` positions, as RoBERTa does.
     """
 
     layers: str
     embedding: str
     norm: str | None
-    attention: Span
-    ffn: Span
+    attention: Sublayer
+    ffn: Sublayer
     ffn_in: tuple[str, ...]
     ffn_out: str
     gated: bool
@@ -73,8 +75,8 @@ def _llama_like(**changes: object) -> Family:
         "layers": "layers",
         "embedding": "embed_tokens",
         "norm": "norm",
-        "attention": Span.one("self_attn"),
-        "ffn": Span.one("mlp"),
+        "attention": Sublayer("self_attn"),
+        "ffn": Sublayer("mlp"),
         "ffn_in": ("mlp.gate_proj", "mlp.up_proj"),
         "ffn_out": "mlp.down_proj",
         "gated": True,
@@ -88,8 +90,8 @@ def _bert_like(counts_positions: bool = False) -> Family:
         layers="encoder.layer",
         embedding="embeddings.word_embeddings",
         norm=None,
-        attention=Span("attention.self", "attention.output.dense"),
-        ffn=Span("intermediate", "output.dense"),
+        attention=Sublayer("attention.self", "attention.output.dense"),
+        ffn=Sublayer("intermediate", "output.dense"),
         ffn_in=("intermediate.dense",),
         ffn_out="output.dense",
         gated=False,
@@ -124,8 +126,8 @@ FAMILIES: dict[str, Family] = {
         layers="h",
         embedding="wte",
         norm="ln_f",
-        attention=Span.one("attn"),
-        ffn=Span.one("mlp"),
+        attention=Sublayer("attn"),
+        ffn=Sublayer("mlp"),
         ffn_in=("mlp.c_fc",),
         ffn_out="mlp.c_proj",
         gated=False,
@@ -136,8 +138,8 @@ FAMILIES: dict[str, Family] = {
         layers="layers",
         embedding="embed_in",
         norm="final_layer_norm",
-        attention=Span.one("attention"),
-        ffn=Span.one("mlp"),
+        attention=Sublayer("attention"),
+        ffn=Sublayer("mlp"),
         ffn_in=("mlp.dense_h_to_4h",),
         ffn_out="mlp.dense_4h_to_h",
         gated=False,
@@ -149,8 +151,8 @@ FAMILIES: dict[str, Family] = {
         layers="transformer.layer",
         embedding="embeddings.word_embeddings",
         norm=None,
-        attention=Span.one("attention"),
-        ffn=Span.one("ffn"),
+        attention=Sublayer("attention"),
+        ffn=Sublayer("ffn"),
         ffn_in=("ffn.lin1",),
         ffn_out="ffn.lin2",
         gated=False,
@@ -162,8 +164,8 @@ FAMILIES: dict[str, Family] = {
         layers="layers",
         embedding="embeddings.tok_embeddings",
         norm="final_norm",
-        attention=Span.one("attn"),
-        ffn=Span.one("mlp"),
+        attention=Sublayer("attn"),
+        ffn=Sublayer("mlp"),
         ffn_in=("mlp.Wi",),  # one Linear for both halves of the gated linear unit
         ffn_out="mlp.Wo",
         gated=True,
@@ -175,13 +177,19 @@ FAMILIES: dict[str, Family] = {
 
 
 def register_family(model_type: str, family: Family) -> None:
-    """Describe an architecture that `FAMILIES` does not list; `model_type` is the one in its config."""
+    """Add an architecture to `FAMILIES`; `model_type` is the one in its config."""
     FAMILIES[model_type] = family
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a backbone: a kind, and a layer's index (from 0; negative counts from the end) or a module's path."""
+    """A location in a backbone where taps act.
+
+    Args:
+        kind: what is there.
+        layer: index of the layer, for layers, attentions and FFNs; negative indices count from the end.
+        path: the module's path below the model, for the kind `module`.
+    """
 
     kind: SiteKind
     layer: int | None = None
@@ -217,16 +225,16 @@ class Sites:
 
     @property
     def width(self) -> int:
-        """The model's working width d."""
+        """The model's hidden size d."""
         return int(self.config.hidden_size)
 
     @property
     def activation(self) -> str:
-        """The name of the FFN's activation, as transformers' ACT2FN knows it."""
+        """The FFN's activation, by its name in transformers' ACT2FN."""
         return str(getattr(self.config, self.family.activation))
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
-        """The Linears of a layer's FFN, those that read its input first."""
+        """The Linears of a layer's FFN; those that read its input come first."""
         return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
 
     def gating_matrix(self, layer: int) -> nn.Module:
@@ -234,13 +242,13 @@ class Sites:
         return self._resolve(self.layers[layer], self.family.ffn_in[0])
 
     def norms(self, layer: int) -> list[Site]:
-        """The norms inside a layer, in the order in which they act; none where the family's row tells none."""
+        """The norms inside a layer, in the order in which they act; empty where the family's row names none."""
         names = {module: name for name, module in self._model.named_modules()}
         modules = [self._resolve(self.layers[layer], path) for path in self.family.norms]
         return [Site("module", path=names[module]) for module in modules]
 
     def positions(self, mask: Tensor) -> Tensor | None:
-        """(B, T) positions that count the real tokens of a mask (B, T); None where the model counts them by itself."""
+        """Position ids (B, T) that count the real tokens of a mask (B, T); None where the model derives its own."""
         if self.family.counts_positions:
             return None
         return (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -249,7 +257,7 @@ class Sites:
         """The entry and exit modules of a site.
 
         Raises:
-            TapError: the backbone has no such place.
+            TapError: the backbone has no such site.
         """
         if site.kind in ("layer", "attention", "ffn"):
             return self._in_layer(site)
@@ -274,8 +282,8 @@ class Sites:
         layer = self.layers[index]
         if site.kind == "layer":
             return layer, layer
-        span = self.family.attention if site.kind == "attention" else self.family.ffn
-        return self._resolve(layer, span.enter), self._resolve(layer, span.exit)
+        sublayer = self.family.attention if site.kind == "attention" else self.family.ffn
+        return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit)
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
         try:
@@ -288,22 +296,18 @@ class Sites:
 
 
 def _family(model: PreTrainedModel) -> Family:
-    """The row of a model's type, or what its class says of itself in `graft_sites`, spans by the one module's path."""
+    """The row of a model's type, or the one that its class declares in `graft_sites` as a dict of `Family`'s fields."""
     model_type = model.config.model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    own: dict[str, Any] | None = getattr(type(model), "graft_sites", None)
-    if own is None:
-        raise UnknownFamilyError(_how_to_describe(model_type, type(model).__name__))
-    spans: dict[str, Any] = {name: Span.one(own[name]) for name in ("attention", "ffn")}
-    return Family(**own | spans)
-
-
-def _how_to_describe(model_type: str, class_name: str) -> str:
-    return (
-        f"GraftLM has no row for the model type {model_type!r} ({class_name}; known: {', '.join(sorted(FAMILIES))}): "
-        f"describe it once with graftlm.backbone.register_family({model_type!r}, Family(layers='layers', "
-        "embedding='embed_tokens', norm='norm', attention=Span.one('self_attn'), ffn=Span.one('mlp'), "
-        "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
-        "print(model.base_model) shows."
-    )
+    declared: dict[str, Any] | None = getattr(type(model), "graft_sites", None)
+    if declared is None:
+        raise UnknownFamilyError(
+            f"GraftLM has no row for the model type {model_type!r} ({type(model).__name__}; known: "
+            f"{', '.join(sorted(FAMILIES))}): describe it once with "
+            f"graftlm.backbone.register_family({model_type!r}, Family(layers='layers', "
+            "embedding='embed_tokens', norm='norm', attention=Sublayer('self_attn'), ffn=Sublayer('mlp'), "
+            "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
+            "print(model.base_model) shows."
+        )
+    return Family(**declared | {name: Sublayer(declared[name]) for name in ("attention", "ffn")})
