@@ -25,7 +25,7 @@ from graftlm.backbone import Site, Tap
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.grafts import Graft, GraftedModel
 from graftlm.training import TrainingConfig
-from graftlm.training.schedule import make_optimiser
+from graftlm.training.loop import make_optimizer
 
 NAME = "bench-composition"
 ROWS = {  # row id -> label, aim
@@ -132,7 +132,7 @@ def measure_training(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
     """Seconds of a `composed` training step, and of its `bound`."""
     device = pair.composed.device
     ids = random_ids(size, size.rows, size.length, device)
-    optimiser = make_optimiser(pair.composed.trainable_parameters(), TrainingConfig(steps=1, learning_rate=1e-4))
+    optimiser = make_optimizer(pair.composed.trainable_parameters(), TrainingConfig(steps=1, learning_rate=1e-4))
     first = min(layer for _, layer in pair.pairs)
     vector = Vector(first, pair.anchor.sites.width).to(device, pair.anchor.model.dtype)
 

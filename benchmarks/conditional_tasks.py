@@ -30,7 +30,7 @@ from graftlm.evaluation import Metric, Results, Row, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.training import TrainingConfig
-from graftlm.training.schedule import make_optimiser
+from graftlm.training.loop import make_optimizer
 
 NAME = "bench-conditional-tasks"
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
@@ -79,7 +79,7 @@ class Size:
 QUICK = Size(64, 128, 2, 4, 512, tasks=3, served=4, rows=4, length=8, train_rounds=3, select_rounds=3, serve_rounds=3)
 
 
-class Bench:
+class BackboneEvaluator:
     """Random encoders and batches of one size."""
 
     def __init__(self, size: Size, device: torch.device, clock: Clock) -> None:
@@ -134,11 +134,11 @@ class Bench:
 class Training:
     """Training of one model, step by step on one batch."""
 
-    def __init__(self, bench: Bench, half: bool = False, **changes: Any) -> None:
+    def __init__(self, bench: BackboneEvaluator, half: bool = False, **changes: Any) -> None:
         self.model = bench.grafted(bench.size.tasks, **changes).train()
         parameters = self.model.trainable_parameters()
         self.parameters = sum(parameter.numel() for parameter in parameters.values())
-        self.optimiser = make_optimiser(parameters, TrainingConfig(steps=1, learning_rate=1e-5))
+        self.optimiser = make_optimizer(parameters, TrainingConfig(steps=1, learning_rate=1e-5))
         self.batch = bench.batch(bench.size.tasks)
         self.targets = [torch.tensor(n % bench.size.labels) for n in range(bench.size.rows)]
         self.half = half
@@ -152,7 +152,7 @@ class Training:
         self.optimiser.zero_grad()
 
 
-def measure_training(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
+def measure_training(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
     """Seconds of a step with all modules and with none, in both precisions; and the row."""
     sides = {
         f"{name}{suffix}": Training(bench, half, **changes)
@@ -168,7 +168,7 @@ def measure_training(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
     }
 
 
-def measure_selection(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
+def measure_selection(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
     """Seconds of a step, and of the pass that chooses its rows; and the row."""
     trained, s = Training(bench), bench.size
     specs = [bench.spec] * s.rows
@@ -192,7 +192,7 @@ def measure_selection(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
 class Lora(nn.Module):
     """PEFT's way: an encoder with one LoRA a task, chosen row by row, and a head a task."""
 
-    def __init__(self, bench: Bench, tasks: int) -> None:
+    def __init__(self, bench: BackboneEvaluator, tasks: int) -> None:
         super().__init__()
         config = LoraConfig(r=8, target_modules=["query", "value"], init_lora_weights=False)
         self.encoder: Any = get_peft_model(bench.encoder(), config, adapter_name="task0")
@@ -209,7 +209,7 @@ class Lora(nn.Module):
         return [self.heads[one](row) for one, row in zip(task, hidden[:, 0], strict=True)]
 
 
-def measure_serving(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
+def measure_serving(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
     """Seconds of a batch, bytes of weights, seconds of loading; and the row."""
     served = bench.size.served
     ours, peer = bench.grafted(served).eval(), Lora(bench, served)
@@ -232,7 +232,7 @@ def measure_serving(bench: Bench) -> tuple[dict[str, Any], dict[str, Metric]]:
     }
 
 
-def measure_loading(bench: Bench, model: GraftedModel) -> Turns:
+def measure_loading(bench: BackboneEvaluator, model: GraftedModel) -> Turns:
     """Seconds of loading encoder and graft, and of loading as many encoders as there are tasks."""
     with TemporaryDirectory() as folder:
         place = Path(folder)
@@ -254,7 +254,7 @@ def measure_loading(bench: Bench, model: GraftedModel) -> Turns:
 def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
     """All rows."""
     size = QUICK if quick else Size()
-    bench = Bench(size, device, clock)
+    bench = BackboneEvaluator(size, device, clock)
     measured = {
         "train_step": measure_training(bench),
         "selection": measure_selection(bench),

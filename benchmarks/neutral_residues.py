@@ -24,7 +24,7 @@ from graftlm.backbone import Backbone
 from graftlm.evaluation import Aim, Interval, Results, Row, write_report
 from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
 from graftlm.training import TrainingConfig
-from graftlm.training.schedule import make_optimiser
+from graftlm.training.loop import make_optimizer
 
 NAME = "bench-neutral-residues"
 CAPACITY = 0.2
@@ -71,7 +71,7 @@ class Training:
         self.model = GraftedModel(backbone, {"graft": self.graft}).train()
         parameters = self.model.trainable_parameters()
         self.parameters = sum(parameter.numel() for parameter in parameters.values())
-        self.optimiser = make_optimiser(parameters, TrainingConfig(steps=1, learning_rate=1e-4))
+        self.optimiser = make_optimizer(parameters, TrainingConfig(steps=1, learning_rate=1e-4))
         self.batch = random_batch(size, device)
 
     def speed(self) -> float:

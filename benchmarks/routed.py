@@ -67,7 +67,7 @@ QUICK = Size(
 )
 
 
-class Bench:
+class BackboneEvaluator:
     """A random backbone, adapters for it in folders, and what is made of them; all share the backbone's weights."""
 
     def __init__(self, size: Size, folder: Path, device: torch.device, clock: Clock) -> None:

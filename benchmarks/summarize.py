@@ -22,7 +22,7 @@ from turns import AT_LEAST, Clock, Turns, command, interval, made_aim, rounds, s
 from graftlm.evaluation import Metric, Results, Row
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import Section, SourceDocument, SumySelector, TrainedSelector, oracle_labels, read_text
-from graftlm.training.pieces import train_pieces
+from graftlm.training.language_model import train_tokenizer
 
 AIMS: dict[str, tuple[str, float] | None] = {
     "selector": None,
@@ -85,7 +85,7 @@ def selector(texts: list[str], values: dict[str, Any]) -> TrainedSelector:
     torch.manual_seed(SEED)
     pieces = None
     if values.get("reads") != "vectors":
-        pieces = train_pieces(texts, 2_000)  # a vocabulary's size costs nothing in reading
+        pieces = train_tokenizer(texts, 2_000)  # a vocabulary's size costs nothing in reading
         values = values | {"vocab_size": len(pieces)}
     return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), pieces)
 

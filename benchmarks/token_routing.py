@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pair import bytes_of, count
 from peft import PeftModel
-from routed import QUICK, Bench, Clocked, Reader, Size, lora_parameters
+from routed import QUICK, BackboneEvaluator, Clocked, Reader, Size, lora_parameters
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, rounds
@@ -77,7 +77,7 @@ Routed = Mapping[str, tuple[Any, Clocked]]
 """Models with a routing of the four experts, by name."""
 
 
-def measure_decoding(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metrics]:
+def measure_decoding(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a decode step with four experts, of PEFT with one and with four adapters, and bare; and the row."""
     experts = bench.size.experts
     four: Any = bench.peft(experts)
@@ -100,7 +100,7 @@ def measure_decoding(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metr
     }
 
 
-def measure_peers(bench: Bench, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
+def measure_peers(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
     """Seconds of a token of ours, by the published merge, and by X-LoRA; and both rows."""
     size = bench.size
     peft, xlora = bench.peft(size.experts), bench.xlora()
@@ -122,7 +122,7 @@ def measure_peers(bench: Bench, routed: Routed) -> tuple[dict[str, Turns], dict[
     }
 
 
-def merge_and_read(bench: Bench, peft: PeftModel, text: Tensor) -> float:
+def merge_and_read(bench: BackboneEvaluator, peft: PeftModel, text: Tensor) -> float:
     """Seconds of one token as published."""
     names = [str(n) for n in range(bench.size.experts)]
 
@@ -143,7 +143,7 @@ def read_whole(model: Any, text: Tensor) -> None:
     model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, logits_to_keep=1)
 
 
-def measure_share(bench: Bench, graft: Clocked) -> tuple[dict[str, Any], Metrics]:
+def measure_share(bench: BackboneEvaluator, graft: Clocked) -> tuple[dict[str, Any], Metrics]:
     """The share of `prepare` in a decode step, round by round; and the row."""
     size = bench.size
 
@@ -167,7 +167,7 @@ def measure_share(bench: Bench, graft: Clocked) -> tuple[dict[str, Any], Metrics
     return {"shares": shares} | further, dict(found)
 
 
-def measure_states(bench: Bench, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
+def measure_states(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
     """Seconds of decode steps and of prompts, routed by hidden states and by token embeddings; and the rows."""
     size, layers = bench.size, bench.size.shape.layers
     ids = bench.ids(1, size.context)
@@ -191,7 +191,7 @@ def measure_states(bench: Bench, routed: Routed) -> tuple[dict[str, Any], dict[s
     return taken, rows
 
 
-def measure_batch(bench: Bench, routed: Routed) -> tuple[dict[str, Any], Metrics]:
+def measure_batch(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a step of many rows, with a mixture each and with one; and the row."""
     size = bench.size
     mixed = bench.ids(size.rows, size.short)
@@ -212,7 +212,7 @@ def mixtures_of(graft: Clocked, reader: Reader) -> int:
     return len(trace.values[:, -1].unique(dim=0))
 
 
-def measure_experts(bench: Bench, adapters: Sequence[Path]) -> tuple[Turns, Metrics]:
+def measure_experts(bench: BackboneEvaluator, adapters: Sequence[Path]) -> tuple[Turns, Metrics]:
     """Seconds of a decode step with some experts loaded, and bare; and the row."""
     size = bench.size
     model, graft = bench.routing(adapters)
@@ -228,7 +228,7 @@ def measure_experts(bench: Bench, adapters: Sequence[Path]) -> tuple[Turns, Metr
     return taken, found | {"rank_sum": len(adapters) * size.low_rank, "bound": bound}
 
 
-def measure_memory(bench: Bench, graft: Clocked) -> dict[str, int]:
+def measure_memory(bench: BackboneEvaluator, graft: Clocked) -> dict[str, int]:
     """Bytes of the four experts here and in PEFT, and of what a generation remembers beside its keys and values."""
     model, own = bench.again(graft)
     reader = Reader(model, bench.ids(1, bench.size.context))
@@ -250,10 +250,10 @@ def bytes_in(tensors: Iterable[Tensor]) -> int:
 def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     """All rows, with their aims and what belongs to them."""
     with TemporaryDirectory() as folder:
-        return measure(Bench(size, Path(folder), device, clock))
+        return measure(BackboneEvaluator(size, Path(folder), device, clock))
 
 
-def measure(bench: Bench) -> Results:
+def measure(bench: BackboneEvaluator) -> Results:
     """The same, in a folder of adapters."""
     load, size, rows = [os.getloadavg()[0]], bench.size, {}
     model, graft = bench.routing(bench.adapters)

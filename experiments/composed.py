@@ -1,36 +1,25 @@
-"""What the compositions on real text share: trained rows, how their rates are chosen, and tasks with a prompt.
-
-A row is trained and its texts are measured as in other reproductions; its tasks are measured afterwards, from the
-graft on the disk. Both are kept, so an interrupted run goes on where it stood.
-"""
+"""What the compositions on real text share: trained rows, how their rates are chosen, and tasks with a prompt."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
-from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from matplotlib.figure import Figure
-from rich.progress import Progress
-from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.cells import Cell, over_seeds, workers
-from experiments.tasks import Task, kept_tasks
-from graftlm.artifact import load_graft
-from graftlm.backbone import Backbone, load_backbone
-from graftlm.data import DataConfig, Mixture, SourceConfig, build_documents, build_mixture
+from experiments.cells import over_seeds
+from experiments.tasks import PromptTask, measure_tasks
+from graftlm.backbone import load_backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig, SourceConfig
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Interval, Row, value_of
 from graftlm.evaluation.plots import PALETTE
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.bench import Bench, Measurement, count_weights
-from graftlm.runs.recipe import BackboneConfig, EvaluationConfig
+from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
+from graftlm.runs.run import Measurement, RunContext, Trainee, execute
 from graftlm.training import TrainingConfig
 
 # Of the rows that compositions are trained on: English that the anchor has read.
@@ -56,6 +45,24 @@ class Trained(NamedTuple):
     rates: tuple[float, ...] = ()
 
 
+class PromptedRun(GraftRun):
+    """A run that is also measured on tasks with a prompt."""
+
+    prompts: tuple[PromptTask, ...] = ()
+
+    def measure(self, context: RunContext) -> Measurement:
+        measurement = super().measure(context)
+        if self.graft is None:
+            backbone = self.evaluator().backbone
+            measurement.add_metrics(measure_tasks(backbone.model, backbone.need_tokenizer(), self.prompts))
+        return measurement
+
+    def evaluate(self, trainee: Trainee) -> Measurement:
+        measurement = super().evaluate(trainee)
+        measurement.add_metrics(measure_tasks(trainee.model, self.evaluator().tokenizer, self.prompts))
+        return measurement
+
+
 class Study:
     """One experiment's anchor, settings and folders.
 
@@ -75,8 +82,8 @@ class Study:
         steps: int,
         batch_size: int,
         sets: DataConfig,
-        validation: Sequence[Task] = (),
-        tasks: Sequence[Task] = (),
+        validation: Sequence[PromptTask] = (),
+        tasks: Sequence[PromptTask] = (),
     ) -> None:
         self.options, self.anchor = options, anchor
         self.seeds = options.seeds[:1] if options.quick else options.seeds
@@ -98,9 +105,9 @@ class Study:
             keep_checkpoints=1,
         )
 
-    def cell(self, row: Trained, rate: float, seed: int) -> Cell:
+    def cell(self, row: Trained, rate: float, seed: int) -> GraftRun:
         """One run of a row."""
-        return Cell(
+        return GraftRun(
             id=f"{row.id}_lr{rate:g}_s{seed}",
             label=row.label,
             backbone=self._model(self.anchor),
@@ -110,26 +117,18 @@ class Study:
             evaluation=self.evaluation,
         )
 
-    def bare(self, name: str, folder: Path) -> Cell:
+    def bare(self, name: str, folder: Path) -> GraftRun:
         """A model as it is."""
         data, training = self.sets, self.training(1e-3, 0)
-        return Cell(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
+        return GraftRun(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
 
-    def run(self, cells: Sequence[Cell], tasks: Sequence[Task], title: str) -> Measured:
-        """Train and measure cells and their tasks, several at a time with one core each."""
-        said = [task.model_dump_json() for task in tasks]
-        wanted = {cell.id: cell.model_dump_json() for cell in cells}
-        found: Measured = {}
-        out = str(self.options.out / "cells")
-        if self.options.jobs == 1:  # a process of its own takes longer to start than a small cell to run
-            return {name: Measurement.from_json(json.loads(_run(cell, said, out))) for name, cell in wanted.items()}
-        with Progress() as progress, workers(self.options.jobs) as pool:
-            bar = progress.add_task(title, total=len(wanted))
-            futures = {pool.submit(_run, cell, said, out): cell_id for cell_id, cell in wanted.items()}
-            for future in as_completed(futures):
-                found[futures[future]] = Measurement.from_json(json.loads(future.result()))
-                progress.advance(bar)
-        return {cell_id: found[cell_id] for cell_id in wanted}
+    def run(self, runs: Sequence[GraftRun], tasks: Sequence[PromptTask], title: str) -> Measured:
+        """Train and measure runs on texts and on tasks with a prompt."""
+        prompted = [
+            PromptedRun(**{name: getattr(run, name) for name in GraftRun.model_fields}, prompts=tuple(tasks))
+            for run in runs
+        ]
+        return execute(prompted, self.options.out / "runs", jobs=self.options.jobs, title=title)
 
     def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
         """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
@@ -189,8 +188,8 @@ def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
 def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
     """The graft section of LoRA with as many trainable parameters as another graft, up to the rounding of its rank."""
     backbone = load_backbone(str(anchor))
-    extra = count_weights(build_graft(graft_config(dict(graft)), backbone).parameters())
-    return {"kind": "lora", "capacity": extra / count_weights(backbone.model.parameters())}
+    extra = count_parameters(build_graft(graft_config(dict(graft)), backbone).parameters())
+    return {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
 
 
 def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Measurement) -> Row:
@@ -222,8 +221,8 @@ def details_of(
     return {
         "rates": dict(rates),
         "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
-        "statistics": {row_id: measured[0].statistics for row_id, measured in main.items()},
-        "losses": {row_id: measured[0].losses for row_id, measured in main.items()},
+        "statistics": {row_id: measured[0].details.get("statistics", {}) for row_id, measured in main.items()},
+        "losses": {row_id: measured[0].details.get("losses", []) for row_id, measured in main.items()},
         "setting": dict(setting),
     }
 
@@ -280,52 +279,3 @@ def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(metrics), frameon=False)
     return figure
-
-
-def _run(cell_json: str, tasks_json: list[str], out: str) -> str:
-    """One cell with its tasks, as JSON; what was measured before is read back."""
-    torch.set_num_threads(1)
-    cell = Cell.model_validate_json(cell_json)
-    folder = Path(out) / cell.id
-    tests = json.dumps(cell.data.model_dump(mode="json", include={"test"})["test"])
-    bench = _bench(cell.backbone.model_dump_json(), tests, cell.data.length, cell.evaluation.model_dump_json())
-    values = _measured(cell, bench, folder).to_json()
-    tasks = [Task.model_validate_json(one) for one in tasks_json]
-    values["row"]["metrics"] |= _answered(cell, bench.backbone, tasks, folder)
-    return json.dumps(values)
-
-
-def _measured(cell: Cell, bench: Bench, folder: Path) -> Measurement:
-    """A cell's training and its texts."""
-    if cell.graft is None:
-        return bench.backbone_measurement()
-    mixture = _mixture(cell.backbone.model_dump_json(), cell.data.model_dump_json(), cell.training.batch_size)
-    return bench.run(cell.id, cell.graft, mixture, cell.training, folder, label=cell.label, progress=False)
-
-
-def _answered(cell: Cell, backbone: Backbone, tasks: Sequence[Task], folder: Path) -> dict[str, Any]:
-    """The metrics of a cell's tasks."""
-    tokenizer = backbone.need_tokenizer()
-    if cell.graft is None:
-        weights = Path(cell.backbone.name) / "model.safetensors"
-        return kept_tasks(lambda: nullcontext(backbone.model), tokenizer, tasks, folder, [weights])
-    graft = folder / "graft"
-    weights = sorted(graft.glob("*.safetensors"))
-    return kept_tasks(
-        lambda: GraftedModel(backbone, {"graft": load_graft(graft, backbone)}), tokenizer, tasks, folder, weights
-    )
-
-
-@lru_cache(maxsize=2)
-def _bench(backbone: str, tests: str, length: int, evaluation: str) -> Bench:
-    """One loaded model with its scores, kept for the next cells of this process."""
-    documents = {name: build_documents(map(SourceConfig.parse, found)) for name, found in json.loads(tests).items()}
-    settings = EvaluationConfig.model_validate_json(evaluation)
-    return Bench(BackboneConfig.model_validate_json(backbone).load(), documents, settings, length)
-
-
-@lru_cache(maxsize=2)
-def _mixture(backbone: str, data: str, batch_size: int) -> Mixture:
-    """Packed rows, kept likewise."""
-    tokenizer = AutoTokenizer.from_pretrained(BackboneConfig.model_validate_json(backbone).name)
-    return build_mixture(DataConfig.model_validate_json(data), tokenizer, batch_size)

@@ -20,7 +20,7 @@ from experiments.pretrain import DONE, Pretraining, pretrain
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
-from graftlm.demo.run import train_tokenizer
+from graftlm.demo.run import train_corpus_tokenizer
 
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
 DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
@@ -150,7 +150,7 @@ def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
     for name, files in texts.items():
         if not (folder / name / "tokenizer.json").exists():
             paths = [corpus / f"{file}.jsonl" for file in files]
-            train_tokenizer(paths, size.vocabulary).save_pretrained(folder / name)
+            train_corpus_tokenizer(paths, size.vocabulary).save_pretrained(folder / name)
     return {name: folder / name for name in texts}
 
 

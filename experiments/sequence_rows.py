@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from graftlm.errors import RecipeError
 from graftlm.models import register
-from graftlm.runs.bench import count_weights
+from graftlm.runs.graft_run import count_parameters
 
 LABELS = {
     "slide": "sliding window",
@@ -58,4 +58,4 @@ def count(values: Mapping[str, Any]) -> int:
     register()
     config = CONFIG_MAPPING[values["model_type"]](**{key: v for key, v in values.items() if key != "model_type"})
     with torch.device("meta"):
-        return count_weights(AutoModelForCausalLM.from_config(config).parameters())
+        return count_parameters(AutoModelForCausalLM.from_config(config).parameters())

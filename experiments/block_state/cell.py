@@ -15,11 +15,10 @@ from experiments.jobs import Job
 from graftlm.data import NEW, Mixture, SourceConfig, TokenBlocks, build_documents, pack
 from graftlm.data.sources import read_some
 from graftlm.evaluation import MemoryWatch
-from graftlm.runs.bench import count_weights
-from graftlm.runs.language_recipe import LengthsConfig
-from graftlm.runs.language_run import bits_per_byte, metrics_by_length
+from graftlm.runs.graft_run import count_parameters
+from graftlm.runs.language_run import LengthsConfig, bits_per_byte, metrics_by_length
 from graftlm.training import TrainingConfig, train
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import read_history
 from graftlm.training.language_model import LanguageModel, new_model
 
 
@@ -79,7 +78,7 @@ def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
     metrics = {name: one.model_dump() for name, one in metrics_by_length(found, cell.length).items()}  # type: ignore[union-attr]  # all are intervals
     cost = {
         "train_tokens_per_s": done.tokens / seconds,
-        "parameters": count_weights(model.parameters()),
+        "parameters": count_parameters(model.parameters()),
         "peak_memory_bytes": memory.peak,
     }
     losses = [[line["step"], line["loss"]] for line in read_history(done.history)]

@@ -20,7 +20,7 @@ from experiments.composed import check_files
 from experiments.parents import DOCUMENTS, ENGLISH, read_texts
 from graftlm.config import Config
 from graftlm.demo.corpus import source_files, write_documents
-from graftlm.training.pieces import train_pieces
+from graftlm.training.language_model import train_tokenizer
 
 CORPORA = ("novels", "code", "documents")
 TESTED_PACKAGE = "asyncio"
@@ -64,7 +64,7 @@ def make_tokenizer(corpora: Path, pieces: int) -> PreTrainedTokenizerBase:
     folder = corpora / f"tokenizer-{pieces}"
     if not (folder / "tokenizer.json").exists():
         texts = (text[:200_000] for name in CORPORA for text in read_texts(corpora / f"{name}-train.jsonl"))
-        train_pieces(texts, pieces).save_pretrained(folder)
+        train_tokenizer(texts, pieces).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -30,7 +30,7 @@ from experiments.composition_code import paper
 from experiments.composition_code.functions import code_of, docstring_of, functions
 from experiments.parents import FILES, Parents, Size, make_parents, read_texts
 from experiments.parents import QUICK as QUICK_SIZE
-from experiments.tasks import Task
+from experiments.tasks import PromptTask
 from experiments.texts import fitting, held_out, old_part, part, pieces, spaced, write_examples
 from graftlm.config import Config
 from graftlm.data import DataConfig
@@ -137,12 +137,12 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, le
 def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: Amounts) -> Study:
     """The settings that all rows share."""
 
-    def task(name: str, answers: int = 0) -> Task:
+    def task(name: str, answers: int = 0) -> PromptTask:
         # A docstring is one line; a function ends before the first line that is not indented.
         stop = ("\n",) if name.endswith("c2t") else ("\n\n", "\n#", "\ndef", "\nclass")
         tokens = 48 if name.endswith("c2t") else 80
         path = str(texts / f"task-{name}.jsonl")
-        return Task(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
+        return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
 
     return Study(
         options,

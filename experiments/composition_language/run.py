@@ -30,7 +30,7 @@ from experiments.composition_language.texts import FILES, QUICK, Amounts, write_
 from experiments.parents import FILES as PARENT_FILES
 from experiments.parents import QUICK as QUICK_SIZE
 from experiments.parents import Parents, Size, make_parents
-from experiments.tasks import Task
+from experiments.tasks import PromptTask
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.report import write_report
@@ -123,8 +123,8 @@ def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> Stu
         steps=3 if options.quick else 400,
         batch_size=2 if options.quick else 4,
         sets=data_of(texts, size, ["french"]),
-        validation=[Task(name=name, path=str(texts / f"task-{name}.jsonl")) for name in PROMPTS],
-        tasks=[Task(name=n, path=str(texts / f"task-{n}.jsonl"), answers=answered.get(n, 0)) for n in names],
+        validation=[PromptTask(name=name, path=str(texts / f"task-{name}.jsonl")) for name in PROMPTS],
+        tasks=[PromptTask(name=n, path=str(texts / f"task-{n}.jsonl"), answers=answered.get(n, 0)) for n in names],
     )
 
 

@@ -26,9 +26,9 @@ from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
 from graftlm.grafts.conditional_tasks import covariance_similarity
 from graftlm.grafts.heads import uncertainty
-from graftlm.runs.bench import count_weights
+from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig, train
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import read_history
 
 GRAFT = "graft"
 # Rows of each task whose first layer's inputs are compared, and from which a new task's start is chosen.
@@ -122,7 +122,7 @@ def by_peer(cell: Cell, rows: Mapping[str, TaskRows], folder: Path) -> dict[str,
     for part, of in tests.items():
         given = iter(said["answers"][part])
         found[part] = {name: peer.score(test, encoded[part][name], given) for name, test in of.items()}
-    found["backbone"] = count_weights(backbone.model.parameters())
+    found["backbone"] = count_parameters(backbone.model.parameters())
     found["losses"] = [[step + 1, loss] for step, loss in enumerate(said["losses"])]
     return found | chosen_by(mixture)
 
@@ -198,10 +198,10 @@ def changed(before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Sequence
 
 def parameters_of(model: GraftedModel, backbone: Backbone) -> dict[str, int]:
     """The backbone's weights, those that train, and all of the model with which tasks are served."""
-    whole = count_weights(backbone.model.parameters())
+    whole = count_parameters(backbone.model.parameters())
     graft: Any = model.grafts[GRAFT]
-    trained = count_weights(model.trainable_parameters().values())
-    return {"backbone": whole, "trained": trained, "total": whole + count_weights(graft.parameters())}
+    trained = count_parameters(model.trainable_parameters().values())
+    return {"backbone": whole, "trained": trained, "total": whole + count_parameters(graft.parameters())}
 
 
 def chosen_by(mixture: LabelledMixture) -> dict[str, Any]:

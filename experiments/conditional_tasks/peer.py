@@ -20,7 +20,7 @@ from graftlm.data.labelled_batches import TaskBatch, collate
 from graftlm.errors import TrainingError
 from graftlm.evaluation.labelled import TaskTestSet, decode_prediction, task_metrics
 from graftlm.training import TrainingConfig
-from graftlm.training.schedule import learning_rate
+from graftlm.training.loop import learning_rate
 
 PYTHON = "GRAFTLM_ADAPTERS_PYTHON"
 WITHOUT = (

@@ -22,9 +22,9 @@ from graftlm.config import Config
 from graftlm.data import Document
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import write_atomically
-from graftlm.runs.bench import count_weights
+from graftlm.runs.graft_run import count_parameters
 from graftlm.training import train
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import read_history
 
 MEASURED = "measurement.json"
 
@@ -108,7 +108,7 @@ def _train(job: Job, backbone: Backbone, models: Path, folder: Path) -> dict[str
         training = job.lessons.training(job.seed, job.rate)
         done = train(model, mixture, training, folder, identity={"job": job.key()}, progress=False)
         cost = {
-            "trainable_parameters": count_weights(model.trainable_parameters().values()),
+            "trainable_parameters": count_parameters(model.trainable_parameters().values()),
             "training_cpu_s": round(time.process_time() - started, 1),
             "learning_rate": training.learning_rate,
         }

@@ -20,11 +20,10 @@ from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.models import register
-from graftlm.runs.bench import count_weights
+from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig, train
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import HISTORY, read_history
 from graftlm.training.language_model import LanguageModel
-from graftlm.training.loop import HISTORY
 
 
 class Stage(Config):
@@ -73,7 +72,7 @@ def learn(cell: Cell, folder: Path) -> Mapping[str, Any]:
     together = cell.stages[-1].batch_size
     return {
         "accuracy": {part: accuracy(model, rows, together) for part, rows in parts.items()},
-        "parameters": count_weights(model.parameters()),
+        "parameters": count_parameters(model.parameters()),
         "training_cpu_s": round(seconds, 1),
         "losses": losses,
     }

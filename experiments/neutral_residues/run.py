@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.cells import Cell, metric, over_seeds, run_cells
+from experiments.cells import metric, over_seeds
 from experiments.composed import check_files
 from experiments.neutral_residues import paper
+from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.evaluation import Aim, PaperRow, Results, Row, value_of
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import graft_config
-from graftlm.runs.bench import Measurement
-from graftlm.runs.recipe import BackboneConfig, EvaluationConfig
+from graftlm.runs.graft_run import EvaluationConfig, GraftRun
+from graftlm.runs.run import Measurement, execute
 from graftlm.training import TrainingConfig
 
 NAME = "neutral-residues"
@@ -73,10 +74,10 @@ class Plan:
         self.alphas = (0.01, 10.0) if options.quick else ALPHAS
         self.fine_alphas = FINE_ALPHAS[:1] if options.quick else FINE_ALPHAS
 
-    def cell(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> Cell:
+    def cell(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> GraftRun:
         """One run; its id says all that sets it apart."""
         parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
-        return Cell(
+        return GraftRun(
             id="_".join(parts),
             label=LABELS.get(method, method),
             backbone=self.backbone,
@@ -86,9 +87,9 @@ class Plan:
             evaluation=self._evaluation(),
         )
 
-    def bare(self) -> Cell:
+    def bare(self) -> GraftRun:
         """The backbone's own scores."""
-        return Cell(
+        return GraftRun(
             id="backbone",
             backbone=self.backbone,
             data=self._data(0.1, 0),
@@ -96,8 +97,8 @@ class Plan:
             evaluation=self._evaluation(),
         )
 
-    def run(self, cells: Sequence[Cell], title: str) -> Cells:
-        return run_cells(cells, self.options.out / "cells", jobs=self.options.jobs, title=title)
+    def run(self, cells: Sequence[GraftRun], title: str) -> Cells:
+        return execute(cells, self.options.out / "runs", jobs=self.options.jobs, title=title)
 
     def _training(self, rate: float, seed: int) -> TrainingConfig:
         steps, rows = (4, 4) if self.options.quick else (300, 4)
@@ -180,20 +181,20 @@ def tune(plan: Plan) -> tuple[Cells, dict[str, Choice]]:
     settings[NAME] = {(rate, alpha): plan.cell(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
     cells = plan.run([cell for of_method in settings.values() for cell in of_method.values()], "Tables 6 and 7")
 
-    def log_perplexities(cell: Cell) -> float:
+    def log_perplexities(cell: GraftRun) -> float:
         return metric(cells[cell.id], "validation_old") + metric(cells[cell.id], "validation_new")
 
     choices = {m: min(cells_of, key=lambda key: log_perplexities(cells_of[key])) for m, cells_of in settings.items()}
     return cells | plan.run(_rate_cells(plan, NAME, choices), "the rates at the chosen alpha"), choices
 
 
-def main_cell(plan: Plan, choices: Mapping[str, Choice], method: str, p: float, seed: int) -> Cell:
+def main_cell(plan: Plan, choices: Mapping[str, Choice], method: str, p: float, seed: int) -> GraftRun:
     """The cell of one method at its chosen setting."""
     rate, alpha = choices[method]
     return plan.cell(method, rate, p, seed, **({"alpha": alpha} if method == NAME else {}))
 
 
-def main_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[Cell]:
+def main_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[GraftRun]:
     """Table 2: every method, with and without old text, for every seed."""
     return [main_cell(plan, choices, m, p, s) for m in LABELS for p in (0.1, 0.0) for s in plan.seeds]
 
@@ -207,7 +208,7 @@ def main_rows(plan: Plan, cells: Cells, choices: Mapping[str, Choice], p: float,
     ]
 
 
-def _ablation(plan: Plan, choices: Mapping[str, Choice], gate: str, init: str) -> Cell:
+def _ablation(plan: Plan, choices: Mapping[str, Choice], gate: str, init: str) -> GraftRun:
     rate, alpha = choices[NAME]
     more = {} if init == "low-variance" else {"init": init}
     if gate == "relu-l1" and not more:
@@ -215,7 +216,7 @@ def _ablation(plan: Plan, choices: Mapping[str, Choice], gate: str, init: str) -
     return plan.cell(NAME, rate, 0.1, plan.seeds[0], alpha=alpha, **GATES[gate], **more)
 
 
-def ablation_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[Cell]:
+def ablation_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[GraftRun]:
     """Tables 4 and 5: gates with their losses, and both initialisations, at the chosen rate and alpha, first seed."""
     gates = [_ablation(plan, choices, gate, "low-variance") for gate in GATES]
     return gates + [_ablation(plan, choices, gate, "he") for gate in paper.TABLE_5]
@@ -259,7 +260,7 @@ def table_7(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> tuple[li
     return rows, published
 
 
-def _rate_cells(plan: Plan, method: str, choices: Mapping[str, Choice]) -> list[Cell]:
+def _rate_cells(plan: Plan, method: str, choices: Mapping[str, Choice]) -> list[GraftRun]:
     more = {"alpha": choices[NAME][1]} if method == NAME else {}
     return [plan.cell(method, rate, 0.1, plan.seeds[0], **more) for rate in plan.rates[method]]
 
@@ -284,6 +285,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
 def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> dict[str, Any]:
     seed = plan.seeds[0]
     chosen = {m: main_cell(plan, choices, m, 0.1, seed) for m in LABELS}
+    statistics = {m: cells[c.id].details.get("statistics", {}) for m, c in chosen.items()}
     return {
         "choices": {m: {"learning_rate": rate, "alpha": alpha} for m, (rate, alpha) in choices.items()},
         "tuned": {
@@ -292,8 +294,8 @@ def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> dict[st
             if cell_id.endswith(f"s{seed}")
         },
         "setting": {"training": plan._training(0.001, 0).model_dump(mode="json"), "data": _data_in_words()},
-        "statistics": {m: cells[c.id].statistics for m, c in chosen.items() if cells[c.id].statistics.get("spectrum")},
-        "losses": {m: cells[c.id].losses for m, c in chosen.items()},
+        "statistics": {m: values for m, values in statistics.items() if values.get("spectrum")},
+        "losses": {m: cells[c.id].details["losses"] for m, c in chosen.items()},
         "paths": {
             m: [
                 [metric(cells[c.id], "forgotten"), metric(cells[c.id], "learned")]
@@ -324,7 +326,7 @@ def _plots(
     for gate in GATES:
         found = cells.get(_ablation(plan, choices, gate, "low-variance").id)
         if found and gate not in ("relu", "relu-l1"):
-            statistics[gate] = found.statistics["spectrum"]
+            statistics[gate] = found.details["statistics"]["spectrum"]
     if statistics:
         backbone = next(iter(statistics.values()))["backbone"]
         spectra: dict[str, Any] = {str(LABELS.get(name, name)): found["graft"] for name, found in statistics.items()}

@@ -31,12 +31,10 @@ from graftlm.pipelines.summarize.writer_training import (
     summary_likelihoods,
     train_writer,
 )
-from graftlm.runs.bench import count_weights
+from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig
-from graftlm.training.history import read_history
-from graftlm.training.language_model import new_model, read_model, read_tokenizer
-from graftlm.training.loop import HISTORY
-from graftlm.training.pieces import train_pieces
+from graftlm.training.checkpoint import HISTORY, read_history
+from graftlm.training.language_model import new_model, read_model, read_tokenizer, train_tokenizer
 
 Context = Literal["none", "gold", "model"]
 Rankings = Mapping[Context, Mapping[str, Sequence[int]]]  # of each document, by what chose them
@@ -99,7 +97,7 @@ def read(job: Reading, folder: Path) -> dict[str, Any]:
     lessons = [WriterExample(_first(sample), "") for sample in samples]
     train_writer(writer, lessons, job.training, folder, rest_fraction=1, progress=False)
     seconds = time.process_time() - started
-    said = {"folder": str(folder / MODEL), "parameters": count_weights(model.parameters())}
+    said = {"folder": str(folder / MODEL), "parameters": count_parameters(model.parameters())}
     return said | {"training_cpu_s": round(seconds, 1), "losses": _losses(folder)}
 
 
@@ -109,7 +107,7 @@ def _begin(job: Reading, samples: Sequence[Sample]) -> tuple[Any, PreTrainedToke
         tokenizer = read_tokenizer(job.start)
         return read_model(job.start, tokenizer), tokenizer
     texts = (rest_text(sample.document)[:_LEARNED_FROM] for sample in samples)
-    tokenizer = train_pieces(texts, job.pieces)
+    tokenizer = train_tokenizer(texts, job.pieces)
     return new_model(job.model, tokenizer, job.training.seed), tokenizer
 
 

@@ -12,14 +12,14 @@ from accelerate.utils import set_seed
 
 from experiments.token_routing.setting import Setting
 from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_mixture
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import write_atomically
-from graftlm.runs.bench import count_weights
-from graftlm.runs.recipe import BackboneConfig
+from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig, train
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import read_history
 
 DONE = "expert.json"
 
@@ -96,7 +96,7 @@ def train_expert(lesson: Lesson, folder: Path) -> Path:
         graft.write_adapter(domain, folder)
         said = {
             "key": key,
-            "parameters": count_weights(model.trainable_parameters().values()),
+            "parameters": count_parameters(model.trainable_parameters().values()),
             "tokens": done.tokens,
             "cpu_s": round(time.process_time() - started, 1),
             "losses": [[line["step"], line["loss"]] for line in read_history(done.history)],

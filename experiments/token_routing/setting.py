@@ -13,7 +13,7 @@ from experiments.token_routing.texts import QUICK as FEW
 from experiments.token_routing.texts import Amounts, write_corpus
 from graftlm.config import Config
 from graftlm.data import SourceConfig
-from graftlm.demo.run import train_tokenizer
+from graftlm.demo.run import train_corpus_tokenizer
 
 
 class Setting(Config):
@@ -63,7 +63,7 @@ def make_backbone(data: Path, folder: Path, setting: Setting) -> Path:
     wanted = setting.model_dump(mode="json", include={"amounts", "vocabulary"})
     if not done.exists() or json.loads(done.read_text(encoding="utf-8")) != wanted:
         write_corpus(data, corpus, setting.amounts)
-        train_tokenizer([corpus], setting.vocabulary).save_pretrained(tokenizer)
+        train_corpus_tokenizer([corpus], setting.vocabulary).save_pretrained(tokenizer)
         done.write_text(json.dumps(wanted), encoding="utf-8")
     return pretrain(_pretraining(setting, corpus, tokenizer), folder / "models", progress=True)
 

@@ -16,22 +16,21 @@ if TYPE_CHECKING:
     from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
-    from graftlm.runs.experiment import compare_recipe, run_recipe
-    from graftlm.runs.recipe import load_recipe
+    from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 
 _HOMES = {
     "Graft": "graftlm.grafts",
     "GraftError": "graftlm.errors",
     "GraftedModel": "graftlm.grafts",
     "build_graft": "graftlm.grafts",
-    "compare_recipe": "graftlm.runs.experiment",
+    "compare_recipe": "graftlm.runs.recipe",
     "graft_config": "graftlm.grafts",
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
     "load_recipe": "graftlm.runs.recipe",
     "register_family": "graftlm.backbone",
     "register_graft": "graftlm.grafts",
-    "run_recipe": "graftlm.runs.experiment",
+    "run_recipe": "graftlm.runs.recipe",
     "save_graft": "graftlm.artifact",
 }
 

@@ -295,7 +295,7 @@ def test_a_place_that_may_not_be_written(graft: Graft, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/else")
 
-    monkeypatch.setattr("graftlm.runs.experiment.run_recipe", refuse)
+    monkeypatch.setattr("graftlm.runs.recipe.run_recipe", refuse)
     monkeypatch.delitem(__import__("graftlm").__dict__, "run_recipe", raising=False)
     outcome = graft("train", "recipe.yaml")
     sentence = "error: somewhere/else can't be read or written (Permission denied): mend that, or name another place.\n"

@@ -187,8 +187,8 @@ def results(out: Path) -> Results:
 def test_demo_runs_the_demo(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
     import graftlm.demo
 
-    def run_demo(out: Path, *, quick: bool, seed: int, say: Any, progress: bool) -> Results:
-        say(f"{out} {quick} {seed} {progress}")
+    def run_demo(out: Path, *, quick: bool, seed: int, log: Any, progress: bool) -> Results:
+        log(f"{out} {quick} {seed} {progress}")
         return results(out)
 
     monkeypatch.setattr(graftlm.demo, "run_demo", run_demo)

@@ -64,5 +64,5 @@ def test_the_demo_runs_and_a_second_run_uses_the_backbone_again(tmp_path: Path) 
     assert (tmp_path / "learn-against-forget.png").exists()
 
     said: list[str] = []
-    run_demo(tmp_path, quick=True, progress=False, say=said.append)
+    run_demo(tmp_path, quick=True, progress=False, log=said.append)
     assert any("an earlier run left" in line for line in said)

@@ -18,7 +18,7 @@ from graftlm.pipelines.summarize import (
     read_text,
     summarize,
 )
-from graftlm.training.pieces import train_pieces
+from graftlm.training.language_model import train_tokenizer
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")
@@ -36,7 +36,7 @@ def long_document(times: int = 10) -> SourceDocument:
 
 def selector(head: str, document: SourceDocument) -> TrainedSelector:
     torch.manual_seed(0)
-    pieces = train_pieces((one.text for one in document.sentences), 80)
+    pieces = train_tokenizer((one.text for one in document.sentences), 80)
     config = SentenceSelectorConfig(
         vocab_size=len(pieces), embedding_size=4, hidden_size=4, head=head, max_sentences=SENTENCES, extract_size=3
     )

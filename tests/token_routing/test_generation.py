@@ -169,16 +169,16 @@ def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
 
 
 def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
-    results = run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
+    results = run_recipe(load_recipe(recipe), progress=False, log=lambda text: None)
     row = results.row("token-routing")
     assert row.metrics["trainable_parameters"] == 0
     assert "learned" in row.metrics
-    before = (tmp_path / "run" / "measurement.json").stat().st_mtime_ns
-    run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
-    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns == before
+    before = (tmp_path / "run" / "measurements" / "token-routing.json").stat().st_mtime_ns
+    run_recipe(load_recipe(recipe), progress=False, log=lambda text: None)
+    assert (tmp_path / "run" / "measurements" / "token-routing.json").stat().st_mtime_ns == before
     (tmp_path / "two.txt").write_text("Another text of the same expert, which moves its centroid.")
-    run_recipe(load_recipe(recipe), progress=False, say=lambda text: None)
-    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns != before
+    run_recipe(load_recipe(recipe), progress=False, log=lambda text: None)
+    assert (tmp_path / "run" / "measurements" / "token-routing.json").stat().st_mtime_ns != before
 
     runner = CliRunner()
     graft = str(tmp_path / "run" / "graft")
@@ -232,7 +232,7 @@ evaluation: {{decode_prompts: 0}}
 out: {tmp_path / "run"}
 """
     )
-    results = run_recipe(load_recipe(path), progress=False, say=lambda text: None)
+    results = run_recipe(load_recipe(path), progress=False, log=lambda text: None)
     assert results.row("token-routing").metrics["learned"].mean > 0.1  # type: ignore[union-attr]
     script = (
         "import sys; from graftlm import load_backbone, load_graft, GraftedModel; "

@@ -22,14 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from graftlm.data import Mixture, TokenBlocks, build_documents
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results, score, value_of
-from graftlm.runs.experiment import compare_recipe, run_recipe
-from graftlm.runs.language_recipe import LanguageModelRecipe
-from graftlm.runs.recipe import load_recipe
+from graftlm.runs.language_run import LanguageModelRecipe
+from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 from graftlm.training import TrainingConfig
-from graftlm.training.lanes import Lanes
-from graftlm.training.language_model import LanguageModel, new_model
-from graftlm.training.pieces import train_pieces
-from graftlm.training.schedule import keeping, make_optimiser
+from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
+from graftlm.training.loop import make_optimizer, parameters_without_decay
+from graftlm.training.stateful import StatefulBatches
 from tiny import tiny_tokenizer
 
 BLOCK_STATE = {
@@ -61,7 +59,7 @@ def values(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "kind": "language-model",
         "model": MODEL,
-        "tokenizer": {"pieces": 270},
+        "tokenizer": {"vocab_size": 270},
         "data": {
             "train": [{"path": str(folder / "train.txt")}],
             "test": {"river": [{"path": str(folder / "test.txt")}]},
@@ -76,7 +74,7 @@ def values(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def run(folder: Path, out: str = "run", **changes: Any) -> Results:
     recipe = LanguageModelRecipe.parse(values(folder, **changes))
-    return run_recipe(recipe, folder / out, progress=False, say=lambda _: None)
+    return run_recipe(recipe, folder / out, progress=False, log=lambda _: None)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -152,36 +150,38 @@ def test_a_model_of_the_house_is_trained_and_goes_on(tmp_path: Path) -> None:
     assert {"bpb_river_at_16", "bpb_river_at_64"} <= set(metrics)
     training = {"steps": 1, "batch_size": 4, "learning_rate": 1e-9}
     run(tmp_path, "further", model=str(tmp_path / "run" / "model"), tokenizer=None, training=training)
-    assert keeping(AutoModelForCausalLM.from_pretrained(tmp_path / "further" / "model"))
+    assert parameters_without_decay(AutoModelForCausalLM.from_pretrained(tmp_path / "further" / "model"))
 
 
 def test_rows_go_on_where_those_of_the_step_before_ended() -> None:
     marked = np.arange(4, 4 + 7 * 5, dtype=np.int32).reshape(7, 5)
-    lanes = Lanes(TokenBlocks(marked, boundaries="joined"), 2)
-    batches = [lanes.batch(step) for step in range(4)]
+    streams = StatefulBatches(TokenBlocks(marked, boundaries="joined"), 2)
+    batches = [streams.batch(step) for step in range(4)]
     read = [torch.cat([batch.input_ids[row] for batch in batches[:3]]).tolist() for row in (0, 1)]
     assert read == [list(range(4, 19)), list(range(19, 34))]
-    assert [bool(batch.begins.all()) for batch in batches if batch.begins is not None] == [True, False, False, True]
+    assert [bool(batch.starts.all()) for batch in batches if batch.starts is not None] == [True, False, False, True]
     assert torch.equal(batches[3].input_ids, batches[0].input_ids)
-    with pytest.raises(DataError, match="The training text has 7 rows of 5 tokens, but 8 go on side by side: add text"):
-        Lanes(TokenBlocks(marked, boundaries="joined"), 8)
+    with pytest.raises(
+        DataError, match="The training text has 7 rows of 5 tokens, but 8 streams are read side by side"
+    ):
+        StatefulBatches(TokenBlocks(marked, boundaries="joined"), 8)
 
 
 def test_the_recurrent_state_continues_a_text_as_one_longer_pass_does() -> None:
     torch.manual_seed(0)
     bare = new_model(BLOCK_STATE, tiny_tokenizer(), 0)
     model = LanguageModel(bare).train()
-    ids, lane = torch.randint(0, 50, (2, 40)), torch.arange(2)
+    ids, stream = torch.randint(0, 50, (2, 40)), torch.arange(2)
     whole = bare(ids, use_cache=False).logits
-    first = model(ids[:, :27], labels=ids[:, :27], lane=lane, begins=torch.ones(2, dtype=torch.bool))
+    first = model(ids[:, :27], labels=ids[:, :27], stream=stream, starts=torch.ones(2, dtype=torch.bool))
     kept = model.recurrent_state()
-    second = model(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
+    second = model(ids[:, 27:], labels=ids[:, 27:], stream=stream, starts=torch.zeros(2, dtype=torch.bool))
     assert torch.allclose(torch.cat([first.logits, second.logits], dim=1), whole, atol=1e-4)
     assert not any(tensor.requires_grad for tensor in kept.values())
 
     other = LanguageModel(bare).train()
     other.set_recurrent_state(kept)
-    again = other(ids[:, 27:], labels=ids[:, 27:], lane=lane, begins=torch.zeros(2, dtype=torch.bool))
+    again = other(ids[:, 27:], labels=ids[:, 27:], stream=stream, starts=torch.zeros(2, dtype=torch.bool))
     assert torch.equal(again.logits, second.logits)
 
 
@@ -189,17 +189,17 @@ def test_a_run_whose_rows_go_on_resumes_bit_for_bit(tmp_path: Path, monkeypatch:
     changes = {"model": BLOCK_STATE, "data": values(tmp_path)["data"] | {"stream": True}}
     changes["training"] = values(tmp_path)["training"] | {"micro_batch_size": 2}
     run(tmp_path, "whole", **changes)
-    draw = Lanes.batch
+    draw = StatefulBatches.batch
 
-    def cut(self: Lanes, step: int) -> Any:
+    def cut(self: StatefulBatches, step: int) -> Any:
         if step == 5:
             raise KeyboardInterrupt
         return draw(self, step)
 
-    monkeypatch.setattr(Lanes, "batch", cut)
+    monkeypatch.setattr(StatefulBatches, "batch", cut)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "cut", **changes)
-    monkeypatch.setattr(Lanes, "batch", draw)
+    monkeypatch.setattr(StatefulBatches, "batch", draw)
     run(tmp_path, "cut", **changes)
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     apart = run(tmp_path, "apart", **changes | {"data": values(tmp_path)["data"]})
@@ -228,9 +228,11 @@ def test_what_keeps_a_state_does_not_decay() -> None:
     model.weight._no_weight_decay = True  # type: ignore[attr-defined]
     wide = nn.Linear(3, 2)
     both = nn.ModuleDict({"kept": model, "plain": wide})
-    assert keeping(both) == {"kept.weight"}
+    assert parameters_without_decay(both) == {"kept.weight"}
     config = TrainingConfig(steps=1, weight_decay=0.1)
-    decaying, others = make_optimiser(dict(both.named_parameters()), config, keeping(both)).param_groups
+    decaying, others = make_optimizer(
+        dict(both.named_parameters()), config, parameters_without_decay(both)
+    ).param_groups
     assert decaying["weight_decay"] == 0.1
     assert [id(p) for p in decaying["params"]] == [id(wide.weight)]
     assert others["weight_decay"] == 0.0
@@ -239,7 +241,7 @@ def test_what_keeps_a_state_does_not_decay() -> None:
 
 def test_a_state_space_model_names_what_does_not_decay() -> None:
     model = new_model(BLOCK_STATE, tiny_tokenizer(), 0)
-    kept = keeping(LanguageModel(model))
+    kept = parameters_without_decay(LanguageModel(model))
     assert kept
     assert all(".kernels." in name for name in kept)
     assert kept <= {name for name, _ in LanguageModel(model).named_parameters()}
@@ -253,7 +255,7 @@ def test_its_loss_is_that_of_transformers() -> None:
 
 
 def test_pieces_write_every_text() -> None:
-    tokenizer = train_pieces([WORDS * 10], 300)
+    tokenizer = train_tokenizer([WORDS * 10], 300)
     text = "Grüße, 你好 \x00 🌙"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
@@ -264,7 +266,7 @@ def test_pieces_write_every_text() -> None:
     ("changes", "message"),
     [
         ({"model": MODEL | {"model_type": "lama"}}, r"no architecture with the model_type 'lama' \(did you mean"),
-        ({"model": MODEL | {"model_type": "t5"}}, "Models of the type t5 do not read text from left to right: name"),
+        ({"model": MODEL | {"model_type": "t5"}}, "Models of the type t5 are not causal language models: name"),
         ({"model": MODEL | {"hidden": 3}}, r"model: unknown key hidden for the model_type llama"),
         (
             {"model": MODEL | {"num_attention_heads": 3}},
@@ -276,11 +278,11 @@ def test_pieces_write_every_text() -> None:
         ),
         ({"model": MODEL | {"vocab_size": 100}}, "The tokenizer has .* tokens, but the model llama has 100: take a"),
         ({"model": {"hidden_size": 16}}, "a new model has a model_type, such as llama: name one under model"),
-        ({"model": "nowhere/at-all", "tokenizer": {"pieces": 260}}, r"The model nowhere/at-all can't be loaded \("),
+        ({"model": "nowhere/at-all", "tokenizer": {"vocab_size": 260}}, r"The model nowhere/at-all can't be loaded \("),
         ({"tokenizer": "nowhere/at-all"}, r"The tokenizer nowhere/at-all can't be loaded \(.*\): name a folder"),
         ({"tokenizer": None}, "a new model has no tokenizer: name one under tokenizer, or learn one, as in"),
-        ({"tokenizer": {"pieces": 100}}, "tokenizer.pieces: the value should be greater than or equal to 257"),
-        ({"tokenizer": {}}, "a tokenizer has either a name or a number of pieces"),
+        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: the value should be greater than or equal to 257"),
+        ({"tokenizer": {}}, "a tokenizer has either a name or a vocab_size"),
         (
             {"evaluation": {"lengths": [128]}},
             "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
@@ -293,15 +295,15 @@ def test_pieces_write_every_text() -> None:
         ),
         (
             {"stream": True},
-            "A model of the type llama remembers every token, so its rows can't go on from step to step",
+            "A model of the type llama has a cache that grows with the text, so its rows can't continue",
         ),
         (
             {"stream": True, "separate": True},
-            "documents that go on from row to row are joined: set boundaries to joined",
+            "a stream joins its documents: set boundaries to joined",
         ),
         (
             {"stream": True, "model": BLOCK_STATE, "training": {"steps": 1, "gradient_checkpointing": True}},
-            "Rows that go on are read once: set training.gradient_checkpointing or data.stream to false",
+            "data.stream and training.gradient_checkpointing are both true, but a streaming model",
         ),
         ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "block-state: 3 heads don't divide a width of 16"),
         ({"device": "meat"}, r"The device meat can't be used \("),
@@ -326,7 +328,7 @@ def test_a_recipe_of_another_kind(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(values(tmp_path)))
     recipe = load_recipe(path, ["training.steps=2"])
     assert recipe.training.steps == 2
-    with pytest.raises(RecipeError, match="The recipe is of one language model, and there is nothing to compare it"):
+    with pytest.raises(RecipeError, match="The recipe trains one language model, and there is nothing to compare"):
         compare_recipe(recipe)
     with pytest.raises(RecipeError, match="kind is 'language', but language-model is expected: leave kind out of a"):
         load_recipe(path, ["kind=language"])

@@ -14,9 +14,8 @@ import graftlm.training.loop as loop_module
 from graftlm.errors import MissingExtraError, RecipeError, TrainingError
 from graftlm.grafts import GraftedModel
 from graftlm.training import train
-from graftlm.training.checkpoint import newest_checkpoint
-from graftlm.training.history import read_history
-from graftlm.training.schedule import learning_rate, make_optimiser
+from graftlm.training.checkpoint import newest_checkpoint, read_history
+from graftlm.training.loop import learning_rate, make_optimizer
 from training.toy import toy_config, toy_mixture, toy_model, weights
 
 
@@ -59,7 +58,7 @@ def test_one_step_is_adamw_on_the_clipped_gradient(tmp_path: Path) -> None:
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in trainable.values()]))
     for parameter in trainable.values():
         parameter.grad.mul_(config.clip / norm)
-    make_optimiser(trainable, config).step()
+    make_optimizer(trainable, config).step()
     summary = train(model, toy_mixture(), config, tmp_path, progress=False)
     assert read_history(summary.history)[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
     for name, tensor in weights(model).items():
@@ -103,7 +102,7 @@ def test_a_warm_up_longer_than_the_run_only_rises() -> None:
 
 def test_vectors_do_not_decay() -> None:
     module = torch.nn.Linear(2, 3)
-    groups = make_optimiser(dict(module.named_parameters()), toy_config(weight_decay=0.5)).param_groups
+    groups = make_optimizer(dict(module.named_parameters()), toy_config(weight_decay=0.5)).param_groups
     assert [(group["weight_decay"], [p.ndim for p in group["params"]]) for group in groups] == [(0.5, [2]), (0.0, [1])]
     assert {group["betas"] for group in groups} == {(0.9, 0.95)}
 
@@ -141,7 +140,7 @@ def test_a_step_that_goes_wrong_leaves_the_last_good_state(
     assert kept is not None
     assert expected is not None
     assert kept.step == 3
-    for file in ("tensors.safetensors", "optimiser.safetensors"):
+    for file in ("tensors.safetensors", "optimizer.safetensors"):
         assert (kept.path / file).read_bytes() == (expected.path / file).read_bytes()
     lines = (tmp_path / "bad/history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
@@ -199,7 +198,7 @@ def test_a_model_with_nothing_to_train(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_another_batch_size(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"mixture gives 4 rows per step, but batch_size is 8"):
+    with pytest.raises(TrainingError, match=r"data gives 4 rows per step, but batch_size is 8"):
         train(toy_model(), toy_mixture(4), toy_config(), tmp_path, progress=False)
 
 

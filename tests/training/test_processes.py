@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from graftlm.errors import TrainingError
 from graftlm.training import train
-from graftlm.training.history import read_history
-from graftlm.training.processes import placed
+from graftlm.training.checkpoint import read_history
+from graftlm.training.distributed import distributed
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model
 
 TOLERANCE = 1e-5  # relative to the largest weight, and to the loss: only the order of sums differs
@@ -85,7 +85,7 @@ def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
-    for file in ("tensors.safetensors", "optimiser.safetensors"):
+    for file in ("tensors.safetensors", "optimizer.safetensors"):
         last = f"checkpoints/step-{toy_config().steps:06d}/{file}"
         ours, theirs = (load_file(folder / name / last) for folder in (alone, together))
         assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
@@ -111,7 +111,7 @@ def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.raises(
             TrainingError, match=r"batch_size of 8 can't be shared evenly by 3 processes: use a multiple of 3"
         ),
-        placed(toy_model(), toy_config(), tmp_path),
+        distributed(toy_model(), toy_config(), tmp_path),
     ):
         pass
 

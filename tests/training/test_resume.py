@@ -20,12 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import graftlm.training.checkpoint as checkpoint_module
-import graftlm.training.history as history_module
+import graftlm.training.checkpoint as history_module
 from graftlm.errors import TrainingError
 from graftlm.grafts import GraftedModel
 from graftlm.training import train
-from graftlm.training.checkpoint import newest_checkpoint
-from graftlm.training.history import read_history
+from graftlm.training.checkpoint import newest_checkpoint, read_history
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model, weights
 
 STEPS = 6
@@ -113,14 +112,14 @@ def tear_tensors(folder: Path) -> None:
 
 
 def flip_bit(folder: Path) -> None:
-    path = folder / "optimiser.safetensors"
+    path = folder / "optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
 def lose_file(folder: Path) -> None:
-    (folder / "optimiser.safetensors").unlink()
+    (folder / "optimizer.safetensors").unlink()
 
 
 def empty(folder: Path) -> None:

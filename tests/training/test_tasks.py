@@ -19,9 +19,8 @@ from graftlm.artifact import read_manifest
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
 from graftlm.generation.predict import evaluate_rows, load_task_graft
-from graftlm.runs.experiment import compare_recipe, run_recipe
-from graftlm.runs.recipe import Recipe, load_recipe, recipe_schema
-from graftlm.runs.task_recipe import TaskRecipe
+from graftlm.runs.recipe import Recipe, compare_recipe, load_recipe, recipe_schema, run_recipe
+from graftlm.runs.task_run import TaskRecipe
 from tiny import BackboneFolder
 from training.tasks import task_recipe, tasks_of, write_rows
 
@@ -29,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def run(values: dict[str, Any], said: list[str] | None = None) -> Any:
-    return run_recipe(TaskRecipe.parse(values), progress=False, say=(said if said is not None else []).append)
+    return run_recipe(TaskRecipe.parse(values), progress=False, log=(said if said is not None else []).append)
 
 
 @pytest.fixture(scope="module")

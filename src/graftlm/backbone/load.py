@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from graftlm.backbone.families import FAMILIES, Sites
+from graftlm.config import Config
 from graftlm.errors import BackboneError
 from graftlm.models import register
 
@@ -360,3 +362,19 @@ def _sample(tensor: Tensor) -> Tensor:
 def _decode_samples(samples: str) -> Tensor:
     raw = bytearray(base64.b64decode(samples))
     return torch.frombuffer(raw, dtype=torch.bfloat16).float() if raw else torch.zeros(0)
+
+
+class BackboneConfig(Config):
+    """Which frozen model to load."""
+
+    name: str = Field(min_length=1, description="A name on the Hugging Face hub, or a folder.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
+
+    def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
+        """The backbone, with the head that `kind` names."""
+        device = self.device or default_device()
+        return load_backbone(
+            self.name, kind=kind, dtype=self.dtype, device=device, trust_remote_code=self.trust_remote_code
+        )

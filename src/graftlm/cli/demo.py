@@ -21,4 +21,4 @@ def demo(
     configure_logging()
     from graftlm.demo import run_demo
 
-    print_report(run_demo(out, quick=quick, seed=seed, say=logger(quiet), progress=not quiet), out, as_json)
+    print_report(run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)

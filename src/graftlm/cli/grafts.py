@@ -92,7 +92,7 @@ def evaluate(
     from graftlm.errors import DataError
     from graftlm.evaluation import write_report
     from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
-    from graftlm.runs.recipe import EvaluationConfig
+    from graftlm.runs.graft_run import EvaluationConfig
 
     where: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
     where |= {"trust_remote_code": trust_remote_code}

@@ -23,7 +23,7 @@ def train(
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)
     try:
-        results = run_recipe(chosen, folder, progress=not quiet, say=logger(quiet))
+        results = run_recipe(chosen, folder, progress=not quiet, log=logger(quiet))
     except ForgettingBudgetError:
         print_report(Results.read(folder), folder, as_json)
         raise
@@ -43,4 +43,4 @@ def compare(
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path(chosen.out)
-    print_report(compare_recipe(chosen, folder, progress=not quiet, say=logger(quiet)), folder, as_json)
+    print_report(compare_recipe(chosen, folder, progress=not quiet, log=logger(quiet)), folder, as_json)

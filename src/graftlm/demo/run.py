@@ -20,10 +20,9 @@ from graftlm.data import DataConfig, SourceConfig, build_mixture
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.experiment import compare_recipe
-from graftlm.runs.recipe import Recipe
+from graftlm.runs.recipe import Recipe, compare_recipe
 from graftlm.training import TrainingConfig, train
-from graftlm.training.pieces import train_pieces
+from graftlm.training.language_model import train_tokenizer
 
 
 class Size(Config):
@@ -68,22 +67,22 @@ def run_demo(
     quick: bool = False,
     seed: int = 0,
     progress: bool = True,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Results:
     """Run the demo in a folder; a backbone that an earlier run left there is used again."""
     out, size = Path(out), QUICK if quick else Size()
-    corpus = make_corpus(out / "corpus", size, say)
-    make_backbone(out / "backbone", corpus, size, seed, progress=progress, say=say)
+    corpus = make_corpus(out / "corpus", size, log)
+    make_backbone(out / "backbone", corpus, size, seed, progress=progress, log=log)
     recipe = demo_recipe(out, size, seed)
     recipe.to_yaml(out / "recipe.yaml")
-    return compare_recipe(recipe, progress=progress, say=say)
+    return compare_recipe(recipe, progress=progress, log=log)
 
 
-def make_corpus(folder: Path, size: Size, say: Callable[[str], None]) -> Path:
+def make_corpus(folder: Path, size: Size, log: Callable[[str], None]) -> Path:
     """Write the demo's texts as jsonl files, unless they are there."""
     done = folder / "corpus.json"
     if not done.exists() or json.loads(done.read_text()) != size.characters:
-        say("Reading the English and the code of this Python installation.")
+        log("Reading the English and the code of this Python installation.")
         english, code = read_installation(size.characters)
         for name, documents in deal(english, {"english": 8, "english-more": 1, "english-test": 1}).items():
             write_documents(folder / f"{name}.jsonl", documents)
@@ -94,22 +93,22 @@ def make_corpus(folder: Path, size: Size, say: Callable[[str], None]) -> Path:
 
 
 def make_backbone(
-    folder: Path, corpus: Path, size: Size, seed: int, *, progress: bool, say: Callable[[str], None]
+    folder: Path, corpus: Path, size: Size, seed: int, *, progress: bool, log: Callable[[str], None]
 ) -> None:
     """Pretrain the tiny Llama on the corpus' English and save it, unless a whole one is there."""
     wanted = {"size": size.model_dump(mode="json"), "seed": seed}
     done = folder / "demo.json"
     if done.exists() and json.loads(done.read_text()) == wanted:
-        say(f"Using the backbone that an earlier run left in {folder}.")
+        log(f"Using the backbone that an earlier run left in {folder}.")
         return
-    tokenizer = train_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
+    tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
     data = DataConfig(
         new=[SourceConfig(path=str(corpus / "english.jsonl"))], replay_fraction=0, length=size.length, seed=seed
     )
     training = _training(size, size.pretraining_steps, 3e-3, seed)
-    say(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
+    log(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
     with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as model:
         mixture = build_mixture(data, tokenizer, training.batch_size)
         train(model, mixture, training, folder / "training", progress=progress)
@@ -169,7 +168,7 @@ def random_llama(
     return LlamaForCausalLM(shape)
 
 
-def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer from the texts of jsonl files."""
 
     def texts() -> Iterable[str]:
@@ -177,7 +176,7 @@ def train_tokenizer(files: Iterable[Path], vocabulary: int) -> PreTrainedTokeniz
             with file.open(encoding="utf-8") as lines:
                 yield from (json.loads(line)["text"] for line in lines)
 
-    return train_pieces(texts(), vocabulary)
+    return train_tokenizer(texts(), vocab_size)
 
 
 def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
@@ -192,4 +191,4 @@ def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
     )
 
 
-__all__ = ["Size", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_tokenizer"]
+__all__ = ["Size", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_corpus_tokenizer"]

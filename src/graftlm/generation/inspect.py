@@ -19,8 +19,8 @@ from graftlm.errors import ArtifactError, DataError
 from graftlm.evaluation import Metric, Results, TaskConfig, run_lm_eval
 from graftlm.evaluation.results import FILE_NAME as RESULTS_NAME
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
-from graftlm.runs.bench import Bench, Measurement, graft_label
-from graftlm.runs.recipe import EvaluationConfig
+from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
+from graftlm.runs.run import Measurement
 
 LENGTH = 256
 # A larger matrix takes seconds.
@@ -168,10 +168,10 @@ def _at_work(
         spectra = described.pop("spectrum")
         layers["effective_rank"] = {whose: [rank_of(s) for s in each] for whose, each in spectra.items()}
     if texts:
-        bench = Bench(backbone, texts, EvaluationConfig(length=length), length)
+        evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
         with GraftedModel(backbone, {"graft": graft}) as model:
             for name in texts:
-                for key, values in bench.observe(model, name).items():
+                for key, values in evaluator.observe(model, name).items():
                     layers.setdefault(key, {})[name] = values
     return layers, described
 
@@ -237,20 +237,20 @@ def evaluate_graft(
         )
     live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     graft = load_graft(folder, live, changes)
-    bench = Bench(live, texts or {}, evaluation, LENGTH)
+    evaluator = BackboneEvaluator(live, texts or {}, evaluation, LENGTH)
 
     def with_tasks(measured: Measurement, model: Any) -> Measurement:
-        found = run_lm_eval(model, bench.tokenizer, tasks, limit=limit) if tasks else {}
+        found = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit) if tasks else {}
         more = {f"{task}_{name}": value for task, metrics in found.items() for name, value in metrics.items()}
         measured.row = measured.row.model_copy(update={"metrics": measured.row.metrics | more})
         return measured
 
-    bare = with_tasks(bench.backbone_measurement(), live.model)
+    bare = with_tasks(evaluator.measure_backbone(), live.model)
     with GraftedModel(live, {"graft": graft}) as model:
-        grafted = with_tasks(bench.measure(model, graft.config.kind, graft_label(graft.config)), model)
-    details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.statistics}}
-    if bench.tasks:
-        details["tasks"] = {one.row.id: one.tasks for one in (bare, grafted)}
+        grafted = with_tasks(evaluator.measure(model, graft.config.kind, graft_label(graft.config)), model)
+    details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
+    if evaluator.tasks:
+        details["tasks"] = {measured.row.id: measured.details.get("tasks", {}) for measured in (bare, grafted)}
     return Results.here("eval", [bare.row, grafted.row], details=details)
 
 

@@ -20,7 +20,7 @@ from graftlm.evaluation import Results, Row
 from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
 from graftlm.grafts import Graft, GraftedModel, HasHeads
 from graftlm.grafts.heads import TaskSpec
-from graftlm.runs.bench import graft_label
+from graftlm.runs.graft_run import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests
 
 _CHUNK = 1024  # rows that are read, answered and printed at a time

@@ -1,28 +1,28 @@
-"""Train a language model from a recipe, measure it on texts that it has not read, and leave both in a folder."""
+"""The run of one language model: train all of its weights on text, and measure bits per byte."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 from accelerate import PartialState
+from pydantic import BeforeValidator, Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
-from graftlm.data import Document, Mixture, SourceConfig, TokenBlocks, build_documents, build_mixture
+from graftlm.config import Config
+from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.build import build_blocks
 from graftlm.data.sources import read_some
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
-from graftlm.evaluation.metrics import MemoryWatch
-from graftlm.evaluation.report import write_report
-from graftlm.io import write_atomically
-from graftlm.runs.bench import Measurement, count_weights
-from graftlm.training.lanes import Lanes
+from graftlm.runs.graft_run import count_parameters, load_tests
+from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.training.config import TrainingConfig
 from graftlm.training.language_model import (
+    MIN_VOCAB_SIZE,
     LanguageModel,
     check_rows,
     check_stream,
@@ -30,55 +30,214 @@ from graftlm.training.language_model import (
     read_model,
     read_tokenizer,
     save_model,
+    train_tokenizer,
 )
-from graftlm.runs.language_recipe import LanguageModelRecipe, LengthsConfig
-from graftlm.training.loop import train
-from graftlm.training.pieces import train_pieces
-
-MODEL, TOKENIZER, MEASURED = "model", "tokenizer", "measurement.json"
+from graftlm.training.loop import TrainingSummary
+from graftlm.training.stateful import StatefulBatches
 
 
-def train_language_model(
-    recipe: LanguageModelRecipe, out: Path, *, progress: bool = True, say: Callable[[str], None] = print
-) -> Results:
-    """Train the recipe's model and report; the model is in `out/model`, and a finished run is read back.
+class TokenizerConfig(Config):
+    """The tokenizer: an existing one, or one that is learned from the training text."""
 
-    Raises:
-        RecipeError: the model does not fit the recipe, or the tokenizer the model.
-        DataError: a text can't be read.
-    """
-    main = PartialState().is_main_process
-    if main:
-        write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
-    tokenizer = find_tokenizer(recipe, out)
-    model = _model(recipe, tokenizer)
-    mixture = _mixture(recipe, tokenizer)
-    tests = {name: build_documents(sources) for name, sources in recipe.data.test.items()}
-    identity = _identity(recipe, model, mixture)
-    say(f"A {model.config.model_type} model of {count_weights(model.parameters()):,} parameters.")
-    step = recipe.training.batch_size * recipe.data.length
-    say(f"Training it for {recipe.training.steps:,} steps of {step:,} tokens.")
-    measured = _run(recipe, model, tokenizer, mixture, tests, identity, out, progress)
-    results = _results(recipe, measured)
-    if main:
-        write_report(results, out, plots=_plots(recipe, measured))
-    return results
+    name: str | None = Field(None, min_length=1, description="A name on the Hugging Face hub, or a folder.")
+    vocab_size: int | None = Field(
+        None, ge=MIN_VOCAB_SIZE, description="Learn a byte-level BPE tokenizer of at most this many tokens instead."
+    )
+    characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.name is None) == (self.vocab_size is None):
+            raise ValueError("a tokenizer has either a name or a vocab_size")
+        return self
 
 
-def find_tokenizer(recipe: LanguageModelRecipe, out: Path) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer: one that is there, or one that is learned, once, into `out/tokenizer`."""
-    wanted = recipe.tokenizer
-    if wanted is None:
-        assert isinstance(recipe.model, str), "a recipe's own check"
-        return read_tokenizer(recipe.model)
-    if wanted.name is not None:
-        return read_tokenizer(wanted.name)
-    with PartialState().main_process_first():
-        if not (out / TOKENIZER / "tokenizer.json").exists():
-            assert wanted.pieces is not None, "a config's own check"
-            texts = _texts(recipe.data.train, wanted.characters)
-            train_pieces(texts, wanted.pieces).save_pretrained(out / TOKENIZER)
-        return read_tokenizer(str(out / TOKENIZER))
+class LanguageDataConfig(Config):
+    """Training and test texts of a language model."""
+
+    train: list[SourceConfig] = Field(min_length=1, description="Training texts.")
+    test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, disjoint from the training texts.")
+    length: int = Field(1024, ge=2, description="Tokens per row.")
+    boundaries: Literal["joined", "separate", "whole"] = Field(
+        "joined",
+        description="joined: documents of a row make one stream with end-of-text tokens between them. separate: "
+        "attention stays inside each document, which needs a model with position ids. whole: separate, and a document "
+        "that fits into a row is never cut.",
+    )
+    seed: int = Field(0, ge=0, description="Orders the rows.")
+    stream: bool = Field(
+        False,
+        description="Each row continues that of the step before, and the model keeps its state without gradients: for "
+        "texts that are longer than a row, and models with a recurrent state.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stream and self.boundaries != "joined":
+            raise ValueError(
+                "a stream joins its documents: set boundaries to joined, or stream to false"
+            )
+        if self.stream and any(source.streaming for source in self.train):
+            raise ValueError("a stream is cut from text in memory: set the sources' streaming to false, or stream to false")
+        return self
+
+    def packed(self) -> DataConfig:
+        """The data section that packing takes."""
+        return DataConfig(
+            new=self.train, replay_fraction=0,
+            length=self.length,
+            boundaries=self.boundaries,
+            test=self.test,
+            seed=self.seed,
+        )
+
+
+class LengthsConfig(Config):
+    """How test texts are scored: bits per byte in windows of several lengths."""
+
+    lengths: list[Annotated[int, Field(ge=3)]] = Field(
+        [], description="Tokens per window; the training length is always measured."
+    )
+    tokens_per_pass: int = Field(16_384, ge=1, description="Tokens of all windows in a forward pass; a longer window is alone.")
+    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+def _as_tokenizer(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class LanguageModelRecipe(Config):
+    """A training run of all weights of a language model."""
+
+    kind: Literal["language-model"] = Field("language-model", description="Marks a recipe that trains a language model.")
+    model: str | dict[str, Any] = Field(
+        description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type, as "
+        "Hugging Face names architectures, and any of its keys."
+    )
+    tokenizer: Annotated[TokenizerConfig | None, BeforeValidator(_as_tokenizer)] = Field(
+        None, description="A name or folder, or how to learn one; the pretrained model's when absent."
+    )
+    data: LanguageDataConfig
+    training: TrainingConfig
+    evaluation: LengthsConfig = LengthsConfig()
+    device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
+    out: str = Field("runs/model", description="Folder for the model, its report and the checkpoints.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.training.steps == 0:
+            raise ValueError("a language model learns by steps: set training.steps to 1 or more")
+        if isinstance(self.model, dict) and not isinstance(self.model.get("model_type"), str):
+            raise ValueError("a new model has a model_type, such as llama: name one under model")
+        if isinstance(self.model, dict) and self.tokenizer is None:
+            raise ValueError(
+                "a new model has no tokenizer: name one under tokenizer, or learn one, as in tokenizer: {vocab_size: 4096}"
+            )
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the windows that are scored, the training length included."""
+        return sorted({*self.evaluation.lengths, self.data.length})
+
+    def run(self) -> LanguageModelRun:
+        """The run that trains the recipe's model."""
+        names = ("model", "tokenizer", "data", "training", "evaluation", "device")
+        label = self.model if isinstance(self.model, str) else str(self.model["model_type"])
+        return LanguageModelRun(id="model", label=label, folder=".", **{name: getattr(self, name) for name in names})
+
+    def plots(self, results: Results) -> dict[str, Any]:
+        """Bits per byte by length, where several lengths were measured."""
+        from graftlm.evaluation import plots  # matplotlib takes half a second to import
+
+        metrics, length = results.rows[0].metrics, self.data.length
+        names = [name for name in self.data.test if f"bpb_{name}_at_{length}" in metrics]
+        curves = {name: [(at, metrics[f"bpb_{name}_at_{at}"]) for at in self.lengths] for name in names}
+        return {"bits-per-byte-by-length": plots.by_length(curves, trained=length)} if curves else {}
+
+
+class LanguageModelRun(TrainingRun):
+    """Train all weights of a causal language model on text, and measure bits per byte."""
+
+    model: str | dict[str, Any]
+    tokenizer: TokenizerConfig | None = None
+    data: LanguageDataConfig
+    evaluation: LengthsConfig = LengthsConfig()
+    device: str | None = None
+
+    def artefacts(self) -> tuple[str, ...]:
+        return ("model/config.json",)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the windows that are scored, the training length included."""
+        return sorted({*self.evaluation.lengths, self.data.length})
+
+    @contextmanager
+    def build(self, context: RunContext) -> Iterator[Trainee]:
+        tokenizer = self._load_tokenizer(context.folder)
+        model = self._load_model(tokenizer)
+        batches = self._batches(tokenizer)
+        tests = load_tests(self.data.test)
+        start = fingerprint(model).id if isinstance(self.model, str) else self.model
+        rows = self.training.batch_size * self.data.length
+        parameters = count_parameters(model.parameters())
+        context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
+        context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
+        identity = {"model": start, "data": batches.fingerprint()}
+        yield Trainee(LanguageModel(model), batches, identity, tokenizer, tests)
+
+    def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
+        """The named tokenizer, or one that is learned once into `folder/tokenizer`."""
+        if self.tokenizer is None:
+            assert isinstance(self.model, str), "a recipe's own check"
+            return read_tokenizer(self.model)
+        if self.tokenizer.name is not None:
+            return read_tokenizer(self.tokenizer.name)
+        path = folder / "tokenizer"
+        with PartialState().main_process_first():
+            if not (path / "tokenizer.json").exists():
+                assert self.tokenizer.vocab_size is not None, "a config's own check"
+                texts = _first_texts(self.data.train, self.tokenizer.characters)
+                train_tokenizer(texts, self.tokenizer.vocab_size).save_pretrained(path)
+            return read_tokenizer(str(path))
+
+    def _load_model(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """The untrained or pretrained model on its device."""
+        if isinstance(self.model, str):
+            model = read_model(self.model, tokenizer)
+        else:
+            model = new_model(self.model, tokenizer, self.training.seed)
+        if self.data.stream:
+            check_stream(model, self.training)
+        check_rows(model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries)
+        device = self.device or PartialState().device
+        try:
+            return model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise RecipeError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from None
+
+    def _batches(self, tokenizer: PreTrainedTokenizerBase) -> Mixture:
+        size, data = self.training.batch_size, self.data.packed()
+        if not self.data.stream:
+            return build_mixture(data, tokenizer, size)
+        blocks = build_blocks(self.data.train, data, tokenizer)
+        assert isinstance(blocks, TokenBlocks), "a config's own check"
+        return StatefulBatches(blocks, size)
+
+    def evaluate(self, trainee: Trainee) -> Measurement:
+        model = trainee.model.model
+        by_length = bits_per_byte(model, trainee.tokenizer, trainee.tests, self.lengths, self.evaluation)
+        metrics = metrics_by_length(by_length, self.data.length) | {"parameters": count_parameters(model.parameters())}
+        row_id = model.config.model_type
+        return Measurement(Row(id=row_id, label=self.label or row_id, metrics=metrics))
+
+    def save(
+        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+    ) -> None:
+        save_model(trainee.model.model, trainee.tokenizer, context.folder / "model")
 
 
 def bits_per_byte(
@@ -88,7 +247,7 @@ def bits_per_byte(
     lengths: Sequence[int],
     settings: LengthsConfig,
 ) -> dict[str, dict[int, Interval]]:
-    """Bits per byte of each test set in windows of each length; the same tokens of text are scored at every length."""
+    """Bits per byte of each test set by window length; every length scores the same tokens of text."""
     return {
         name: {
             length: score(
@@ -106,10 +265,10 @@ def bits_per_byte(
     }
 
 
-def metrics_by_length(found: Mapping[str, Mapping[int, Interval]], trained: int) -> dict[str, Metric]:
-    """`bpb_<set>` at the length of training and, where there are more, `bpb_<set>_at_<length>`."""
+def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int) -> dict[str, Metric]:
+    """`bpb_<set>` at the training length and, with several lengths, `bpb_<set>_at_<length>`."""
     metrics: dict[str, Metric] = {}
-    for name, by_length in found.items():
+    for name, by_length in values.items():
         if trained in by_length:
             metrics[f"bpb_{name}"] = by_length[trained]
         if len(by_length) > 1:
@@ -117,8 +276,8 @@ def metrics_by_length(found: Mapping[str, Mapping[int, Interval]], trained: int)
     return metrics
 
 
-def _texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
-    """The start of every source's text, alike of each."""
+def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
+    """The first characters of every source, the same number of each."""
     for source in sources:
         left = -(-characters // len(sources))
         for document in read_some(source):
@@ -128,102 +287,4 @@ def _texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
                 break
 
 
-def _model(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The recipe's model, untrained or as it was left, on its device."""
-    if isinstance(recipe.model, str):
-        model = read_model(recipe.model, tokenizer)
-    else:
-        model = new_model(recipe.model, tokenizer, recipe.training.seed)
-    if recipe.data.stream:
-        check_stream(model, recipe.training)
-    check_rows(model, length=recipe.data.length, longest=max(recipe.lengths), boundaries=recipe.data.boundaries)
-    device = recipe.device or PartialState().device
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise RecipeError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from None
-
-
-def _mixture(recipe: LanguageModelRecipe, tokenizer: PreTrainedTokenizerBase) -> Mixture:
-    """The rows of every step."""
-    size, data = recipe.training.batch_size, recipe.data.packed()
-    if not recipe.data.stream:
-        return build_mixture(data, tokenizer, size)
-    blocks = build_blocks(recipe.data.train, data, tokenizer)
-    assert isinstance(blocks, TokenBlocks), "a config's own check"
-    return Lanes(blocks, size)
-
-
-def _identity(recipe: LanguageModelRecipe, model: Any, mixture: Mixture) -> dict[str, Any]:
-    """What must be the same when the run resumes."""
-    start = fingerprint(model).id if isinstance(recipe.model, str) else recipe.model
-    return {"model": start, "data": mixture.fingerprint()}
-
-
-def _run(
-    recipe: LanguageModelRecipe,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    mixture: Mixture,
-    tests: Mapping[str, Sequence[Document]],
-    identity: Mapping[str, Any],
-    out: Path,
-    progress: bool,
-) -> Measurement:
-    """Train, save and measure, or read back what was measured."""
-    key = _key(recipe, identity, tests)
-    kept = _read(out, key)
-    if kept is not None:
-        return kept
-    with MemoryWatch() as memory:
-        summary = train(LanguageModel(model), mixture, recipe.training, out, identity=identity, progress=progress)
-    row = Row(
-        id=model.config.model_type, label=_label(recipe), metrics={"parameters": count_weights(model.parameters())}
-    )
-    measured = Measurement(row)
-    if not PartialState().is_main_process:
-        return measured
-    save_model(model, tokenizer, out / MODEL)
-    found = bits_per_byte(model, tokenizer, tests, recipe.lengths, recipe.evaluation)
-    metrics = metrics_by_length(found, recipe.data.length) | row.metrics
-    measured.row = row.model_copy(update={"metrics": metrics})
-    measured.add_training(summary, memory.peak)
-    write_atomically(out / MEASURED, json.dumps({"key": key} | measured.to_json()).encode())
-    return measured
-
-
-def _key(recipe: LanguageModelRecipe, identity: Mapping[str, Any], tests: Mapping[str, Sequence[Document]]) -> str:
-    """What must be the same for a finished run to be read back."""
-    read = [[name, [document.text for document in documents]] for name, documents in tests.items()]
-    settings = [recipe.training.model_dump_json(), recipe.evaluation.model_dump_json(), recipe.lengths]
-    return hashlib.sha256(json.dumps([identity, settings, read], sort_keys=True).encode()).hexdigest()
-
-
-def _read(out: Path, key: str) -> Measurement | None:
-    try:
-        values = json.loads((out / MEASURED).read_text(encoding="utf-8"))
-        whole = values["key"] == key and (out / MODEL / "config.json").exists()
-        return Measurement.from_json(values) if whole else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _label(recipe: LanguageModelRecipe) -> str:
-    return recipe.model if isinstance(recipe.model, str) else str(recipe.model["model_type"])
-
-
-def _results(recipe: LanguageModelRecipe, measured: Measurement) -> Results:
-    losses = {measured.row.id: measured.losses}
-    return Results.here("train", [measured.row], seeds=[recipe.training.seed], details={"losses": losses})
-
-
-def _plots(recipe: LanguageModelRecipe, measured: Measurement) -> dict[str, Any]:
-    from graftlm.evaluation import plots  # matplotlib takes half a second
-
-    names = [name for name in recipe.data.test if f"bpb_{name}_at_{recipe.data.length}" in measured.row.metrics]
-    curves = {n: [(at, measured.row.metrics[f"bpb_{n}_at_{at}"]) for at in recipe.lengths] for n in names}
-    return {"bits-per-byte-by-length": plots.by_length(curves, trained=recipe.data.length)} if curves else {}
-
-
-__all__ = ["bits_per_byte", "find_tokenizer", "metrics_by_length", "train_language_model"]
+__all__ = ["LanguageModelRecipe", "LanguageModelRun", "LengthsConfig", "bits_per_byte", "metrics_by_length"]

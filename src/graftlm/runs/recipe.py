@@ -1,44 +1,34 @@
-"""The recipe: one YAML file that reproduces one training run."""
+"""Recipes: one YAML file that reproduces one training run, or a comparison of several."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
+from accelerate import PartialState
 from pydantic import Field, model_validator
 
 from graftlm.config import Config, parse_overridden, read_yaml
+from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.errors import RecipeError
-from graftlm.evaluation import TaskConfig
-from graftlm.grafts import GraftConfig, default_config, graft_class, kinds
+from graftlm.errors import ForgettingBudgetError, RecipeError
+from graftlm.evaluation import Aim, Results, value_of
+from graftlm.evaluation.report import write_report
+from graftlm.grafts import default_config, graft_class, kinds
+from graftlm.io import write_atomically
+from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.language_run import LanguageModelRecipe
+from graftlm.runs.run import Log, Measurement, Run, execute
+from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
-from graftlm.runs.language_recipe import KIND, LanguageModelRecipe
-from graftlm.runs.sections import AnyGraft, BackboneConfig
-from graftlm.runs.task_recipe import KEY, TaskRecipe
 
 AnyRecipe: TypeAlias = "Recipe | LanguageModelRecipe | TaskRecipe"
 
 
-class EvaluationConfig(Config):
-    """What is measured after training, on the recipe's test texts and on tasks of its own."""
-
-    length: int | None = Field(None, ge=2, description="Tokens per window; the data's row length when absent.")
-    batch_size: int = Field(16, ge=1)
-    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
-    precision: Literal["fp32", "bf16"] = "fp32"
-    decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
-    decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
-    tasks: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
-    forgetting_budget: float | None = Field(
-        None, description="Nats per token of the old domain that the run may lose; more makes it fail."
-    )
-
-
 class MethodConfig(Config):
-    """One row of a comparison: a graft, and what its training changes of the recipe's."""
+    """One row of a comparison: a graft, and the training keys that differ from the recipe's."""
 
     label: str = ""
     graft: AnyGraft
@@ -46,7 +36,7 @@ class MethodConfig(Config):
 
 
 class Recipe(Config):
-    """One training run, or a comparison of several on the same data."""
+    """A training run of one graft on text, or a comparison of several grafts on the same text."""
 
     backbone: BackboneConfig
     graft: AnyGraft | None = Field(None, description="What to train; `kind` names the method.")
@@ -65,49 +55,142 @@ class Recipe(Config):
             )
         if self.graft is None and not self.methods:
             raise ValueError("a recipe has a graft section, or methods to compare; both are missing")
-        if "backbone" in self.methods:
+        if BACKBONE_ROW in self.methods:
             raise ValueError("the method id backbone is taken by the backbone's own row; choose another")
         if self.training.steps and not self.data.new:
             raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
-        for name, method in self.methods.items():
-            method_training(self.training, method.training, f"methods.{name}.training")
+        for name in self.methods:
+            self._training_of(name)
         return self
 
-    def method(self, name: str) -> tuple[GraftConfig, TrainingConfig]:
-        """Graft and training config of one method of a comparison."""
-        chosen = self.methods[name]
-        return chosen.graft, method_training(self.training, chosen.training, f"methods.{name}.training")
+    def _training_of(self, name: str) -> TrainingConfig:
+        changes = self.methods[name].training
+        return TrainingConfig.parse(self.training.model_dump() | changes, where=f"methods.{name}.training")
 
-    def comparison(self) -> Self:
-        """The recipe with the methods to compare: its own, or its graft beside every kind that needs no settings."""
-        if self.methods:
-            return self
-        assert self.graft is not None
-        rows = {self.graft.kind: MethodConfig(graft=self.graft)}
-        for kind in kinds():
-            if (config := default_config(kind)) is not None:
-                rows.setdefault(kind, MethodConfig(graft=config))
-        return self.model_copy(update={"methods": rows})
+    def run(self) -> GraftRun:
+        """The run that trains the recipe's graft.
+
+        Raises:
+            RecipeError: the recipe compares methods and has no graft section.
+        """
+        if self.graft is None:
+            raise RecipeError(
+                "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
+            )
+        shared = {"backbone": self.backbone, "data": self.data, "evaluation": self.evaluation}
+        return GraftRun(id=self.graft.kind, folder=".", graft=self.graft, training=self.training, **shared)
+
+    def comparison(self) -> list[GraftRun]:
+        """The runs of a comparison: the recipe's methods, or its graft beside every kind that needs no settings."""
+        methods = self.methods
+        if not methods:
+            assert self.graft is not None, "a recipe's own check"
+            methods = {self.graft.kind: MethodConfig(graft=self.graft)}
+            for kind in kinds():
+                if (config := default_config(kind)) is not None:
+                    methods.setdefault(kind, MethodConfig(graft=config))
+        recipe = self.model_copy(update={"methods": methods})
+        shared = {"backbone": self.backbone, "data": self.data, "evaluation": self.evaluation}
+        return [
+            GraftRun(id=name, label=method.label, graft=method.graft, training=recipe._training_of(name), **shared)
+            for name, method in methods.items()
+        ]
+
+    def backbone_runs(self) -> list[Run]:
+        """The run that measures the bare backbone; none without tests and tasks."""
+        if not (self.data.test or self.evaluation.tasks):
+            return []
+        shared = {"backbone": self.backbone, "data": self.data, "evaluation": self.evaluation}
+        return [GraftRun(id=BACKBONE_ROW, training=self.training, **shared)]
 
 
-def method_training(base: TrainingConfig, changes: dict[str, Any], where: str) -> TrainingConfig:
-    """The training section with some keys changed.
+def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print) -> Results:
+    """Train the recipe's model and report. The graft is in `out/graft`, a language model in `out/model`.
 
     Raises:
-        RecipeError: a key is unknown or its value does not fit.
+        ForgettingBudgetError: the run forgot more than the recipe allows. Graft and report are written all the same.
     """
-    return TrainingConfig.parse(base.model_dump() | changes, where=where)
+    folder = Path(out or recipe.out)
+    if not isinstance(recipe, Recipe):
+        return _run(recipe, [recipe.run()], folder, "train", progress, log)
+    results = _run(recipe, [*recipe.backbone_runs(), recipe.run()], folder, "train", progress, log)
+    _check_budget(results, recipe.evaluation.forgetting_budget)
+    return results
+
+
+def compare_recipe(
+    recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print
+) -> Results:
+    """Train every method of the recipe on the same data, and report them side by side; grafts are in `out/ROW/graft`.
+
+    Raises:
+        RecipeError: the recipe is one of a language model or of tasks.
+    """
+    if isinstance(recipe, LanguageModelRecipe):
+        raise RecipeError("The recipe trains one language model, and there is nothing to compare: run graft train.")
+    if isinstance(recipe, TaskRecipe):
+        raise RecipeError(
+            "The recipe has tasks, and graft compare trains on text: run graft train once for each method, with an "
+            "--out of its own."
+        )
+    runs = [*recipe.backbone_runs(), *recipe.comparison()]
+    return _run(recipe, runs, Path(out or recipe.out), "compare", progress, log)
+
+
+def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progress: bool, log: Log) -> Results:
+    """Execute runs, and write their report; the recipe is kept beside it."""
+    main = PartialState().is_main_process
+    if main:
+        write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
+    measurements = execute(runs, folder, progress=progress, log=log)
+    results = make_results(recipe, name, list(measurements.values()))
+    if main:
+        write_report(results, folder, plots=recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else None)
+    return results
+
+
+def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measurement]) -> Results:
+    """The results of some runs of a recipe."""
+    details: dict[str, Any] = {}
+    for measurement in measurements:
+        for kind, value in measurement.details.items():
+            if value:
+                details.setdefault(kind, {})[measurement.row.id] = value
+    rows = [measurement.row for measurement in measurements]
+    aims = _budget_aims(measurements, recipe.evaluation.forgetting_budget) if isinstance(recipe, Recipe) else []
+    return Results.here(name, rows, seeds=[recipe.training.seed], aims=aims, details=details)
+
+
+def _budget_aims(measurements: Sequence[Measurement], budget: float | None) -> list[Aim]:
+    aims = []
+    for measurement in measurements:
+        forgotten = measurement.row.metrics.get("forgotten")
+        if budget is None or forgotten is None:
+            continue
+        value = value_of(forgotten)
+        text = f"{measurement.row.label} forgets at most the budget"
+        aims.append(Aim(text=text, metric="forgotten", aim=budget, measured=value, met=value <= budget))
+    return aims
+
+
+def _check_budget(results: Results, budget: float | None) -> None:
+    for aim in results.aims:
+        if not aim.met:
+            raise ForgettingBudgetError(
+                f"The run forgot {aim.measured:.4f} nats per token of the old domain, and the budget is {budget}: "
+                "raise the share of old text or the local loss, lower the learning rate, or raise forgetting_budget."
+            )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe: of a graft on text or, where it has tasks, on those; of a language model where its `kind` says so.
+    """Read a recipe of a graft on text, of a graft on tasks (key `tasks`), or of a language model (key `kind`).
 
     Args:
-        path: of a YAML file; local paths in it are relative to the working folder.
-        overrides: of the form `training.steps=200`.
+        path: a YAML file. Local paths in it are relative to the working folder.
+        overrides: changes of the form `training.steps=200`.
 
     Raises:
-        RecipeError: one sentence on the first thing that does not fit.
+        RecipeError: one sentence on the first mistake.
     """
     where = str(path)
     return parse_overridden(lambda values: parse_recipe(values, where), read_yaml(path), overrides, where)
@@ -120,20 +203,20 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
         RecipeError: one sentence on the first problem.
     """
     kind = values.get("kind")
-    if kind is None and KEY in values:
-        return TaskRecipe.parse(values, where=where)
     if kind is None:
-        return Recipe.parse(values, where=where)
-    if kind != KIND:
+        return (TaskRecipe if "tasks" in values else Recipe).parse(values, where=where)
+    if kind != LanguageModelRecipe.model_fields["kind"].default:
         raise RecipeError(
-            f"{where}: kind is {kind!r}, but {KIND} is expected: leave kind out of a recipe that trains a graft."
+            f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a recipe that trains a graft."
         )
     return LanguageModelRecipe.parse(values, where=where)
 
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of recipes, for editors: every kind of graft with its own keys, and language models."""
-    of_grafts, of_models, of_tasks = (one.model_json_schema() for one in (Recipe, LanguageModelRecipe, TaskRecipe))
+    of_grafts, of_models, of_tasks = (
+        recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe)
+    )
     definitions = of_grafts.pop("$defs") | of_models.pop("$defs") | of_tasks.pop("$defs")
     of_models["required"] = sorted({*of_models["required"], "kind"})
     variants = []
@@ -144,3 +227,15 @@ def recipe_schema() -> dict[str, Any]:
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
     return {"title": "Recipe", "oneOf": [of_grafts, of_models, of_tasks], "$defs": definitions}
+
+
+__all__ = [
+    "AnyRecipe",
+    "MethodConfig",
+    "Recipe",
+    "compare_recipe",
+    "graft_label",
+    "load_recipe",
+    "recipe_schema",
+    "run_recipe",
+]

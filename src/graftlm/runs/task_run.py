@@ -1,137 +1,264 @@
-"""Train a graft with heads on the rows of several tasks, measure it on theirs, and leave both in a folder."""
+"""The run of a graft with heads: train it on the labelled rows of several tasks, and measure every task."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Self, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from graftlm.backbone import max_sequence_length
 from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config
 from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
 from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
+from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
-from graftlm.evaluation import MemoryWatch, Results, Row, write_report
+from graftlm.evaluation import Row
 from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
-from graftlm.io import write_atomically
-from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, build_graft, graft_config
+from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
-from graftlm.runs.bench import Measurement, count_weights, graft_label
-from graftlm.training.loop import TrainingSummary, train
-from graftlm.runs.task_recipe import TaskRecipe
+from graftlm.io import write_atomically
+from graftlm.runs.graft_run import AnyGraft, count_parameters, graft_label
+from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.training.config import TrainingConfig
+from graftlm.training.loop import TrainingSummary
 
-MEASURED, SAMPLER = "measurement.json", "sampler.json"
-_START_ROWS = 64  # of each task, shown to a graft before training
-_REMEMBERED = ("type", "text", "label", "columns", "separator", "metric")
+SAMPLER = "sampler.json"
+_START_ROWS = 64  # rows of each task that initialise its head
+_MANIFEST_KEYS = ("type", "text", "label", "columns", "separator", "metric")
+_NAME = re.compile(r"[^\W_][\w-]*")
+_TAKEN = re.compile(r"average|task_sigma|data_share|.*_(ratio|parameters|per_s|bytes|bpb)|old|new|learned|forgotten")
 
 
-def train_tasks(recipe: TaskRecipe, out: Path, *, progress: bool = True, say: Callable[[str], None] = print) -> Results:
-    """Train the recipe's graft and report; the graft is in `out/graft`, and a finished run is read back.
+class TaskEvaluationConfig(Config):
+    """How the tasks' test rows are measured."""
 
-    Raises:
-        RecipeError: the graft has no heads, or rows are longer than the model.
-        DataError: a row can't be read.
-    """
-    main = PartialState().is_main_process
-    if main:
-        write_atomically(out / "recipe.yaml", recipe.to_yaml().encode())
-    rows = {name: read_training_rows(name, task) for name, task in recipe.tasks.items()}
-    tests = {split: _held_out(recipe, rows, split) for split in ("test", "validation")}
-    for task in rows.values():
-        for note in task.notes:
-            say(note)
-    backbone = recipe.backbone.load(kind="encoder")
-    check_length(backbone, recipe.length)
-    config = with_tasks(recipe.graft, {name: task.spec for name, task in rows.items()})
-    set_seed(recipe.training.seed)
-    graft = build_graft(config, backbone)
-    measured = _run(recipe, backbone, graft, rows, tests, out, progress, say)
-    results = _results(recipe, measured)
-    if main:
-        write_report(results, out)
-    return results
+    batch_size: int = Field(64, ge=1, description="Rows of a forward pass.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class TaskRecipe(Config):
+    """A training run of a graft with one head for each task."""
+
+    backbone: BackboneConfig
+    graft: AnyGraft = Field(description="What to train; `kind` names a method whose grafts have heads.")
+    tasks: dict[str, LabelledConfig] = Field(min_length=1, description="The tasks, by name.")
+    sampler: SamplerConfig = Field(SamplerConfig(), description="How batches choose tasks and rows.")
+    length: int = Field(128, ge=4, description="Maximum tokens of a row.")
+    truncation: bool = Field(True, description="Truncate longer rows; false makes a longer training row an error.")
+    training: TrainingConfig
+    evaluation: TaskEvaluationConfig = TaskEvaluationConfig()
+    out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in self.tasks:
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"the task's name {name!r} can't be used: take letters, digits, - and _, and begin with no mark"
+                )
+            if _TAKEN.fullmatch(name):
+                raise ValueError(f"the task's name {name} is that of a metric of the report: choose another")
+        if not self.graft.needs_tasks:
+            raise ValueError(
+                f"a graft of the kind {self.graft.kind} has no heads, and the recipe has tasks: choose a kind that "
+                "has, or train it on text, with data in the place of tasks"
+            )
+        if own := getattr(self.graft, "tasks", None):
+            raise ValueError(
+                f"the graft section names the task {next(iter(own))}, but a recipe names tasks once, beside the graft "
+                "section: leave them out of it"
+            )
+        return self
+
+    def run(self) -> TaskRun:
+        """The run that trains the recipe's graft."""
+        names = ("backbone", "graft", "tasks", "sampler", "length", "truncation", "training", "evaluation")
+        return TaskRun(id=self.graft.kind, folder=".", **{name: getattr(self, name) for name in names})
+
+
+class TaskRun(TrainingRun):
+    """Train a graft with heads on the labelled rows of several tasks."""
+
+    backbone: BackboneConfig
+    graft: AnyGraft
+    tasks: dict[str, LabelledConfig]
+    sampler: SamplerConfig = SamplerConfig()
+    length: int = 128
+    truncation: bool = True
+    evaluation: TaskEvaluationConfig = TaskEvaluationConfig()
+
+    def artefacts(self) -> tuple[str, ...]:
+        return ("graft/graft.json",)
+
+    @contextmanager
+    def build(self, context: RunContext) -> Iterator[Trainee]:
+        rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
+        tests = {split: self._held_out(rows, split) for split in ("test", "validation")}
+        backbone = self.backbone.load(kind="encoder")
+        check_length(backbone, self.length)
+        set_seed(self.training.seed)
+        config = with_tasks(self.graft, {name: task.spec for name, task in rows.items()})
+        graft = config.graft_class(config, backbone)
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            batches = self.batches(model, rows)
+            for note in [note for task in rows.values() for note in task.notes] + list(batches.notes):
+                context.log(note)
+            counted = sum(map(len, rows.values()))
+            context.log(f"Backbone {backbone.name}; {len(rows)} tasks with {counted:,} rows in all.")
+            samples = {name: batches.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
+            starts = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
+            for name, start in starts.items():
+                context.log(f"The task {name} starts from {json.dumps(start)}.")
+            if self.training.steps:
+                context.log(f"Training {graft_label(graft.config)} for {self.training.steps:,} steps.")
+            identity = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
+            yield Trainee(model, batches, identity | {"data": batches.fingerprint()}, tests=(tests, starts))
+
+    def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
+        """The batches, whose rows the sampler chooses with the help of the model in training."""
+        backbone, tasks = model.backbone, tasks_of(model)
+        return LabelledMixture(
+            rows,
+            backbone.need_tokenizer(),
+            self.sampler,
+            self.training.batch_size,
+            self.training.seed,
+            self.length,
+            uncertainty_scorer(model, list(tasks.values()), self.training.precision),
+            numbers={name: number for number, name in enumerate(tasks) if name in rows},
+            segments=knows_segments(backbone),
+            truncation=self.truncation,
+        )
+
+    def _held_out(self, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
+        return {
+            name: read_held_out_rows(name, task, rows[name].spec, split)
+            for name, task in self.tasks.items()
+            if task.files(split)
+        }
+
+    def evaluate(self, trainee: Trainee) -> Measurement:
+        tests, starts = trainee.tests
+        model: GraftedModel = trainee.model
+        scores = {split: self._score(model, rows) for split, rows in tests.items()}
+        kind = self.graft.kind
+        metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
+        metrics |= {f"{name}_validation": value for name, value in summary_metrics(scores["validation"]).items()}
+        total, trained = (count_parameters(p) for p in (model.parameters(), model.trainable_parameters().values()))
+        backbone = count_parameters(model.backbone.model.parameters())
+        metrics |= {
+            "data_share": cast("LabelledMixture", trainee.batches).report()["data_share"],
+            "trained_parameters_ratio": trained / backbone,
+            "total_parameters_ratio": total / backbone,
+            "trainable_parameters": trained,
+            "total_parameters": total,
+        }
+        tasks = {split: {name: score.to_json() for name, score in each.items()} for split, each in scores.items()}
+        details = {"tasks": tasks} | ({"statistics": {"started": starts}} if starts else {})
+        return Measurement(Row(id=kind, label=self.label or graft_label(self.graft), metrics=metrics), details)
+
+    def _score(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:
+        if not rows:
+            return {}
+        encoder = row_encoder(model.backbone, self.length)  # long test rows are always cut
+        tests = task_tests(tasks_of(model), self.tasks, rows)
+        predict = predictor(model, self.evaluation.precision)
+        return measure_labelled(predict, encoder, tests, batch_size=self.evaluation.batch_size)
+
+    def save(
+        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+    ) -> None:
+        """Write the graft with what its use needs, and the sampler's report."""
+        report = cast("LabelledMixture", trainee.batches).report()
+        write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
+        own = {name: task.model_dump(mode="json", include=set(_MANIFEST_KEYS)) for name, task in self.tasks.items()}
+        training = {
+            "steps": summary.steps if summary else 0,
+            "tokens": summary.tokens if summary else 0,
+            "length": self.length,
+            "training": self.training.model_dump(mode="json"),
+            "measured": measurement.row.model_dump(mode="json")["metrics"],
+            "tasks": _extended_tasks(self.graft) | own,
+        }
+        model: GraftedModel = trainee.model
+        save_graft(cast("Graft", model.grafts["graft"]), model.backbone, context.folder / "graft", training=training)
+
+
+def _extended_tasks(config: GraftConfig) -> dict[str, Any]:
+    """The tasks of the graft that `config` extends, as its manifest describes them."""
+    folder = getattr(config, "extends", None)
+    tasks = read_manifest(folder).training.get("tasks") if folder else None
+    return dict(tasks) if isinstance(tasks, dict) else {}
 
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
-    """The config of a graft that is to learn these tasks."""
+    """The config of a graft with these tasks."""
     values = config.model_dump(mode="json") | {"tasks": {name: spec.model_dump() for name, spec in specs.items()}}
     return graft_config(values)
 
 
 def check_length(backbone: Backbone, length: int) -> None:
-    """Make sure that a model can read rows of so many tokens.
+    """Check that a model can read rows of `length` tokens.
 
     Raises:
         RecipeError: it has fewer positions.
     """
-    most = max_sequence_length(backbone, backbone.need_tokenizer())
-    if length > most:
-        raise RecipeError(f"length is {length}, but {backbone.name} reads {most} tokens: lower the length to that.")
+    limit = max_sequence_length(backbone, backbone.need_tokenizer())
+    if length > limit:
+        raise RecipeError(f"length is {length}, but {backbone.name} reads {limit} tokens: lower the length to that.")
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
-    """Turns rows into tokens for a backbone; second texts are marked where the model tells them apart."""
+    """The encoder that turns rows into tokens. It marks second texts where the model has segment embeddings."""
     segments = knows_segments(backbone)
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
 def knows_segments(backbone: Backbone) -> bool:
-    """Whether a model has an embedding for the second text of a pair."""
+    """Whether a model has segment embeddings."""
     return (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
 
 
-def scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
-    """How unsure a model is of rows, in evaluation mode; the first process decides, so that all choose alike.
+def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
+    """A function that gives the model's uncertainty about rows, in evaluation mode.
+
+    The main process decides, so that all processes choose the same rows.
 
     Args:
         model: predicts by heads.
-        specs: what each task's head says, by the task's number.
-        precision: what it computes in.
+        specs: one for each task, by the task's number.
+        precision: dtype of the forward pass.
     """
     predict = predictor(model, precision)
 
-    def score(batch: TaskBatch) -> Sequence[float | None]:
+    def score_rows(batch: TaskBatch) -> Sequence[float | None]:
         predictions = predict(batch)
-        each = [specs[number] for number in batch.task.tolist()]
+        row_specs = [specs[number] for number in batch.task.tolist()]
         with torch.no_grad():
-            found = uncertainty(predictions, each, batch.targets)
-            nothing = torch.zeros((), device=predictions[0].device)
-            values = torch.stack([nothing if one is None else one.to(nothing.device) for one in found])
+            scores = uncertainty(predictions, row_specs, batch.targets)
+            zero = torch.zeros((), device=predictions[0].device)
+            values = torch.stack([zero if score is None else score.to(zero.device) for score in scores])
         if PartialState().num_processes > 1:
             values = cast("Tensor", broadcast(values.to(PartialState().device)))
-        return [None if one is None else value for one, value in zip(found, values.tolist(), strict=True)]
+        return [None if score is None else value for score, value in zip(scores, values.tolist(), strict=True)]
 
-    return score
-
-
-def build_task_mixture(recipe: TaskRecipe, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
-    """The batches of a recipe, chosen with the help of the model that learns from them."""
-    backbone, tasks = model.backbone, tasks_of(model)
-    return LabelledMixture(
-        rows,
-        backbone.need_tokenizer(),
-        recipe.sampler,
-        recipe.training.batch_size,
-        recipe.training.seed,
-        recipe.length,
-        scorer(model, list(tasks.values()), recipe.training.precision),
-        numbers={name: number for number, name in enumerate(tasks) if name in rows},
-        segments=knows_segments(backbone),
-        truncation=recipe.truncation,
-    )
+    return score_rows
 
 
 def tasks_of(model: GraftedModel) -> dict[str, TaskSpec]:
-    """The tasks of the graft that has heads."""
+    """The tasks of the model's graft, in the order of their numbers."""
     graft = model.grafts["graft"]
     return graft.tasks() if isinstance(graft, HasHeads) else {}
 
@@ -139,7 +266,7 @@ def tasks_of(model: GraftedModel) -> dict[str, TaskSpec]:
 def task_tests(
     tasks: Mapping[str, TaskSpec], configs: Mapping[str, LabelledConfig], rows: Mapping[str, TaskRows]
 ) -> dict[str, TaskTestSet]:
-    """Rows to measure on, each with its task's number and score."""
+    """Test rows with each task's number and metric."""
     numbers = {name: number for number, name in enumerate(tasks)}
     return {
         name: TaskTestSet(numbers[name], held_out, score_metric(configs[name], held_out.spec))
@@ -147,144 +274,4 @@ def task_tests(
     }
 
 
-def _held_out(recipe: TaskRecipe, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
-    return {
-        name: read_held_out_rows(name, task, rows[name].spec, split)
-        for name, task in recipe.tasks.items()
-        if task.files(split)
-    }
-
-
-def _run(
-    recipe: TaskRecipe,
-    backbone: Backbone,
-    graft: Graft,
-    rows: Mapping[str, TaskRows],
-    tests: Mapping[str, Mapping[str, TaskRows]],
-    out: Path,
-    progress: bool,
-    say: Callable[[str], None],
-) -> Measurement:
-    """Train, save and measure, or read back what was measured."""
-    training, kind = recipe.training, graft.config.kind
-    with GraftedModel(backbone, {"graft": graft}) as model:
-        mixture = build_task_mixture(recipe, model, rows)
-        identity = {"graft": recipe.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
-        identity["data"] = mixture.fingerprint()
-        key = _key(recipe, identity, tests)
-        if (kept := _read(out, key)) is not None:
-            return kept
-        for note in mixture.notes:
-            say(note)
-        weights = count_weights(backbone.model.parameters())
-        counted = sum(map(len, rows.values()))
-        say(f"Backbone {backbone.name}: {weights:,} parameters; {len(rows)} tasks of {counted:,} rows together.")
-        samples = {name: mixture.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
-        started = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
-        for name, choice in started.items():
-            say(f"The task {name} starts from {json.dumps(choice)}.")
-        summary, peak = None, 0
-        if training.steps:
-            say(f"Training {graft_label(graft.config)} for {training.steps:,} steps.")
-            with MemoryWatch() as memory:
-                summary = train(model, mixture, training, out, identity=identity, progress=progress)
-            peak = memory.peak
-        measured = Measurement(Row(id=kind, label=graft_label(graft.config), metrics={}))
-        if not PartialState().is_main_process:
-            return measured
-        scores = {split: _measure(recipe, model, each) for split, each in tests.items()}
-        measured = _measurement(measured, model, weights, mixture, scores)
-        if started:
-            measured.statistics["started"] = started
-        if summary is not None:
-            measured.add_training(summary, peak)
-        _write(recipe, backbone, graft, measured, summary, mixture, out)
-    write_atomically(out / MEASURED, json.dumps({"key": key} | measured.to_json()).encode())
-    return measured
-
-
-def _measure(recipe: TaskRecipe, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:
-    encoder = row_encoder(model.backbone, recipe.length)  # of test rows, too long ones are always cut
-    settings = recipe.evaluation
-    tests = task_tests(tasks_of(model), recipe.tasks, rows)
-    return measure_labelled(predictor(model, settings.precision), encoder, tests, batch_size=settings.batch_size)
-
-
-def _measurement(
-    measured: Measurement,
-    model: GraftedModel,
-    weights: int,
-    mixture: LabelledMixture,
-    scores: Mapping[str, Mapping[str, TaskScore]],
-) -> Measurement:
-    trained, total = (count_weights(each) for each in (model.trainable_parameters().values(), model.parameters()))
-    metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
-    if scores["validation"]:
-        metrics |= {f"{name}_validation": value for name, value in summary_metrics(scores["validation"]).items()}
-    metrics |= {
-        "data_share": mixture.report()["data_share"],
-        "trained_parameters_ratio": trained / weights,
-        "total_parameters_ratio": total / weights,
-        "trainable_parameters": trained,
-        "total_parameters": total,
-    }
-    measured.row = measured.row.model_copy(update={"metrics": metrics})
-    measured.tasks = {split: {name: one.to_json() for name, one in each.items()} for split, each in scores.items()}
-    return measured
-
-
-def _write(
-    recipe: TaskRecipe,
-    backbone: Backbone,
-    graft: Graft,
-    measured: Measurement,
-    summary: TrainingSummary | None,
-    mixture: LabelledMixture,
-    out: Path,
-) -> None:
-    """The sampler's report, and the graft with all that using it needs to know."""
-    write_atomically(out / SAMPLER, json.dumps(mixture.report()).encode())
-    own = {name: task.model_dump(mode="json", include=set(_REMEMBERED)) for name, task in recipe.tasks.items()}
-    training = {
-        "steps": summary.steps if summary else 0,
-        "tokens": summary.tokens if summary else 0,
-        "length": recipe.length,
-        "training": recipe.training.model_dump(mode="json"),
-        "measured": measured.row.model_dump(mode="json")["metrics"],
-        "tasks": _of_extended(recipe.graft) | own,
-    }
-    save_graft(graft, backbone, out / "graft", training=training)
-
-
-def _of_extended(config: GraftConfig) -> dict[str, Any]:
-    """What the graft that is extended remembers of its tasks' rows."""
-    folder = getattr(config, "extends", None)
-    found = read_manifest(folder).training.get("tasks") if folder else None
-    return dict(found) if isinstance(found, dict) else {}
-
-
-def _key(recipe: TaskRecipe, identity: Mapping[str, Any], tests: Mapping[str, Mapping[str, TaskRows]]) -> str:
-    """What must be the same for a finished run to be read back."""
-    read = {split: {name: rows.fingerprint() for name, rows in each.items()} for split, each in tests.items()}
-    metrics = {name: task.metric for name, task in recipe.tasks.items()}
-    settings = [recipe.training.model_dump_json(), recipe.evaluation.model_dump_json(), recipe.length, metrics]
-    return hashlib.sha256(json.dumps([identity, settings, read], sort_keys=True).encode()).hexdigest()
-
-
-def _read(out: Path, key: str) -> Measurement | None:
-    try:
-        values = json.loads((out / MEASURED).read_text(encoding="utf-8"))
-        whole = values["key"] == key and (out / "graft" / "graft.json").exists()
-        return Measurement.from_json(values) if whole else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _results(recipe: TaskRecipe, measured: Measurement) -> Results:
-    row = measured.row.id
-    details: dict[str, Any] = {"tasks": {row: measured.tasks}}
-    if measured.losses:
-        details["losses"] = {row: measured.losses}
-    if measured.statistics:
-        details["statistics"] = {row: measured.statistics}
-    return Results.here("train", [measured.row], seeds=[recipe.training.seed], details=details)
+__all__ = ["TaskRecipe", "TaskRun", "row_encoder", "task_tests"]

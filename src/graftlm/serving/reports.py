@@ -14,7 +14,7 @@ from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric
-from graftlm.runs.bench import graft_label
+from graftlm.runs.graft_run import graft_label
 from graftlm.serving.service import Service
 from graftlm.serving.shelf import Entry
 

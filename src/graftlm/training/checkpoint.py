@@ -1,40 +1,46 @@
-"""Checkpoints that survive a kill at any moment.
+"""Checkpoints that survive a kill at any moment, and the log of a run.
 
+    OUT/history.jsonl                one JSON line a logged step
     OUT/checkpoints/step-000200/
-        tensors.safetensors      trainable tensors, the grafts' buffers, and what a model carries over to the next step
-        optimiser.safetensors    `parameter name/state name` -> tensor
-        state.json               step, counts, config, mixture, and size and hash of the two files
+        tensors.safetensors          trainable tensors, the grafts' buffers, a streaming model's recurrent state
+        optimizer.safetensors        `parameter name/state name` -> tensor
+        state.json                   step, counts, config, data position, and size and hash of the two files
 
-A checkpoint is written under a hidden name, forced to disk, then renamed. What a kill leaves is never read, and removed
-at the next start. Random numbers need no state: every step seeds its own. No pickle is written or read.
+A checkpoint is written under a hidden name, flushed to disk, then renamed. An incomplete one is never read; the next
+start removes it. Random number generators need no state: every step seeds its own. No pickle is written or read.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
+from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.io import file_digest, sync
-from graftlm.training.sharding import like, whole
+from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
+from graftlm.training.distributed import DistributedContext, full_tensor, graft_buffers, shard_like
 
-TENSORS, OPTIMISER, STATE = "tensors.safetensors", "optimiser.safetensors", "state.json"
-RECURRENT_STATE = "recurrent_state/"
+HISTORY, TENSORS, OPTIMIZER, STATE = "history.jsonl", "tensors.safetensors", "optimizer.safetensors", "state.json"
+RECURRENT = "recurrent_state/"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk and what its `state.json` says."""
+    """A complete checkpoint on disk, and the content of its `state.json`."""
 
     path: Path
     state: dict[str, Any]
@@ -43,6 +49,223 @@ class Checkpoint:
     def step(self) -> int:
         """Steps done."""
         return self.state["step"]
+
+
+@dataclass
+class TrainingCounts:
+    """What a run has done so far, over all its resumptions.
+
+    Attributes:
+        step: updates done.
+        tokens: input tokens read, without padding.
+        loss: loss of the last step.
+        timed_tokens: tokens of the steps that `seconds` covers: all but the first after each start.
+        seconds: time of those steps, without checkpoints.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    timed_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.timed_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class TrainingState:
+    """A model in training, with everything that its checkpoints hold."""
+
+    context: DistributedContext
+    batches: Batches
+    config: TrainingConfig
+    out: Path
+    identity: Mapping[str, Any]
+    parameters: dict[str, nn.Parameter]
+    optimizer: AdamW
+    counts: TrainingCounts = field(default_factory=TrainingCounts)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.parameters, **graft_buffers(self.context.model)}
+
+    def run_identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the run that wrote a checkpoint."""
+        training = self.config.model_dump(mode="json", exclude=set(FREE_ON_RESUME))
+        return {"training": training, **self.identity}
+
+
+def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state that a streaming model keeps from step to step, by name; empty for other models."""
+    method = getattr(model, "recurrent_state", None)
+    return cast("dict[str, Tensor]", method()) if callable(method) else {}
+
+
+def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a streaming model its state back."""
+    method = getattr(model, "set_recurrent_state", None)
+    if callable(method):
+        method(tensors)
+
+
+def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
+    """Load the newest checkpoint into `state`; gives its step, or None where there is no checkpoint.
+
+    Raises:
+        TrainingError: the checkpoint belongs to a run with other settings.
+    """
+    if state.context.is_main:
+        state.checkpoints.mkdir(parents=True, exist_ok=True)
+        (remove_incomplete if resume else remove_all)(state.checkpoints)
+    state.context.accelerator.wait_for_everyone()
+    checkpoint = newest_checkpoint(state.checkpoints)
+    if checkpoint is None:
+        return None
+    _check_same_run(state, checkpoint)
+    recurrent = restore(checkpoint, state.tensors(), state.parameters, state.optimizer)
+    set_recurrent_state(state.context.model, recurrent)
+    state.batches.load_state_dict(checkpoint.state["mixture"])
+    state.counts = TrainingCounts(**checkpoint.state["counts"])
+    return state.counts.step
+
+
+def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
+    """Write a checkpoint with the state of all processes, and remove all but the newest `keep`.
+
+    Raises:
+        TrainingError: it can't be written. Older checkpoints are as before.
+    """
+    recurrent = {f"{RECURRENT}{name}": tensor for name, tensor in recurrent_state(state.context.model).items()}
+    tensors = gather_tensors(state.tensors() | recurrent)
+    moments = gather_moments(state.parameters, state.optimizer)
+    values = {
+        "step": state.counts.step,
+        "counts": asdict(state.counts),
+        "run": state.run_identity(),
+        "mixture": state.batches.state_dict(),
+    }
+    problem = None
+    if state.context.is_main:
+        try:
+            write_checkpoint(state.checkpoints, tensors, moments, values, keep)
+        except TrainingError as error:
+            problem = str(error)
+    state.context.raise_together(problem)
+    return state.checkpoints / f"step-{state.counts.step:06d}"
+
+
+def stop_before_step(
+    state: TrainingState, buffers: Mapping[str, Tensor], recurrent: Mapping[str, Tensor], loss: float, norm: float
+) -> NoReturn:
+    """Save the state before a step whose loss or gradient is not finite, and raise.
+
+    Args:
+        state: the run; its weights are not updated yet.
+        buffers: the grafts' buffers before the step.
+        recurrent: the recurrent state before the step.
+        loss: loss of the step.
+        norm: norm of its gradient.
+
+    Raises:
+        TrainingError: always.
+    """
+    model = state.context.model
+    set_recurrent_state(model, recurrent)
+    state.optimizer.zero_grad()
+    with torch.no_grad():
+        for name, buffer in graft_buffers(model).items():
+            buffer.copy_(buffers[name])
+    path = save_checkpoint(state, keep=None)
+    cause = f"loss is {loss}" if not math.isfinite(loss) else f"gradient's norm is {norm}"
+    raise TrainingError(
+        f"In step {state.counts.step + 1} the {cause}, so training stopped with the weights before it, kept in {path}: "
+        f"start over with a learning_rate below {state.config.learning_rate:g} or more warmup_steps."
+    )
+
+
+def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
+    saved, current = _flatten(checkpoint.state["run"]), _flatten(state.run_identity())
+    for key in sorted(saved.keys() | current.keys()):
+        if saved.get(key) != current.get(key):
+            raise TrainingError(
+                f"The run in {state.out} has {key} = {saved.get(key)!r}, but now it is {current.get(key)!r}: "
+                "set it back to resume, or choose another output folder."
+            )
+    if checkpoint.step > state.config.steps:
+        raise TrainingError(
+            f"The run in {state.out} has done {checkpoint.step} steps, but steps is {state.config.steps}: "
+            "raise it, or choose another output folder."
+        )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+class History:
+    """`history.jsonl` of a run. Lines are written at once; `sync` flushes them to disk."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        """Keep the lines of the first `steps` steps, and drop those after the checkpoint.
+
+        Raises:
+            TrainingError: the disk is full or can't be written.
+        """
+        self.path = path
+        lines = [line for line in read_history(path) if line["step"] <= steps]
+        draft = path.with_suffix(".tmp")
+        try:
+            draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            draft.replace(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line.
+
+        Raises:
+            TrainingError: the disk is full or can't be written.
+        """
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with suppress(OSError):  # closing writes again what `append` could not write
+            self._file.close()
+
+
+def _unwritable(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        f"{path} can't be written ({error.strerror}): free space, then run the same command to resume."
+    )
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a history; a kill may have cut the last one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    values = []
+    for line in lines:
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            break
+    return values
 
 
 def write_checkpoint(
@@ -79,32 +302,29 @@ def _write_draft(
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     save_file(dict(tensors), draft / TENSORS)
-    save_file(dict(moments), draft / OPTIMISER)
-    files = {name: _seal(draft / name) for name in (TENSORS, OPTIMISER)}
+    save_file(dict(moments), draft / OPTIMIZER)
+    for name in (TENSORS, OPTIMIZER):
+        sync(draft / name)
+    files = {name: _describe(draft / name) for name in (TENSORS, OPTIMIZER)}
     (draft / STATE).write_text(json.dumps({**state, "files": files}, indent=1), encoding="utf-8")
     sync(draft / STATE)
     sync(draft)
 
 
-def _seal(path: Path) -> dict[str, Any]:
-    sync(path)
-    return _measure(path)
-
-
-def _measure(path: Path) -> dict[str, Any]:
+def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in `folder`."""
+    """The newest complete checkpoint in `folder`."""
     for path in reversed(_folders(folder)):
-        if (found := _read(path)) is not None:
-            return found
+        if (checkpoint := _read(path)) is not None:
+            return checkpoint
     return None
 
 
-def remove_torn(folder: Path) -> None:
-    """Remove what killed runs left half written in `folder`."""
+def remove_incomplete(folder: Path) -> None:
+    """Remove the incomplete checkpoints that killed runs left in `folder`."""
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path)
     for path in _folders(folder):
@@ -119,65 +339,65 @@ def remove_all(folder: Path) -> None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _read(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path` if it is whole."""
+    """The checkpoint at `path`, or None if it is incomplete."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        is_whole = all(_measure(path / name) == measure for name, measure in state["files"].items())
+        complete = all(_describe(path / name) == measure for name, measure in state["files"].items())
     except (OSError, ValueError, KeyError, AttributeError):
         return None
-    return Checkpoint(path, state) if is_whole else None
+    return Checkpoint(path, state) if complete else None
 
 
 def gather_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies in main memory; with sharded tensors all processes must call this together."""
-    return {name: _keep(tensor) for name, tensor in tensors.items()}
+    """Unsharded copies in main memory. All processes must call this together."""
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
 
 
-def gather_moments(parameters: Mapping[str, nn.Parameter], optimiser: Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state, by `parameter name/state name`; collective as `gather_tensors`."""
-    states = {name: optimiser.state.get(parameter, {}) for name, parameter in parameters.items()}
-    return {f"{name}/{key}": _keep(value) for name, state in states.items() for key, value in state.items()}
+def gather_moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state, by `parameter name/state name`; all processes must call this together."""
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
+    return {f"{name}/{key}": _copy(value) for name, state in states.items() for key, value in state.items()}
 
 
-def _keep(tensor: Tensor) -> Tensor:
-    return whole(tensor.detach()).to("cpu", copy=True).contiguous()
+def _copy(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
 
 
 @torch.no_grad()
 def restore(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimiser: Optimizer
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Put a checkpoint's values into the model's `tensors` and the optimiser; return the recurrent state.
+    """Load a checkpoint into the model's `tensors` and the optimizer; gives the recurrent state by name.
 
     Raises:
-        TrainingError: the checkpoint is of other tensors.
+        TrainingError: the checkpoint has other tensors.
     """
     saved = load_file(checkpoint.path / TENSORS)
-    recurrent = {name: saved.pop(name) for name in list(saved) if name.startswith(RECURRENT_STATE)}
+    recurrent = {name: saved.pop(name) for name in list(saved) if name.startswith(RECURRENT)}
     _check_shapes(checkpoint.path, saved, tensors)
     for name, tensor in tensors.items():
-        tensor.copy_(like(saved[name], tensor))
-    optimiser.state.clear()
-    for key, value in load_file(checkpoint.path / OPTIMISER).items():
-        name, _, part = key.rpartition("/")
+        tensor.copy_(shard_like(saved[name], tensor))
+    optimizer.state.clear()
+    for key, value in load_file(checkpoint.path / OPTIMIZER).items():
+        name, _, field_name = key.rpartition("/")
         parameter = parameters[name]
-        on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else like(value, parameter)
-        optimiser.state[parameter][part] = on_device
-    return {name.removeprefix(RECURRENT_STATE): tensor for name, tensor in recurrent.items()}
+        on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else shard_like(value, parameter)
+        optimizer.state[parameter][field_name] = on_device
+    return {name.removeprefix(RECURRENT): tensor for name, tensor in recurrent.items()}
 
 
 def _check_shapes(path: Path, saved: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    actual = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
             raise TrainingError(
-                f"The checkpoint {path} has {_shape(found.get(name))} for {name}, but the model has "
+                f"The checkpoint {path} has {_shape(actual.get(name))} for {name}, but the model has "
                 f"{_shape(expected.get(name))}: use another output folder, or resume=False to start over."
             )
 

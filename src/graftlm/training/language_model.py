@@ -1,18 +1,25 @@
-"""A language model that trains with all of its weights: made from a recipe, and as the loop takes it."""
+"""A causal language model that trains with all of its weights, and its tokenizer."""
 
 from __future__ import annotations
 
 import inspect
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from graftlm.backbone import leading_bos, max_sequence_length
@@ -26,9 +33,9 @@ from graftlm.training.config import TrainingConfig
 
 
 class LanguageModel(nn.Module):
-    """A causal model as the training loop takes it: all of its weights train.
+    """A causal model with the forward signature of the training loop; all of its weights train.
 
-    Where rows go on from step to step (`lane`), the model keeps a recurrent state of each; see `training.lanes`.
+    With stateful batches (`stream`), the model keeps one cache for each micro-batch; see `training.stateful`.
 
     Args:
         model: a transformers model with a language-modelling head.
@@ -37,7 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.requires_grad_(True)
-        self._caches: dict[int, Any] = {}  # by the first lane of the rows that a cache is of
+        self._caches: dict[int, Any] = {}  # by the first stream of a micro-batch
 
     def forward(
         self,
@@ -47,8 +54,8 @@ class LanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         totals: Tensor | None = None,
-        lane: Tensor | None = None,
-        begins: Tensor | None = None,
+        stream: Tensor | None = None,
+        starts: Tensor | None = None,
         **_: Any,
     ) -> GraftedOutput:
         """One pass.
@@ -59,22 +66,22 @@ class LanguageModel(nn.Module):
             attention_mask: (B, T), 1 for real tokens.
             position_ids: (B, T), which restart where documents of a row are kept apart.
             totals: its first entry is the number of targets of the whole step; None counts those of `labels`.
-            lane: (B,) which text each row goes on with; None where rows stand for themselves.
-            begins: (B,) whether it is the first row of its text; all rows begin, or none does.
+            stream: (B,) index of the text that each row continues; None where rows are independent.
+            starts: (B,) whether a row is the first of its text. Either all rows start or none does.
         """
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        said = {name: value for name, value in given.items() if value is not None}
-        key = -1 if lane is None else int(lane[0])
-        cache = self._caches[key] if begins is not None and not begins.any() else None
-        output = self.model(input_ids=input_ids, use_cache=lane is not None, past_key_values=cache, **said)
+        optional = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given = {name: value for name, value in optional.items() if value is not None}
+        key = -1 if stream is None else int(stream[0])
+        cache = self._caches[key] if starts is not None and not starts.any() else None
+        output = self.model(input_ids=input_ids, use_cache=stream is not None, past_key_values=cache, **given)
         logits = output.logits
-        if lane is not None:
+        if stream is not None:
             self._caches[key] = output.past_key_values
         loss = language_modelling_loss(logits, labels, totals)
         return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
 
     def recurrent_state(self) -> dict[str, Tensor]:
-        """The tensors of all caches, by name: the state that the next step continues from."""
+        """The caches that the next step continues, as tensors by name."""
         return {
             f"{key}/{name}": tensor
             for key, cache in self._caches.items()
@@ -82,24 +89,46 @@ class LanguageModel(nn.Module):
         }
 
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state that `recurrent_state` returned."""
-        caches: dict[int, dict[str, Tensor]] = {}
+        """Restore what `recurrent_state` gave."""
+        by_cache: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, inner = name.partition("/")
-            caches.setdefault(int(key), {})[inner] = tensor.to(self.model.device)
-        self._caches = {key: self.model.cache_from_tensors(tensors) for key, tensors in caches.items()}
+            by_cache.setdefault(int(key), {})[inner] = tensor.to(self.model.device)
+        self._caches = {key: self.model.cache_from_tensors(values) for key, values in by_cache.items()}
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+END_OF_TEXT = "<|eos|>"
+MIN_VOCAB_SIZE = 257  # every byte, and end-of-text
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, end-of-text included; short texts give fewer.
+
+    It encodes every text, since every byte is a token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
 def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """A model of a config's shape with random weights in float32, for the tokens of `tokenizer`.
+    """A float32 model with random weights for the vocabulary of `tokenizer`.
 
     Args:
-        values: `model_type` and any keys of its config; vocabulary and special tokens are the tokenizer's.
-        seed: of the weights.
+        values: `model_type` and any keys of its config. Vocabulary and special tokens come from the tokenizer.
+        seed: seed of the weights.
 
     Raises:
         RecipeError: there is no such architecture for language models, or a key or value does not fit it.
@@ -117,7 +146,7 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A model to go on from, in float32.
+    """A pretrained model in float32.
 
     Raises:
         BackboneError: there is none, or its files are broken.
@@ -146,12 +175,12 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise BackboneError(
             f"The tokenizer {name} can't be loaded ({_first_line(error)}): name a folder that holds one, "
-            "or learn one, as in tokenizer: {pieces: 4096}."
+            "or learn one, as in tokenizer: {vocab_size: 4096}."
         ) from None
 
 
 def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
-    """Make sure that a model takes rows of `length`, windows of `longest`, and documents apart where they are to be.
+    """Check that a model accepts rows of `length`, windows of `longest` tokens, and the document boundaries.
 
     Raises:
         RecipeError: it does not.
@@ -168,24 +197,27 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
 
 
 def check_stream(model: Any, config: TrainingConfig) -> None:
-    """Make sure that a model can go on from step to step.
+    """Check that a model can continue its rows from step to step.
 
     Raises:
-        RecipeError: it keeps no state of fixed size, or the run is one in which it can't.
+        RecipeError: its state grows with the text, or the run uses gradient checkpointing or several processes.
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
-            f"A model of the type {model.config.model_type} remembers every token, so its rows can't go on from "
-            "step to step: set data.stream to false, or take an architecture that keeps a state."
+            f"A model of the type {model.config.model_type} has a cache that grows with the text, so its rows "
+            "can't continue from step to step: set data.stream to false, or choose an architecture with a state."
         )
     if config.gradient_checkpointing:
-        raise RecipeError("Rows that go on are read once: set training.gradient_checkpointing or data.stream to false.")
+        raise RecipeError(
+            "data.stream and training.gradient_checkpointing are both true, but a streaming model reads each row once: "
+            "set one of them to false."
+        )
     if PartialState().num_processes > 1:
-        raise RecipeError("Rows that go on are read by one process: start one alone, or set data.stream to false.")
+        raise RecipeError("data.stream needs a single process: start one, or set data.stream to false.")
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer by `save_pretrained`: all of it or nothing, even when the process is killed.
+    """Write a model and its tokenizer by `save_pretrained`; a kill leaves either all of it or nothing.
 
     Raises:
         OSError: the folder can't be written to.
@@ -209,7 +241,7 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> An
         raise RecipeError(f"There is no architecture with the model_type {name!r}{did_you_mean(name, CONFIG_MAPPING)}.")
     kind: Any = CONFIG_MAPPING[name]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RecipeError(f"Models of the type {name} do not read text from left to right: name another.")
+        raise RecipeError(f"Models of the type {name} are not causal language models: name another.")
     known = _known_keys(kind)
     given = {key: value for key, value in values.items() if key != "model_type"}
     for key in given:
@@ -225,14 +257,15 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> An
 
 
 def _known_keys(kind: Any) -> set[str]:
-    """The keys of a config class, without those that it says nothing about."""
+    """The keys that a config class declares."""
     named = inspect.signature(kind.__init__).parameters.values()
-    names = {one.name for one in named if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)} - {"self"}
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = {parameter.name for parameter in named if parameter.kind in kinds} - {"self"}
     return names | set(kind.attribute_map)
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a config has to know of its tokenizer."""
+    """The config keys that depend on the tokenizer."""
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     return {
@@ -257,7 +290,7 @@ def _misfit(values: Mapping[str, Any], error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; of a validator's, what it found rather than which field it looked at."""
+    """The first line of an error; of a validation error, the line with its cause."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     words = lines[1] if len(lines) > 1 and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
     return words.rstrip(".:")[:200]

@@ -1,41 +1,55 @@
-"""The loop that trains every graft and every baseline.
+"""The training loop of every graft and every baseline.
 
-One step: draw the global batch, take this process's rows, add up the gradients of its micro-batches, clip, update.
-Losses are sums divided by the counts of the whole batch, so neither micro-batches nor processes change them beyond
-rounding.
+One step draws the global batch, takes this process's rows, accumulates the gradients of its micro-batches, clips and
+updates. Losses are sums divided by the counts of the global batch. Micro-batches and processes therefore change a loss
+by rounding only.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from accelerate.utils import set_seed
 from numpy.random import SeedSequence
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from graftlm.data import Batch
 from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
+from graftlm.training.checkpoint import (
+    HISTORY,
+    History,
+    TrainingState,
+    recurrent_state,
+    resume_from_checkpoint,
+    save_checkpoint,
+    stop_before_step,
+)
 from graftlm.training.config import TrainingConfig
-from graftlm.training.history import History
-from graftlm.training.processes import graft_buffers, named_trainable, placed
-from graftlm.training.progress import Display
-from graftlm.training.schedule import keeping, learning_rate, make_optimiser, set_learning_rate
-from graftlm.training.state import Run, recurrent_state, save, start, stop
-
-HISTORY = "history.jsonl"
+from graftlm.training.distributed import distributed, graft_buffers, trainable_parameters
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What a run did: `loss` is the last step's in nats per token; `resumed_from` is a step, None for a fresh start."""
+    """The outcome of a training run.
+
+    Attributes:
+        steps: updates of the weights.
+        tokens: input tokens without padding.
+        tokens_per_s: training speed, without checkpoints.
+        loss: loss of the last step, in nats per token.
+        history: path of the log, one JSON line a step.
+        resumed_from: step of the checkpoint that the run resumed from; None for a fresh start.
+    """
 
     steps: int
     tokens: int
@@ -47,7 +61,7 @@ class TrainingSummary:
 
 def train(
     model: nn.Module,
-    mixture: Batches,
+    batches: Batches,
     config: TrainingConfig,
     out: str | Path,
     *,
@@ -55,113 +69,201 @@ def train(
     progress: bool = True,
     resume: bool = True,
 ) -> TrainingSummary:
-    """Train what `model` leaves trainable, in place.
+    """Train the trainable parameters of `model` in place.
 
     Args:
         model: a `GraftedModel`, or any module with its forward signature.
-        mixture: gives the global batch of each step.
-        config: the numbers of the run.
+        batches: the global batch of each step.
+        config: the hyperparameters.
         out: folder of `history.jsonl` and `checkpoints/`.
-        identity: what else must be the same when the run resumes (recipe, data, backbone), as plain JSON values.
+        identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
         progress: show a progress bar.
-        resume: go on from the newest whole checkpoint in `out`; False removes those there and starts over.
+        resume: continue from the newest complete checkpoint in `out`. False removes the checkpoints and starts over.
 
     Raises:
-        TrainingError: the loss or gradient is not finite (the weights are then those before that step, and saved), the
-            checkpoint belongs to another run, or the disk is full.
+        TrainingError: the loss or a gradient is not finite (the weights before that step are saved), the checkpoint
+            belongs to another run, or the disk is full.
     """
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    kept = keeping(model)  # before the model is sharded, which makes its parameters anew
-    with placed(model, config, out) as place:
-        parameters = named_trainable(model)
-        run = Run(place, mixture, config, out, identity or {}, parameters, make_optimiser(parameters, config, kept))
-        _start_tracker(run)
-        resumed_from = start(run, resume)
-        _steps(run, progress)
-        run.optimiser.zero_grad()
-    done = run.counts
-    assert done.loss is not None, "a run has at least one step"
-    return TrainingSummary(done.step, done.tokens, done.tokens_per_s, done.loss, out / HISTORY, resumed_from)
+    without_decay = parameters_without_decay(model)  # before sharding, which replaces the parameters
+    with distributed(model, config, out) as context:
+        parameters = trainable_parameters(model)
+        optimizer = make_optimizer(parameters, config, without_decay)
+        state = TrainingState(context, batches, config, out, identity or {}, parameters, optimizer)
+        _start_tracker(state)
+        resumed_from = resume_from_checkpoint(state, resume)
+        _run_steps(state, progress)
+        optimizer.zero_grad()
+    counts = state.counts
+    assert counts.loss is not None, "a run has at least one step"
+    return TrainingSummary(counts.step, counts.tokens, counts.tokens_per_s, counts.loss, out / HISTORY, resumed_from)
 
 
-def _steps(run: Run, progress: bool) -> None:
-    """Every step from where the run stands to its end."""
-    config, place, counts = run.config, run.place, run.counts
+def _run_steps(state: TrainingState, progress: bool) -> None:
+    """Run every step from the state's step to the last."""
+    config, context, counts = state.config, state.context, state.counts
     first = counts.step
-    with _history(run) as history, Display(config.steps, first, show=progress and place.main) as display:
+    with (
+        _open_history(state) as history,
+        _ProgressBar(config.steps, first, show=progress and context.is_main) as progress_bar,
+    ):
         while counts.step < config.steps:
             started = time.perf_counter()
-            step = counts.step
-            _seed(config.seed, step, place.accelerator.process_index)
-            batch = run.mixture.batch(step)
-            rate = learning_rate(config, step)
-            set_learning_rate(run.optimiser, rate)
-            buffers = {name: buffer.clone() for name, buffer in graft_buffers(place.bare).items()}
-            before = recurrent_state(place.bare)
-
-            losses = _accumulate(run, batch)
-            norm = place.clip(config.clip)
-            loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, norm.reshape(1)]).tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                stop(run, buffers, before, loss, norm)
-            run.optimiser.step()
-            run.optimiser.zero_grad()
-
-            tokens = int(batch.totals()[1:].sum())
-            counts.step, counts.tokens, counts.loss = step + 1, counts.tokens + tokens, loss
-            if step > first:
+            rate = learning_rate(config, counts.step)
+            tokens, log = _step(state, rate)
+            counts.step, counts.tokens, counts.loss = counts.step + 1, counts.tokens + tokens, log["loss"]
+            if counts.step > first + 1:  # the first step after a start includes warm-up of kernels
                 counts.timed_tokens += tokens
                 counts.seconds += time.perf_counter() - started
-            if counts.step % config.log_every == 0 or counts.step == config.steps:
-                line = {"step": counts.step, "loss": loss, "lm_loss": lm_loss, "auxiliary_loss": auxiliary_loss}
-                _log(run, history, line | {"learning_rate": rate, "gradient_norm": norm, "tokens": counts.tokens})
-            display.update(counts.step, loss, counts.tokens_per_s)
-            if counts.step % config.checkpoint_every == 0 or counts.step == config.steps:
+            last = counts.step == config.steps
+            if counts.step % config.log_every == 0 or last:
+                line = {"step": counts.step} | log | {"tokens": counts.tokens}
+                _log(state, history, line)
+            progress_bar.update(counts.step, log["loss"], counts.tokens_per_s)
+            if counts.step % config.checkpoint_every == 0 or last:
                 if history is not None:
                     history.sync()
-                save(run, config.keep_checkpoints)
+                save_checkpoint(state, config.keep_checkpoints)
 
 
-def _accumulate(run: Run, batch: Batch) -> Tensor:
-    """Add up the gradients of this process's micro-batches; (3,) losses over all processes: whole, LM, auxiliary."""
-    config, place = run.config, run.place
+def _step(state: TrainingState, rate: float) -> tuple[int, dict[str, float]]:
+    """Do one update; gives its number of tokens and its log line."""
+    context, step = state.context, state.counts.step
+    _seed(state.config.seed, step, context.accelerator.process_index)
+    batch = state.batches.batch(step)
+    set_learning_rate(state.optimizer, rate)
+    buffers = {name: buffer.clone() for name, buffer in graft_buffers(context.model).items()}
+    recurrent = recurrent_state(context.model)
+    losses = _accumulate(state, batch)
+    norm = context.clip(state.config.clip)
+    loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, norm.reshape(1)]).tolist()
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        stop_before_step(state, buffers, recurrent, loss, norm)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    log = {"loss": loss, "lm_loss": lm_loss, "auxiliary_loss": auxiliary_loss}
+    return int(batch.totals()[1:].sum()), log | {"learning_rate": rate, "gradient_norm": norm}
+
+
+def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
+    """Accumulate the gradients of this process's micro-batches.
+
+    Returns:
+        (3,) losses summed over all processes: total, language modelling, auxiliary.
+    """
+    config, context = state.config, state.context
     if len(batch) != config.batch_size:
         raise TrainingError(
-            f"The mixture gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
+            f"The data gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
         )
-    totals = batch.totals().to(place.device)
-    rows = batch.rows(place.share(len(batch)))
+    totals = batch.totals().to(context.device)
+    rows = batch.rows(context.share(len(batch)))
     size = config.micro_batch_size or len(rows)
-    losses = torch.zeros(3, device=place.device)
+    losses = torch.zeros(3, device=context.device)
     for offset in range(0, len(rows), size):
-        micro = rows.rows(slice(offset, offset + size)).to(place.device)
-        with place.synchronising(offset + size >= len(rows)):
-            with place.accelerator.autocast():
-                loss, parts = place.losses(micro.inputs(), totals)
-            place.backward(loss)
-        losses += parts
-    return place.total(losses)
+        micro_batch = rows.rows(slice(offset, offset + size)).to(context.device)
+        with context.synchronize_gradients(offset + size >= len(rows)):
+            with context.accelerator.autocast():
+                loss, components = context.losses(micro_batch.inputs(), totals)
+            context.backward(loss)
+        losses += components
+    return context.sum(losses)
 
 
 def _seed(seed: int, step: int, process: int) -> None:
-    """Make a step's random numbers a function of seed, step and process, so that a resumed run draws the same."""
+    """Seed a step's random numbers by seed, step and process: a resumed run draws the same numbers."""
     set_seed(int(SeedSequence([seed, step, process]).generate_state(1)[0]))
 
 
-def _start_tracker(run: Run) -> None:
-    if run.config.tracker is not None:
-        values = {key: value for key, value in run.config.model_dump().items() if isinstance(value, int | float | str)}
-        run.place.accelerator.init_trackers("graftlm", config=values)
+def _start_tracker(state: TrainingState) -> None:
+    config = state.config
+    if config.tracker is not None:
+        values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
+        state.context.accelerator.init_trackers("graftlm", config=values)
 
 
-def _history(run: Run) -> AbstractContextManager[History | None]:
-    """The open history of the main process, nothing in the others."""
-    return closing(History(run.out / HISTORY, run.counts.step)) if run.place.main else nullcontext()
+def _open_history(state: TrainingState) -> AbstractContextManager[History | None]:
+    """The open log in the main process, None in the others."""
+    return closing(History(state.out / HISTORY, state.counts.step)) if state.context.is_main else nullcontext()
 
 
-def _log(run: Run, history: History | None, line: dict[str, Any]) -> None:
+def _log(state: TrainingState, history: History | None, line: dict[str, Any]) -> None:
     if history is not None:
         history.append(line)
-    run.place.accelerator.log({key: value for key, value in line.items() if key != "step"}, step=line["step"])
+    values = {key: value for key, value in line.items() if key != "step"}
+    state.context.accelerator.log(values, step=line["step"])
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """The learning rate of `step`, counted from 0.
+
+    Warm-up reaches `learning_rate` at step `warmup_steps - 1`. The decay reaches `min_ratio * learning_rate` one step
+    after the last.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    shapes = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}
+    floor = config.min_ratio
+    return config.learning_rate * (floor + (1 - floor) * shapes[config.schedule])
+
+
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters that must not decay, such as those of a state space.
+
+    A parameter is exempt if it has the attribute `_no_weight_decay`, or if the method `parameters_without_decay()` of a
+    module above it gives its name.
+    """
+    names = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    for prefix, module in model.named_modules():
+        if callable(method := getattr(module, "parameters_without_decay", None)):
+            names |= {f"{prefix}.{name}" if prefix else name for name in cast("Iterable[str]", method())}
+    return names
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: TrainingConfig, without_decay: Collection[str] = ()
+) -> AdamW:
+    """AdamW over `parameters`. Only tensors of two or more dimensions decay, and none named in `without_decay`."""
+    decays = {name: parameter.ndim >= 2 and name not in without_decay for name, parameter in parameters.items()}
+    groups = [
+        {"params": [p for name, p in parameters.items() if decays[name]], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in parameters.items() if not decays[name]], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
+    return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+    """Set the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+class _ProgressBar:
+    """Steps done, loss, tokens per second and time left; silent unless `show`."""
+
+    def __init__(self, steps: int, done: int, *, show: bool) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            disable=not show,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
+
+    def update(self, done: int, loss: float, tokens_per_s: float) -> None:
+        rate = f"{tokens_per_s:,.0f}" if tokens_per_s else "–"
+        self._progress.update(self._task, completed=done, loss=f"{loss:.4f}", rate=rate)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

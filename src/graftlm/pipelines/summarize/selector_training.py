@@ -19,7 +19,7 @@ from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorC
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
 from graftlm.pipelines.summarize.selector import TrainedSelector, vector_size
-from graftlm.training.pieces import train_pieces
+from graftlm.training.language_model import train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _fresh(train: Sequence[SelectorExample], training: SelectorTrainingConfig, d
         values = modern | values
     else:
         pieces = int(values.pop("vocab_size", 40_000))
-        tokenizer = train_pieces((" ".join(one.sentences) for one in train), pieces)
+        tokenizer = train_tokenizer((" ".join(one.sentences) for one in train), pieces)
         values = {"head": training.kind, "vocab_size": len(tokenizer)} | values
     torch.manual_seed(training.seed)
     model = SentenceSelector(SentenceSelectorConfig(**values)).to(device)  # type: ignore[arg-type]  # checked there

@@ -13,9 +13,8 @@ from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel
-from graftlm.runs.bench import Bench
-from graftlm.runs.experiment import compare_recipe, load_tests, run_recipe
-from graftlm.runs.recipe import Recipe, recipe_schema
+from graftlm.runs.graft_run import BackboneEvaluator, load_tests
+from graftlm.runs.recipe import Recipe, compare_recipe, recipe_schema, run_recipe
 
 OLD, NEW = "the river ran under the old house and the garden. ", "le vieux jardin dormait sous la lune blanche. "
 
@@ -45,7 +44,7 @@ def recipe(tmp_path: Path, tiny_backbone) -> Recipe:
 
 
 def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, tmp_path: Path) -> None:
-    results = run_recipe(recipe, progress=False, say=lambda _: None)
+    results = run_recipe(recipe, progress=False, log=lambda _: None)
     run = tmp_path / "run"
     assert {"recipe.yaml", "results.json", "report.md", "graft", "checkpoints"} <= {path.name for path in run.iterdir()}
     assert Recipe.from_yaml(run / "recipe.yaml") == recipe
@@ -59,22 +58,22 @@ def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, t
     assert read_manifest(run / "graft").training["steps"] == 6
 
     written = (run / "graft" / "graft.safetensors").stat().st_mtime_ns
-    again = run_recipe(recipe, progress=False, say=lambda _: None)
+    again = run_recipe(recipe, progress=False, log=lambda _: None)
     assert (run / "graft" / "graft.safetensors").stat().st_mtime_ns == written, "a finished run is not trained again"
     assert again.row("neutral-residues") == row
 
     backbone = load_backbone(recipe.backbone.name)
-    bench = Bench(backbone, load_tests(recipe.data), recipe.evaluation, recipe.data.length)
-    bench.backbone_scores()
+    evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
+    evaluator.backbone_scores()
     with GraftedModel(backbone, {"graft": load_graft(run / "graft", backbone)}) as model:
-        measured = bench.measure(model, "loaded", "loaded")
+        measured = evaluator.measure(model, "loaded", "loaded")
     assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)
 
 
 def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_path: Path) -> None:
-    run_recipe(recipe, progress=False, say=lambda _: None)
+    run_recipe(recipe, progress=False, log=lambda _: None)
     (tmp_path / "new-test.txt").write_text(NEW[::-1] * 8, encoding="utf-8")
-    row = run_recipe(recipe, progress=False, say=lambda _: None).row("neutral-residues")
+    row = run_recipe(recipe, progress=False, log=lambda _: None).row("neutral-residues")
     assert row != Results.read(tmp_path / "run").row("backbone")
     assert value_of(row.metrics["new"]) > 0
 
@@ -85,7 +84,7 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
         "quick": {"graft": {"kind": "adapter", "width": 4}, "training": {"steps": 2, "batch_size": 2}},
     }
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), methods=methods))
-    results = compare_recipe(recipe, progress=False, say=lambda _: None)
+    results = compare_recipe(recipe, progress=False, log=lambda _: None)
     assert [(row.id, row.label) for row in results.rows] == [
         ("backbone", "backbone"),
         ("lora", "LoRA, rank 2"),
@@ -97,10 +96,10 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
 
 
 def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> None:
-    compared = recipe.comparison().methods
-    assert next(iter(compared)) == "neutral-residues"
-    assert compared["neutral-residues"].graft == recipe.graft
-    assert {"adapter", "lora", "finetune"} <= set(compared)
+    runs = recipe.comparison()
+    assert runs[0].id == "neutral-residues"
+    assert runs[0].graft == recipe.graft
+    assert {"adapter", "lora", "finetune"} <= {run.id for run in runs}
 
 
 def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_path: Path, tiny_backbone) -> None:
@@ -108,7 +107,7 @@ def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_
         values(tmp_path, tiny_backbone("llama"), evaluation={"forgetting_budget": -5.0, "decode_prompts": 0})
     )
     with pytest.raises(ForgettingBudgetError, match=r"forgot .* and the budget is -5"):
-        run_recipe(recipe, progress=False, say=lambda _: None)
+        run_recipe(recipe, progress=False, log=lambda _: None)
     assert (tmp_path / "run" / "graft" / "graft.json").exists()
     assert Results.read(tmp_path / "run").aims[0].met is False
 
@@ -128,7 +127,7 @@ def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone)
     changes = {"evaluation": {"decode_prompts": 0, "tasks": tasks}}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), **changes))
     assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
-    results = run_recipe(recipe, progress=False, say=lambda _: None)
+    results = run_recipe(recipe, progress=False, log=lambda _: None)
     bare, row = results.row("backbone").metrics, results.row("neutral-residues").metrics
     names = {"words_exact-match", "letters_chrf", "french_log-perplexity"}
     assert names | {"french_log-perplexity_bpb"} <= bare.keys() & row.keys()
@@ -141,11 +140,11 @@ def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone)
     assert [len(each["words"]["samples"]) for each in described.values()] == [5, 5]
     assert "french log-perplexity gain" in (tmp_path / "run" / "report.md").read_text()
 
-    written = (tmp_path / "run" / "measurement.json").stat().st_mtime_ns
-    assert run_recipe(recipe, progress=False, say=lambda _: None).details["tasks"] == results.details["tasks"]
-    assert (tmp_path / "run" / "measurement.json").stat().st_mtime_ns == written, "it is read back"
+    written = (tmp_path / "run" / "measurements" / "neutral-residues.json").stat().st_mtime_ns
+    assert run_recipe(recipe, progress=False, log=lambda _: None).details["tasks"] == results.details["tasks"]
+    assert (tmp_path / "run" / "measurements" / "neutral-residues.json").stat().st_mtime_ns == written, "it is read back"
     examples(tmp_path / "words.jsonl", "lune blanche")
-    changed = run_recipe(recipe, progress=False, say=lambda _: None).row("neutral-residues").metrics
+    changed = run_recipe(recipe, progress=False, log=lambda _: None).row("neutral-residues").metrics
     assert changed["french_log-perplexity"] != row["french_log-perplexity"]
 
 
@@ -157,7 +156,7 @@ def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> N
         "prompt_column": "prompt",
     }
     changed["data"] |= {"new": [source], "boundaries": "whole", "length": 32, "test": {"new": [source]}}
-    results = run_recipe(Recipe.parse(changed), progress=False, say=lambda _: None)
+    results = run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
     assert value_of(results.row("neutral-residues").metrics["learned"]) > 0
 
 
@@ -165,7 +164,7 @@ def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tin
     tasks = {"words": {"path": str(tmp_path / "nothing.jsonl"), "metric": "chrf"}}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation={"tasks": tasks}))
     with pytest.raises(DataError, match=r"^There is no file .*nothing.jsonl: check the task's path"):
-        run_recipe(recipe, progress=False, say=lambda _: None)
+        run_recipe(recipe, progress=False, log=lambda _: None)
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 

@@ -1,0 +1,294 @@
+"""Devices, precision and processes of a training run, through Accelerate.
+
+Every process draws the same global batch and takes its contiguous share of rows. Losses are sums over rows divided by
+global counts, so they add up over processes. DDP and FSDP average gradients; `DistributedContext.backward` undoes that.
+FSDP2 shards the model, which becomes plain again at the end of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from graftlm.errors import MissingExtraError, TrainingError
+from graftlm.training.config import TrainingConfig
+
+
+class LossModule(nn.Module):
+    """A model whose forward pass gives the losses of a batch.
+
+    DDP, FSDP and autocast wrap this module; the caller's model stays as it is.
+    """
+
+    def __init__(self, model: nn.Module, *, tie: bool) -> None:
+        """With `tie`, processes exchange all gradients even if they use different parameters."""
+        super().__init__()
+        self.model = model
+        self.tie = tie
+
+    def forward(self, inputs: dict[str, Any], totals: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and (3,) detached: total, language modelling, auxiliary."""
+        output = self.model(**inputs, totals=totals)
+        loss = output.loss
+        components = [loss.new_zeros(()) if p is None else p for p in (loss, output.lm_loss, output.auxiliary_loss)]
+        if self.tie or not loss.requires_grad:
+            loss = loss + self._zero()
+        return loss, torch.stack([component.detach().float() for component in components])
+
+    def _zero(self) -> Tensor:
+        """Zero, as a function of every trainable parameter that is not sharded."""
+        local = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        return torch.stack([p.reshape(-1)[:0].sum() for p in local]).sum()
+
+
+@dataclass
+class DistributedContext:
+    """The processes and devices of a training run.
+
+    Attributes:
+        accelerator: Accelerate's view of them.
+        losses: the wrapped model, which gives losses.
+        model: the caller's model.
+    """
+
+    accelerator: Accelerator
+    losses: nn.Module
+    model: nn.Module
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def share(self, rows: int) -> slice:
+        """This process's rows of a global batch of `rows`."""
+        size = rows // self.accelerator.num_processes
+        return slice(size * self.accelerator.process_index, size * (self.accelerator.process_index + 1))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` over processes."""
+        return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values  # type: ignore[return-value]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a process's part of the loss."""
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    @contextmanager
+    def synchronize_gradients(self, now: bool) -> Iterator[None]:
+        """Exchange gradients in the backward passes of the block only if `now`."""
+        if isinstance(self.losses, FSDPModule):
+            self.losses.set_requires_gradient_sync(now)
+            yield
+        elif now:
+            yield
+        else:
+            with self.accelerator.no_sync(self.losses):
+                yield
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Scale gradients down to a global norm of `limit`; their norm before, a scalar.
+
+        A parameter that took no part has a gradient of zero, as it has where only another process used it.
+        """
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = self.accelerator.clip_grad_norm_(trainable, float("inf") if limit is None else limit)
+        return full_tensor(torch.as_tensor(norm, device=self.device))
+
+    def raise_together(self, problem: str | None) -> None:
+        """Wait for all processes. If the main process has a `problem`, all raise it.
+
+        Raises:
+            TrainingError: with the main process's sentence, or a pointer to it in the others.
+        """
+        failed = self.sum(torch.tensor(float(problem is not None), device=self.device)).item()
+        if failed:
+            raise TrainingError(problem or "The main process stopped the run: read its message.")
+
+
+@contextmanager
+def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[DistributedContext]:
+    """Move `model` to its device, and wrap it for several processes; at the end every process has all of it again.
+
+    Raises:
+        TrainingError: the processes can't share a batch, or Accelerate is already set up in another way.
+        MissingExtraError: the tracker's package is absent.
+    """
+    _check_tracker(config)
+    was_training = model.training
+    with _accelerator(model, config, out) as accelerator:
+        _check_shares(config, accelerator.num_processes)
+        model.to(accelerator.device).train()
+        sharded = accelerator.num_processes > 1 and (config.sharded or _launched_for_fsdp())
+        losses = LossModule(model, tie=sharded)
+        undo = shard(losses) if sharded else None
+        try:
+            yield DistributedContext(accelerator, losses if sharded else accelerator.prepare_model(losses), model)
+            if undo:
+                undo()
+        finally:
+            for tracker in accelerator.trackers:
+                tracker.finish()
+            model.train(was_training)
+
+
+@contextmanager
+def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[Accelerator]:
+    """An Accelerator that keeps a single process on the model's device, and leaves no global state."""
+    ours, alone = not AcceleratorState._shared_state, int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if ours and alone:
+        PartialState._reset_state()  # it may say another device
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    try:
+        accelerator = Accelerator(
+            cpu=on_cpu and alone,
+            mixed_precision="bf16" if config.precision == "bf16" else "no",
+            log_with=config.tracker,
+            project_dir=out,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)],
+        )
+    except ValueError as error:
+        raise TrainingError(f"Accelerate is already set up in another way in this process ({error}).") from None
+    try:
+        yield accelerator
+    finally:
+        accelerator.free_memory()
+        if ours:
+            AcceleratorState._reset_state(reset_partial_state=alone)
+
+
+def _check_shares(config: TrainingConfig, processes: int) -> None:
+    if config.batch_size % processes:
+        raise TrainingError(
+            f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: "
+            f"use a multiple of {processes}."
+        )
+
+
+def _check_tracker(config: TrainingConfig) -> None:
+    if config.tracker is None:
+        return
+    try:
+        __import__(config.tracker)
+    except ImportError:
+        raise MissingExtraError(config.tracker, "trackers", "Logging to a tracker") from None
+
+
+def _launched_for_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name.
+
+    Raises:
+        TrainingError: there is none, or one is not in float32.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise TrainingError(
+            "The model has no trainable parameters: attach a graft that trains, or set training.steps to 0 for one "
+            "that learns without gradients."
+        )
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise TrainingError(
+                f"The parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but training needs float32: "
+                "convert it, and set precision: bf16 for speed."
+            )
+    return parameters
+
+
+def graft_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of grafts, such as running statistics, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.startswith("grafts.")}
+
+
+def shard(root: nn.Module) -> Callable[[], None]:
+    """Shard `root` in place: one group for each layer of `_no_split_modules`, one for the rest.
+
+    Accelerate shards on GPUs only, so this calls `fully_shard` itself. Weights keep their dtype: bfloat16 comes from
+    autocast. Quantised weights are replicated, since their tensor classes can't be split.
+
+    Returns:
+        A function that undoes it and gives every process all weights; all processes must call it together.
+    """
+    before = [(module, type(module), _attributes(module)) for module in root.modules()]
+    for parameter in root.parameters():
+        if parameter.requires_grad:
+            dist.broadcast(parameter.data, src=0)
+    replicated = {p for p in root.parameters() if type(p.data) is not Tensor or not p.is_floating_point()}
+    for module in list(_layers(root)):
+        fully_shard(module, ignored_params=replicated)
+    fully_shard(root, ignored_params=replicated)
+
+    def undo() -> None:
+        plain: dict[int, nn.Parameter] = {}
+        for module, kind, entries in before:
+            _unshard(module, plain)
+            _remove_additions(module, kind, entries)
+
+    return undo
+
+
+def _layers(root: nn.Module) -> Iterator[nn.Module]:
+    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return (module for module in root.modules() if type(module).__name__ in names)
+
+
+def _attributes(module: nn.Module) -> dict[str, set[Any]]:
+    """The attributes of a module, and the ids of the hooks in those that hold hooks."""
+    return {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()}
+
+
+def _unshard(module: nn.Module, plain: dict[int, nn.Parameter]) -> None:
+    """Replace sharded parameters by plain ones; `plain` keeps tied parameters tied."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if isinstance(parameter.data, DTensor):
+            if id(parameter) not in plain:
+                plain[id(parameter)] = nn.Parameter(full_tensor(parameter.data), parameter.requires_grad)
+            setattr(module, name, plain[id(parameter)])
+
+
+def _remove_additions(module: nn.Module, kind: type[nn.Module], entries: dict[str, set[Any]]) -> None:
+    """Remove the class, attributes and hooks that sharding added."""
+    module.__class__ = kind
+    for name in [name for name in vars(module) if name not in entries]:
+        del module.__dict__[name]
+    for name, value in vars(module).items():
+        if "_hooks" in name:
+            for hook in set(value) - entries[name]:
+                del value[hook]
+    _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. All processes must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
+    """`full` on the device of `parameter`, sharded in the same way."""
+    full = full.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return full
