@@ -1,4 +1,4 @@
-"""No label leaks: on tokens that nothing announces, training comes down to their entropy and no further."""
+"""No label leaks: on independent random tokens the training loss stays at their entropy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from composition.tools import composition
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.composition import alignment
-from graftlm.grafts.composition.attention import Visible
+from graftlm.grafts.composition.attention import Visibility
 from tiny import tiny_model
 
-VOCABULARY, FIRST = 12, 4  # eight tokens beside the special ones, each as likely as the others whatever came before
+VOCABULARY, FIRST = 12, 4  # eight equally likely, independent tokens beside the special ones
 FLOOR = math.log(VOCABULARY - FIRST)
 
 
 def trained_loss(steps: int = 250) -> float:
-    """The mean loss of the last 50 steps (12,800 labels), on fresh rows, so short that a glance ahead tells much."""
-    anchor, one = (Backbone.wrap(tiny_model("llama", seed=seed, vocab_size=VOCABULARY)) for seed in (0, 1))
-    graft = composition(anchor, {"one": one}, spread=0.0)
+    """The mean loss of the last 50 steps (12,800 labels), on fresh short rows."""
+    anchor, augmenting = (Backbone.wrap(tiny_model("llama", seed=seed, vocab_size=VOCABULARY)) for seed in (0, 1))
+    graft = composition(anchor, {"one": augmenting}, spread=0.0)
     generator = torch.Generator().manual_seed(0)
     losses = []
     with GraftedModel(anchor, {"graft": graft}) as model:
@@ -37,15 +37,15 @@ def trained_loss(steps: int = 250) -> float:
     return sum(losses[-50:]) / 50
 
 
-def test_training_stops_at_the_entropy() -> None:
+def test_the_loss_stays_at_the_entropy() -> None:
     assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
 
 
-def test_a_mask_that_shows_the_future_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def everything(self: alignment.ByPosition, call: alignment.Call, past: int) -> Visible:
+def test_a_mask_that_shows_the_future_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything(self: alignment.PositionAlignment, call: alignment.Call, past: int) -> Visibility:
         assert call.input_ids is not None
         length = call.input_ids.shape[1]
-        return Visible.of(torch.ones(1, length, length, dtype=torch.bool))
+        return Visibility.of(torch.ones(1, length, length, dtype=torch.bool))
 
-    monkeypatch.setattr(alignment.ByPosition, "_visible", everything)
+    monkeypatch.setattr(alignment.PositionAlignment, "_visibility", everything)
     assert trained_loss() < FLOOR - 0.05

@@ -1,4 +1,4 @@
-"""Pairs and parameters, and what does not fit: one sentence each."""
+"""Pairs, parameters, and one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(folder: Any, **more: Any) -> dict[str, Any]:
 
 
 class Depth:
-    """As many layers as one likes."""
+    """A stand-in with a number of layers."""
 
     def __init__(self, layers: int) -> None:
         self.sites = type("Sites", (), {"n_layers": layers})
@@ -57,8 +57,8 @@ def test_the_papers_stride() -> None:
 
 
 def test_parameters_are_those_of_the_formula() -> None:
-    anchor, one = live("llama"), live("phi", 1)
-    graft = composition(anchor, {"one": one})
+    anchor, augmenting = live("llama"), live("phi", 1)
+    graft = composition(anchor, {"one": augmenting})
     d_A, d_B, n = 64, 48, 2
     shown = graft.describe(anchor)
     formula, output = shown["one: paper's n(D_A D_B + 3 D_B^2)"], shown["one: and W_O's n D_B^2"]
@@ -67,7 +67,7 @@ def test_parameters_are_those_of_the_formula() -> None:
     assert shown["one: pairs of layers"] == "0 to 0, 1 to 1"
 
 
-def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
+def test_the_augmenting_model_is_referenced_and_not_saved(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
     anchor = live("llama")
     moved = tiny_backbone("gpt2")
     folder = save_tiny_backbone(tmp_path / "one", "gpt2")
@@ -91,19 +91,19 @@ def test_the_other_model_is_remembered_and_never_saved(tmp_path: Path, tiny_back
 
 
 def test_frozen_models_get_no_gradient_and_the_graft_owns_none_of_them() -> None:
-    anchor, one = live("llama"), live("gpt2", 1)
-    graft = composition(anchor, {"one": one})
+    anchor, augmenting = live("llama"), live("gpt2", 1)
+    graft = composition(anchor, {"one": augmenting})
     assert {name.split(".")[0] for name, _ in graft.named_parameters()} == {"blocks"}
     assert not list(graft.buffers())
-    assert not any(parameter.requires_grad for parameter in one.model.parameters())
+    assert not any(parameter.requires_grad for parameter in augmenting.model.parameters())
     graft.to(torch.float64)
-    assert one.model.dtype == torch.float64, "it goes where the graft goes"
+    assert augmenting.model.dtype == torch.float64, "it moves with the graft"
 
 
 BAD = {
     "a layer out of range": ({"pairs": [[2, 0]]}, {}, "names layer 2 of one, which has layers 0 to 1"),
     "the anchor's too": ({"pairs": [[0, -1]]}, {}, "names layer -1 of the anchor, which has layers 0 to 1"),
-    "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, r"\[0, 1\] of one is named twice"),
+    "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, r"\[0, 1\] of one is listed twice"),
     "heads that do not divide": (
         {},
         {"heads": 7},
@@ -114,12 +114,12 @@ BAD = {
         {"heads": 16},
         "16 heads do not divide the anchor's width 48 evenly: set heads to one",
     ),
-    "a long stride": ({"stride": 9}, {}, "A stride of 9 passes over all 2 layers of one: set stride to 2 or less"),
+    "a long stride": ({"stride": 9}, {}, "A stride of 9 skips all 2 layers of one: set stride to 2 or less"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit(case: str, tiny_backbone: BackboneFolder) -> None:
+def test_models_that_do_not_fit(case: str, tiny_backbone: BackboneFolder) -> None:
     model, more, message = BAD[case]
     config = values(tiny_backbone("gpt2"), **more)
     config["augmenting"]["one"] |= model
@@ -153,7 +153,7 @@ def test_recipes(case: str) -> None:
 
 
 def test_models_that_are_no_causal_language_models(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
-    with pytest.raises(GraftError, match=r"one \(bert\) lets a token see those after it"):
+    with pytest.raises(GraftError, match=r"one \(bert\) is not causal"):
         build_graft(graft_config(values(tiny_backbone("bert"))), live("llama"))
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -177,23 +177,25 @@ def test_the_backbone_itself() -> None:
 
 
 def test_a_vocabulary_that_is_too_small() -> None:
-    one = Backbone.wrap(tiny_model("llama", vocab_size=100))
-    with pytest.raises(GraftError, match="tokens go up to 299, and the augmenting model one knows 100: set alignment"):
-        composition(live("llama"), {"one": one})
+    augmenting = Backbone.wrap(tiny_model("llama", vocab_size=100))
+    with pytest.raises(
+        GraftError, match="go up to 299, and the augmenting model one has 100 embeddings: set alignment"
+    ):
+        composition(live("llama"), {"one": augmenting})
 
 
 def test_tokenizers_without_offsets(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
-    one = Backbone.wrap(tiny_model("llama", vocab_size=400), ByT5Tokenizer())
+    augmenting = Backbone.wrap(tiny_model("llama", vocab_size=400), ByT5Tokenizer())
     with pytest.raises(GraftError, match="The tokenizer of one gives no character offsets"):
-        composition(live("llama"), {"one": one})
+        composition(live("llama"), {"one": augmenting})
 
 
 def test_no_tokenizer_at_all() -> None:
-    one = Backbone.wrap(tiny_model("llama"))
+    augmenting = Backbone.wrap(tiny_model("llama"))
     with pytest.raises(BackboneError, match="has no tokenizer"):
-        composition(live("llama"), {"one": one}, alignment="characters")
+        composition(live("llama"), {"one": augmenting}, alignment="characters")
 
 
 def test_an_encoder_with_another_tokenizer() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.backbone import Backbone
 from graftlm.grafts.composition import Composition, reference
-from graftlm.grafts.composition.spelling import _LONGEST_WORD, Spelling
 from laws.tools import positions as positions_of
 from tiny import tiny_ids
 
@@ -23,17 +22,18 @@ MASKS = {
     "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5]),
     "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
 }
-Seen = list[list[int]]
-Plan = dict[str, list[tuple[list[int], Seen]]]  # of each model and row: the tokens it reads, and who sees which
+VisibleTokens = list[list[int]]
+Plan = dict[str, list[tuple[list[int], VisibleTokens]]]
+# Per model and row: the tokens it reads, and which of them each anchor token sees.
 
 
-def weights_of(graft: Composition, name: str, number: int) -> reference.Weights:
+def weights_of(graft: Composition, name: str, number: int) -> reference.PairWeights:
     """The same leaves that the graft trains."""
     block: Any = graft.blocks[name][number]
     gains = [None if norm is None else norm.weight for norm in (block.norm_q, block.norm_kv)]
     matrices = [linear.weight.T for linear in (block.project, block.w_q, block.w_k, block.w_v, block.w_o)]
     biases = [0.0 if linear.bias is None else linear.bias for linear in (block.w_q, block.w_k)]
-    return reference.Weights(*matrices, *gains, *biases)
+    return reference.PairWeights(*matrices, *gains, *biases)
 
 
 class Slow:
@@ -60,9 +60,11 @@ class Slow:
         return [output[0] for output in outputs]
 
     def logits(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        self.places = places(ids, mask).tolist()
+        self.position_ids = position_ids(ids, mask).tolist()
         with self._hooks():
-            return self.anchor.model(ids, attention_mask=mask, position_ids=places(ids, mask), use_cache=False).logits
+            return self.anchor.model(
+                ids, attention_mask=mask, position_ids=position_ids(ids, mask), use_cache=False
+            ).logits
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -85,13 +87,14 @@ class Slow:
             for number, (i, j) in enumerate(chosen.pairs or ()):
                 if j == layer:
                     weights = weights_of(self.graft, name, number)
-                    tokens, sees = self.plan[name][b]
-                    places = (self.places[b], range(len(tokens))) if self.rotary else None
-                    total = total + reference.cross(hidden, self.states[name][b][i], weights, self.heads, sees, places)
+                    tokens, visible = self.plan[name][b]
+                    positions = (self.position_ids[b], range(len(tokens))) if self.rotary else None
+                    states = self.states[name][b][i]
+                    total = total + reference.cross(hidden, states, weights, self.heads, visible, positions)
         return total
 
 
-def places(ids: Tensor, mask: Tensor | None) -> Tensor:
+def position_ids(ids: Tensor, mask: Tensor | None) -> Tensor:
     """Positions that count real tokens."""
     return positions_of(torch.ones_like(ids) if mask is None else mask)
 
@@ -100,15 +103,15 @@ def first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def by_position(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], Seen]]:
+def by_position(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], VisibleTokens]]:
     """One tokenizer. Padding is cut off what the augmenting model reads, so that it can't matter."""
     rows = []
     for b, row in enumerate(ids):
         real = [True] * len(row) if mask is None else mask[b].bool().tolist()
         shift = real.index(True)
-        sees = [[s - shift for s in seen] for seen in reference.sees_by_position(real)]
-        sees = [seen if real[t] else [] for t, seen in enumerate(sees)]
-        rows.append((row[torch.tensor(real)].tolist(), sees))
+        visible = [[s - shift for s in seen] for seen in reference.visible_by_position(real)]
+        visible = [seen if real[t] else [] for t, seen in enumerate(visible)]
+        rows.append((row[torch.tensor(real)].tolist(), visible))
     return rows
 
 
@@ -117,13 +120,13 @@ def compare(anchor: Backbone, graft: Composition, slow: Slow, ids: Tensor, mask:
     parameters = list(graft.parameters())
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     direction = torch.randn(int(real.sum()), anchor.sites.config.vocab_size, dtype=torch.float64)
-    wanted = slow.logits(ids, mask)[real]
-    wanted_gradients = torch.autograd.grad((wanted * direction).sum(), parameters)
+    expected = slow.logits(ids, mask)[real]
+    expected_gradients = torch.autograd.grad((expected * direction).sum(), parameters)
     with attached(anchor, graft) as model:
-        found = model(ids, attention_mask=mask, position_ids=places(ids, mask)).logits[real]
-        found_gradients = torch.autograd.grad((found * direction).sum(), parameters)
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(found_gradients, wanted_gradients, rtol=1e-6, atol=1e-6)
+        actual = model(ids, attention_mask=mask, position_ids=position_ids(ids, mask)).logits[real]
+        actual_gradients = torch.autograd.grad((actual * direction).sum(), parameters)
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-6, atol=1e-6)
 
 
 def double(*models: Backbone) -> None:
@@ -135,16 +138,18 @@ def double(*models: Backbone) -> None:
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize(("family", "norm"), [("llama", "none"), ("llama", "pre"), ("gpt2", "none"), ("gemma3", "pre")])
 def test_one_tokenizer(family: str, padding: str, norm: str, positions: str) -> None:
-    anchor, one, two = live(family), live("llama", 1), live("gpt2", 2)
-    double(anchor, one, two)
-    graft = composition(anchor, {"one": one, "two": two}, norm=norm, positions=positions, pairs=[(1, 0), (0, 1)])
+    anchor, augmenting, augmenting_2 = live(family), live("llama", 1), live("gpt2", 2)
+    double(anchor, augmenting, augmenting_2)
+    graft = composition(
+        anchor, {"one": augmenting, "two": augmenting_2}, norm=norm, positions=positions, pairs=[(1, 0), (0, 1)]
+    )
     graft.double()
     mask = MASKS[padding]
     plan = {"one": by_position(IDS, mask), "two": by_position(IDS, mask)}
     compare(anchor, graft, Slow(anchor, graft, plan, anchor.sites.config.num_attention_heads), IDS, mask)
 
 
-class SlowSpelled(Slow):
+class SlowTwoTokenizers(Slow):
     """With two tokenizers: the text so far of every anchor token is read on its own, from its beginning."""
 
     def _row(self, layer: int, b: int, hidden: Tensor) -> Tensor:
@@ -154,16 +159,17 @@ class SlowSpelled(Slow):
             for number, (i, j) in enumerate(self.graft.config.augmenting["one"].pairs or ()):
                 if j == layer and paths:
                     states = self._read("one", paths)[i]
-                    sees = [list(range(len(paths)))]
+                    visible = [list(range(len(paths)))]
                     weights = weights_of(self.graft, "one", number)
-                    where = ([self.places[b][t]], births) if self.rotary else None
-                    total = total + reference.cross(hidden[t : t + 1], states, weights, self.heads, sees, where)[0]
+                    where = ([self.position_ids[b][t]], births) if self.rotary else None
+                    total = total + reference.cross(hidden[t : t + 1], states, weights, self.heads, visible, where)[0]
             written.append(total)
         return torch.stack(written)
 
-    def spell(self, ids: Tensor, mask: Tensor | None, tokenise: Any) -> None:
+    def tokenise(self, ids: Tensor, mask: Tensor | None) -> None:
         """For each row and token, the augmenting tokens so far, and the anchor token with which each was first read."""
         tokenizer = self.anchor.need_tokenizer()
+        augmenting = self.graft.frozen_models()["one"].need_tokenizer()
         self.texts: list[list[tuple[list[int], list[int]]]] = []
         for b, row in enumerate(ids.tolist()):
             texts: list[tuple[list[int], list[int]]] = []
@@ -174,7 +180,7 @@ class SlowSpelled(Slow):
                 if mask is None or mask[b, t]:
                     so_far.append(token)
                     text = str(tokenizer.decode(so_far)).rstrip("\ufffd")
-                    tokens = reference.tokens_so_far(text, tokenise, _LONGEST_WORD)
+                    tokens = reference.tokens_of_text(text, augmenting)
                 starts = [tuple(tokens[: n + 1]) for n in range(len(tokens))]
                 texts.append((tokens, [first_read.setdefault(start, len(so_far) - 1) for start in starts]))
             self.texts.append(texts)
@@ -184,13 +190,12 @@ class SlowSpelled(Slow):
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_two_tokenizers(family: str, padding: str, positions: str) -> None:
-    anchor, one = live("llama"), live(family, 1, tokens=OTHER_TOKENS)
-    double(anchor, one)
-    graft = composition(anchor, {"one": one}, positions=positions).double()
+    anchor, augmenting = live("llama"), live(family, 1, tokens=OTHER_TOKENS)
+    double(anchor, augmenting)
+    graft = composition(anchor, {"one": augmenting}, positions=positions).double()
     ids = words(anchor)
-    spelling = Spelling(anchor.need_tokenizer(), one.need_tokenizer(), prompt_only=False, name="one")
-    slow = SlowSpelled(anchor, graft, {}, anchor.sites.config.num_attention_heads)
-    slow.spell(ids, MASKS[padding], spelling.tokens_of)
+    slow = SlowTwoTokenizers(anchor, graft, {}, anchor.sites.config.num_attention_heads)
+    slow.tokenise(ids, MASKS[padding])
     compare(anchor, graft, slow, ids, MASKS[padding])
 
 

@@ -1,4 +1,4 @@
-"""What the tests of composition share."""
+"""Helpers of the composition tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OTHER_TOKENS = 280  # of the second tokenizer
 
 
 def live(family: str, seed: int = 0, tokens: int = TOKENS, **changes: Any) -> Backbone:
-    """A tiny model in memory; with the usual tokenizer, or one of so many tokens."""
+    """A tiny model in memory, with a tokenizer of the given vocabulary size."""
     return Backbone.wrap(tiny_model(family, seed=seed, **changes), tiny_tokenizer(tokens), family)
 
 
 def composition(anchor: Backbone, models: dict[str, Backbone], *, spread: float = 0.3, **config: Any) -> Composition:
-    """A composition whose every tensor is random; `pairs` are those of every model."""
+    """A composition with random tensors; `pairs` are used for every model."""
     pairs = config.pop("pairs", None)
     augmenting = {name: {"name": "in memory", "pairs": pairs} for name in models}
     chosen = CompositionConfig.parse({"stride": 1, "augmenting": augmenting} | config)

@@ -7,9 +7,9 @@ heads, K = D / H the width of a head.
     head_k = softmax(Q_k K_k^T / sqrt(K)) V_k,   Q = h_B W_Q,   K = f_proj(h_A) W_K,   V = f_proj(h_A) W_V
     f_cross(f_proj(h_A), h_B) = concat(head_k) W_O         (T, D)
 
-With rotary positions Q and K are turned by their places in the text, so that a weight may depend on how long ago a
-token was read; the paper's attention does not tell an old token from a new one but by what it says. Local ones add
-b_Q and b_K before they are turned, and start half of the heads with their eyes on the token that was read last.
+The paper's attention has no positions: it distinguishes tokens only by content. Rotary positions rotate Q and K by
+the position of each token in its document. Local positions also add biases b_Q and b_K before the rotation, which
+initially make half of the heads attend to the most recent token.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from transformers.cache_utils import CacheLayerMixin
 Norm = Literal["none", "pre"]
 Init = Literal["zero", "paper"]
 Positions = Literal["none", "rotary", "local"]
-_BASE = 10_000.0  # of the rotary frequencies
-_LOCAL = 4.0  # what the biases of a local head start with, at its highest frequencies
+_ROTARY_BASE = 10_000.0
+_LOCAL_BIAS = 4.0  # initial bias of a local head at its highest frequencies
 
 
 @dataclass(frozen=True)
-class Visible:
-    """Which augmenting tokens each anchor token sees.
+class Visibility:
+    """The attention mask from anchor tokens to augmenting tokens.
 
     Args:
-        mask: (B or 1, 1, T, S), True where it sees; None for plain causal order, all of it when T = 1.
-        some: (B or 1, T), False for tokens that see none; None when each sees at least one.
+        mask: (B or 1, 1, T, S), True where visible; None for the causal mask, or for a full mask when T = 1.
+        non_empty: (B or 1, T), False for tokens whose mask is empty; None when no mask is.
     """
 
     mask: Tensor | None = None
-    some: Tensor | None = None
+    non_empty: Tensor | None = None
 
     @classmethod
-    def of(cls, mask_BTS: Tensor) -> Visible:
-        """From (B or 1, T, S), True where a token sees; whoever sees none is let see all, and then writes nothing."""
-        some = mask_BTS.any(-1)
-        if bool(some.all()):
+    def of(cls, mask_BTS: Tensor) -> Visibility:
+        """From a mask (B or 1, T, S). Tokens with an empty mask attend everywhere to avoid NaN; their output is 0."""
+        non_empty = mask_BTS.any(-1)
+        if bool(non_empty.all()):
             return cls(mask_BTS[:, None])
-        return cls((mask_BTS | ~some[..., None])[:, None], some)
+        return cls((mask_BTS | ~non_empty[..., None])[:, None], non_empty)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where tokens stand in their document, counted in anchor tokens.
+class TokenPositions:
+    """Positions of tokens in their document, counted in anchor tokens.
 
     Args:
-        anchor: (B or 1, T) of the queries.
-        augmenting: (B or 1, S) of the new augmenting tokens: the anchor token with which each was read.
+        anchor: (B or 1, T) positions of the queries.
+        augmenting: (B or 1, S) positions of the new keys: of the anchor token with which each was read.
     """
 
     anchor: Tensor
@@ -65,15 +65,15 @@ class Places:
 
 
 class CrossAttention(nn.Module):
-    """One pair's projection and cross-attention; see the module's equations.
+    """Projection and cross-attention of one pair of layers; see the module's equations.
 
     Args:
         width: D.
         augmenting_width: A.
         heads: H; divides D.
-        norm: `pre` normalises the query's input and the projected states (RMS norm with a gain).
-        init: `zero` starts with W_O = 0, so that nothing is written; `paper` starts all matrices alike.
-        positions: with `local`, queries and keys have biases.
+        norm: `pre` applies an RMS norm with a gain to the query's input and to the projected states.
+        init: `zero` sets W_O = 0, so that the output is zero; `paper` draws all matrices alike.
+        positions: `local` gives queries and keys biases.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CrossAttention(nn.Module):
         for linear in (self.project, self.w_q, self.w_k, self.w_v, self.w_o):
             linear.weight.normal_(0, 1 / math.sqrt(linear.in_features))
             if linear.bias is not None:
-                linear.bias.copy_(_local_start(linear.out_features, self.heads))
+                linear.bias.copy_(_local_bias(linear.out_features, self.heads))
         if init == "zero":
             self.w_o.weight.zero_()
 
@@ -109,43 +109,47 @@ class CrossAttention(nn.Module):
         self,
         anchor_BTD: Tensor,
         states_BSA: Tensor | None,
-        visible: Visible,
-        places: Places | None = None,
+        visibility: Visibility,
+        positions: TokenPositions | None = None,
         cache: CacheLayerMixin | None = None,
-        attention: list[Tensor] | None = None,
+        attention_weights: list[Tensor] | None = None,
     ) -> Tensor:
         """f_cross, (B, T, D).
 
         Args:
-            anchor_BTD: the anchor's hidden states, the queries.
-            states_BSA: the augmenting model's new hidden states; None when there are none, and all are in the cache.
-            visible: who sees what, of the cached tokens and the new ones together.
-            places: of queries and new keys, by which they are turned; None leaves them as they are.
+            anchor_BTD: the anchor's hidden states, from which the queries come.
+            states_BSA: the augmenting model's new hidden states; None if all are in the cache.
+            visibility: over cached and new augmenting tokens.
+            positions: of the queries and of the new keys; None for no rotation.
             cache: keeps keys and values between passes.
-            attention: where given, the attention's weights (B, H, T, S) are appended to it.
+            attention_weights: if given, the weights (B, H, T, S) are appended.
         """
         q_BHTK = self._split(self.w_q(self._normed(self.norm_q, anchor_BTD)))
-        if places is not None:
-            q_BHTK = rotated(q_BHTK, places.anchor)
-        k_BHSK, v_BHSK = self._keys_and_values(states_BSA, places, cache)
-        out_BHTK = _attend(q_BHTK, k_BHSK, v_BHSK, visible)
-        if attention is not None:
-            attention.append(_weights(q_BHTK, k_BHSK, visible))
+        if positions is not None:
+            q_BHTK = rotate(q_BHTK, positions.anchor)
+        k_BHSK, v_BHSK = self._keys_and_values(states_BSA, positions, cache)
+        causal = visibility.mask is None and q_BHTK.shape[2] > 1
+        out_BHTK = functional.scaled_dot_product_attention(
+            q_BHTK, k_BHSK, v_BHSK, attn_mask=visibility.mask, is_causal=causal
+        )
+        if attention_weights is not None:
+            attention_weights.append(_attention_weights(q_BHTK, k_BHSK, visibility))
         out_BTD = self.w_o(out_BHTK.transpose(1, 2).flatten(2))
-        return out_BTD if visible.some is None else out_BTD * visible.some[..., None].to(out_BTD.dtype)
+        non_empty = visibility.non_empty
+        return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)
 
     def _keys_and_values(
-        self, states_BSA: Tensor | None, places: Places | None, cache: CacheLayerMixin | None
+        self, states_BSA: Tensor | None, positions: TokenPositions | None, cache: CacheLayerMixin | None
     ) -> tuple[Tensor, Tensor]:
         if states_BSA is None:
-            assert cache is not None, "nothing new, and no cache"
-            assert cache.keys is not None, "nothing was read yet"
+            assert cache is not None, "no new states and no cache"
+            assert cache.keys is not None, "the cache is empty"
             assert cache.values is not None
             return cache.keys, cache.values
         projected = self._normed(self.norm_kv, self.project(states_BSA))
         k, v = self._split(self.w_k(projected)), self._split(self.w_v(projected))
-        if places is not None:
-            k = rotated(k, places.augmenting)
+        if positions is not None:
+            k = rotate(k, positions.augmenting)
         return (k, v) if cache is None else cache.update(k, v)
 
     def _split(self, x_BTD: Tensor) -> Tensor:
@@ -156,44 +160,40 @@ class CrossAttention(nn.Module):
         return x if norm is None else norm(x)
 
 
-def _local_start(width: int, heads: int) -> Tensor:
-    """(D,) a bias that, turned by two places, is most like itself where they are the same, in half of the heads.
+def _local_bias(width: int, heads: int) -> Tensor:
+    """(D,) the initial bias of queries and keys for `positions: local`; zero in half of the heads.
 
-    The product of two is 2 c^2 times the sum of cos(f (p - p')) over the highest quarter of the frequencies f.
+    In the other heads the product of two biases rotated to positions p and p' is 2 c^2 times the sum of cos(f (p - p'))
+    over the highest quarter of the frequencies f, which is largest for p = p'.
     """
     bias_HK = torch.zeros(heads, width // heads)
     half = bias_HK.shape[1] // 2
     highest = torch.arange(half) < max(1, half // 4)
-    bias_HK[: max(1, heads // 2)] = _LOCAL * torch.cat([highest, highest]).float()
+    bias_HK[: max(1, heads // 2)] = _LOCAL_BIAS * torch.cat([highest, highest]).float()
     return bias_HK.flatten()
 
 
-def rotated(x_BHTK: Tensor, place_BT: Tensor) -> Tensor:
-    """Each pair (a, b) of a head's halves, at place p and frequency f, turned by the angle p f.
+def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+    """Rotary positions: (a, b) -> (a cos - b sin, b cos + a sin), angle = position * frequency.
 
-    As (a cos - b sin, b cos + a sin).
+    a and b are the two halves of a head.
     """
     half = x_BHTK.shape[-1] // 2
-    exact = torch.promote_types(x_BHTK.dtype, torch.float32)  # places are too large for half precision
-    frequency = _BASE ** (-torch.arange(half, device=x_BHTK.device, dtype=exact) / half)
-    angle = place_BT[:, None, :, None].to(exact) * frequency
+    exact = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision can't hold large positions
+    frequency = _ROTARY_BASE ** (-torch.arange(half, device=x_BHTK.device, dtype=exact) / half)
+    angle = position_BT[:, None, :, None].to(exact) * frequency
     cos, sin = angle.cos().to(x_BHTK.dtype), angle.sin().to(x_BHTK.dtype)
     a, b = x_BHTK[..., :half], x_BHTK[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    causal = visible.mask is None and q.shape[2] > 1
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=visible.mask, is_causal=causal)
-
-
-def _weights(q: Tensor, k: Tensor, visible: Visible) -> Tensor:
-    """The attention's weights, which the fused kernel does not give; zero for who sees nothing."""
+def _attention_weights(q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
+    """(B, H, T, S) attention weights, which the fused kernel does not return; zero for tokens with an empty mask."""
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
-    mask = visible.mask
+    mask = visibility.mask
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(
-            scores.shape[-1] - scores.shape[-2]
-        )
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        mask = ones.tril(scores.shape[-1] - scores.shape[-2])
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return weights if visible.some is None else weights * visible.some[:, None, :, None]
+    non_empty = visibility.non_empty
+    return weights if non_empty is None else weights * non_empty[:, None, :, None]

@@ -1,4 +1,4 @@
-"""An augmenting model at work: what it reads in each pass of the anchor, and where its cache lies."""
+"""A frozen augmenting model: its pass beside each pass of the anchor, and its layers in the generation's cache."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
-from graftlm.grafts.composition.alignment import ByPosition, Reading
-from graftlm.grafts.composition.attention import Places, Visible
+from graftlm.grafts.composition.alignment import AlignedInputs, PositionAlignment
+from graftlm.grafts.composition.attention import TokenPositions, Visibility
+from graftlm.grafts.composition.character_alignment import CharacterAlignment
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
-from graftlm.grafts.composition.spelling import Spelling
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a pass of the anchor finds of an augmenting model.
+class AugmentingStates:
+    """What one augmenting model provides for a pass of the anchor.
 
     Args:
-        states: of each pair, (B, S, A) new hidden states; None when nothing new was read.
-        visible: who sees what, of all that was read.
-        keys_and_values: of each pair, its layer of the cache; None without a cache.
-        nothing: whether nothing was read so far.
-        places: of the anchor's tokens and the new augmenting ones; None where attention does not ask.
+        states: per pair, new hidden states (B, S, A); None if nothing new was read.
+        visibility: of all augmenting tokens so far.
+        caches: per pair, the cache layer of its cross-attention; None without a cache.
+        is_empty: no augmenting token was read so far.
+        positions: of the anchor's tokens and of the new augmenting tokens; None for attention without positions.
     """
 
     states: list[Tensor] | None
-    visible: Visible
-    keys_and_values: Sequence[CacheLayerMixin] | None
-    nothing: bool
-    places: Places | None
+    visibility: Visibility
+    caches: Sequence[CacheLayerMixin] | None
+    is_empty: bool
+    positions: TokenPositions | None
 
 
-class _Kept(DynamicLayer):
-    """Keys and values that do not go one by one with the anchor's tokens, so that those can't be taken back."""
+class _UncroppableLayer(DynamicLayer):
+    """Keys and values that do not correspond one to one to the anchor's tokens, so that cropping is impossible."""
 
     is_croppable = False
 
     def crop(self, tokens_to_remove: int) -> None:
         raise GraftError(
-            "Assisted decoding tries tokens and takes them back, which a composition of two tokenizers, or one that "
-            "reads the prompt alone, can't: decode without an assistant or prompt_lookup_num_tokens."
+            "Assisted decoding removes rejected tokens from the cache, which a composition with two tokenizers or "
+            "refresh: prompt can't do: decode without an assistant or prompt_lookup_num_tokens."
         )
 
 
@@ -56,7 +56,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
     """Load an augmenting model.
 
     Raises:
-        BackboneError: there is none, or it is no language model.
+        BackboneError: it can't be loaded, or is no language model.
     """
     try:
         return load_backbone(
@@ -68,23 +68,23 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         )
     except (BackboneError, UnknownFamilyError) as error:
         raise BackboneError(
-            f"The augmenting model {name} can't be used. {error} Its place is the key augmenting.{name}.name of the "
+            f"The augmenting model {name} can't be used. {error} It is set by the key augmenting.{name}.name of the "
             "graft's config."
         ) from error
 
 
-class Augmenting:
-    """One frozen augmenting model beside an anchor.
+class AugmentingModel:
+    """One frozen augmenting model of an anchor.
 
     Args:
-        name: what the config calls it.
+        name: its name in the config.
         backbone: the augmenting model.
-        layers: its paired layers, one of each pair.
+        layers: its layer in each pair.
         anchor: the backbone that reads it.
         config: of the composition.
 
     Raises:
-        GraftError: the two do not fit.
+        GraftError: the two models do not fit.
     """
 
     def __init__(
@@ -96,16 +96,17 @@ class Augmenting:
             )
         if anchor.sites.family.causal and not backbone.sites.family.causal:
             raise GraftError(
-                f"The augmenting model {name} ({backbone.sites.model_type}) lets a token see those after it, which "
-                "would tell the backbone what it is to predict: name a causal language model."
+                f"The augmenting model {name} ({backbone.sites.model_type}) is not causal, so its states would reveal "
+                "the tokens that the backbone has to predict: name a causal language model."
             )
         self.name, self.backbone, self._layers = name, backbone, layers
         backbone.model.requires_grad_(False)
         backbone.model.eval()
         self._prompt_only = config.refresh == "prompt"
-        self._rotary = config.positions != "none"
+        self._has_positions = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
-        self._aligned = choose_alignment(name, backbone, anchor, config)
+        self._alignment = choose_alignment(name, backbone, anchor, config)
+        self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers  # in the generation's cache
         taps = [Tap(Site("layer", layer), "after", "replace", self._recorder(layer)) for layer in sorted(set(layers))]
         self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, lambda call: None)
 
@@ -115,133 +116,122 @@ class Augmenting:
 
         return record
 
-    def read(self, call: Call) -> Read:
-        """Run the model on what a pass of the anchor brings.
+    def read(self, call: Call) -> AugmentingStates:
+        """Run the model on the new tokens of a pass of the anchor.
 
         Raises:
-            GraftError: the pass has no token ids, or a cache that was begun without this graft.
+            GraftError: the pass has no token ids, or its cache was filled without this graft.
         """
         if call.input_ids is None:
             raise GraftError(
-                "A composition reads token ids, as the augmenting model needs them too: pass input_ids, not embeddings."
+                "A composition needs token ids, as the augmenting model reads them too: pass input_ids, not embeddings."
             )
         past = 0 if call.cache is None else int(call.cache.get_seq_length())
-        own, keys_and_values, state = self._cache(call.cache)
-        before = int(keys_and_values[0].get_seq_length()) if keys_and_values else 0
-        if isinstance(self._aligned, Spelling):
-            if past and state is not None and state.keys is None:
-                self._refuse_foreign_cache(past)
-            reading = self._aligned.read(call, past, state)
+        own_cache, caches, state = self._cache_layers(call.cache)
+        cached = int(caches[0].get_seq_length()) if caches else 0
+        if past and (not cached if state is None else state.keys is None):
+            raise GraftError(
+                f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
+                "generation again with the graft attached."
+            )
+        if isinstance(self._alignment, CharacterAlignment):
+            aligned = self._alignment.align(call, past, state)
         else:
-            if past and not before:
-                self._refuse_foreign_cache(past)
-            reading = self._aligned.read(call, past, before)
-        states = self._run(reading, own)
-        nothing = states is None and not before
-        return Read(states, reading.visible, keys_and_values, nothing, reading.places if self._rotary else None)
+            aligned = self._alignment.align(call, past, cached)
+        states = self._run(aligned, own_cache)
+        positions = aligned.positions if self._has_positions else None
+        return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions)
 
-    def _run(self, reading: Reading, own: Cache | None) -> list[Tensor] | None:
+    def _run(self, aligned: AlignedInputs, own_cache: Cache | None) -> list[Tensor] | None:
         """The hidden states of each pair's layer."""
-        if reading.inputs is None:
+        if aligned.inputs is None:
             return None
-        self._check_length(reading.inputs, own)
+        self._check_length(aligned.inputs, own_cache)
+        inputs = aligned.inputs | {"past_key_values": own_cache, "use_cache": own_cache is not None}
+        mask, model = inputs["attention_mask"], self.backbone.model
+        if mask is not None and mask.dim() == 4 and model.config._attn_implementation != "sdpa":
+            lowest = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=mask.device)
+            inputs["attention_mask"] = torch.where(mask, lowest.new_zeros(()), lowest)  # only SDPA takes booleans
         with torch.no_grad(), self._tap_hooks.announce() as calls:
-            inputs = reading.inputs | {"past_key_values": own, "use_cache": own is not None}
-            self.backbone.model.base_model(**self._for_attention(inputs))
+            model.base_model(**inputs)
         return [calls[0].scratch["states", layer] for layer in self._layers]
 
-    def _for_attention(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A mask of who attends to whom in the form that the model's attention takes."""
-        mask = inputs["attention_mask"]
-        if mask is None or mask.dim() != 4 or self.backbone.model.config._attn_implementation == "sdpa":
-            return inputs
-        dtype = self.backbone.model.dtype
-        lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
-        return inputs | {"attention_mask": torch.where(mask, lowest.new_zeros(()), lowest)}
-
-    def _check_length(self, inputs: dict[str, Any], own: Cache | None) -> None:
-        """Refuse what the model has no positions for."""
-        config, spelled = self.backbone.sites.config, isinstance(self._aligned, Spelling)
-        needed = inputs["input_ids"].shape[1] + (0 if own is None else int(own.get_seq_length()))
+    def _check_length(self, inputs: dict[str, Any], own_cache: Cache | None) -> None:
+        """Raise `GraftError` if the text is longer than the model's context."""
+        config = self.backbone.sites.config
+        needed = inputs["input_ids"].shape[1] + (0 if own_cache is None else int(own_cache.get_seq_length()))
         limits = [max_sequence_length(self.backbone)]
-        if spelled and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
-            limits.append(getattr(config, "sliding_window", None))  # its own mask can't say who is too far away
+        has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+        if isinstance(self._alignment, CharacterAlignment) and has_window:
+            limits.append(getattr(config, "sliding_window", None))  # the tree's mask has no window
         limit = min(size for size in limits if size)
-        if needed > limit and inputs["position_ids"] is not None:  # padding takes columns, and no positions
+        if needed > limit and inputs["position_ids"] is not None:  # padding has columns but no positions
             needed = int(inputs["position_ids"].max()) + 1
         if needed > limit:
             raise GraftError(
-                f"The augmenting model {self.name} reads {limit} tokens at most here, and the text makes {needed}: "
+                f"The augmenting model {self.name} reads at most {limit} tokens, and the text has {needed}: "
                 "shorten the text."
             )
 
-    def _cache(self, cache: Cache | None) -> tuple[Cache | None, Sequence[CacheLayerMixin] | None, StateLayer | None]:
-        """The model's own part of a generation's cache, each pair's keys and values, and the state of the spelling."""
+    def _cache_layers(
+        self, cache: Cache | None
+    ) -> tuple[Cache | None, Sequence[CacheLayerMixin] | None, StateLayer | None]:
+        """This model's layers in a generation's cache: its own, each pair's, and the state of a character alignment."""
         if cache is None:
             return None, None, None
-        own = 0 if self._prompt_only else self.backbone.sites.n_layers
-        pairs = len(self._layers)
-        spelled = isinstance(self._aligned, Spelling)
-        owner = f"{self.name} {id(self)}"
-        taken = slots(cache, owner, own + pairs + spelled, self._anchor_layers, self._fresh_layers().__next__)
-        mine: list[Any] = [cache.layers[index] for index in taken]
-        state = mine[-1] if spelled else None
-        assert state is None or isinstance(state, StateLayer)
-        return Cache(layers=mine[:own]) if own else None, mine[own : own + pairs], state
+        own, pairs = self._own_layers, len(self._layers)
+        has_state = isinstance(self._alignment, CharacterAlignment)
+        owner, first = f"{self.name} {id(self)}", self._anchor_layers
+        indices = slots(cache, owner, own + pairs + has_state, first, self._new_layers().__next__)
+        layers: list[Any] = [cache.layers[index] for index in indices]
+        return Cache(layers=layers[:own]) if own else None, layers[own : own + pairs], layers[-1] if has_state else None
 
-    def _fresh_layers(self) -> Iterator[CacheLayerMixin]:
-        # All of them keep the whole past, whatever a layer's window: `generate` asks layers to record what they forget,
-        # so that tokens can be taken back, before these are there.
-        spelled = isinstance(self._aligned, Spelling)
-        kind = _Kept if spelled or self._prompt_only else DynamicLayer
-        own = 0 if self._prompt_only else self.backbone.sites.n_layers
-        yield from (kind() for _ in range(own + len(self._layers)))
-        if spelled:
+    def _new_layers(self) -> Iterator[CacheLayerMixin]:
+        # All layers keep the full past, even with sliding windows: when `generate` asks layers to record what they
+        # drop, so that they can be cropped, these do not exist yet.
+        has_state = isinstance(self._alignment, CharacterAlignment)
+        layer_class = _UncroppableLayer if has_state or self._prompt_only else DynamicLayer
+        yield from (layer_class() for _ in range(self._own_layers + len(self._layers)))
+        if has_state:
             yield StateLayer()
-
-    def _refuse_foreign_cache(self, past: int) -> None:
-        raise GraftError(
-            f"The cache holds {past} tokens that the augmenting model {self.name} has not read: begin the generation "
-            "anew with the graft attached."
-        )
 
 
 def choose_alignment(
     name: str, augmenting: Backbone, anchor: Backbone, config: CompositionConfig
-) -> ByPosition | Spelling:
-    """How the tokens of both models are matched.
+) -> PositionAlignment | CharacterAlignment:
+    """The alignment of the tokens of both models.
 
     Raises:
-        GraftError: they can't be matched as asked.
+        GraftError: the tokens can't be aligned as configured.
     """
     prompt_only, causal = config.refresh == "prompt", anchor.sites.family.causal
-    wanted = config.alignment
-    if wanted == "auto":
-        wanted = "position" if same_tokenizer(anchor.tokenizer, augmenting.tokenizer) else "characters"
-    if wanted == "position":
+    alignment = config.alignment
+    if alignment == "auto":
+        alignment = "position" if same_tokenizer(anchor.tokenizer, augmenting.tokenizer) else "characters"
+    if alignment == "position":
         _check_vocabulary(name, augmenting, anchor)
-        return ByPosition(causal, prompt_only)
+        return PositionAlignment(causal, prompt_only)
     if not causal:
         raise GraftError(
-            f"The backbone ({anchor.sites.model_type}) reads texts whole, and its tokenizer is not that of {name}: "
+            f"The backbone ({anchor.sites.model_type}) is not causal, and its tokenizer is not that of {name}: "
             "tokens are matched by characters for causal language models only; name a model with the same tokenizer."
         )
-    return Spelling(anchor.need_tokenizer(), augmenting.need_tokenizer(), prompt_only=prompt_only, name=name)
+    return CharacterAlignment(anchor.need_tokenizer(), augmenting.need_tokenizer(), prompt_only=prompt_only, name=name)
 
 
-def same_tokenizer(one: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None) -> bool:
-    """Whether two tokenizers give the same ids; a model without one takes the other's."""
-    if one is None or other is None:
+def same_tokenizer(first: PreTrainedTokenizerBase | None, second: PreTrainedTokenizerBase | None) -> bool:
+    """Whether two tokenizers give the same ids; a model without a tokenizer is assumed to share the other's."""
+    if first is None or second is None:
         return True
-    return one.get_vocab() == other.get_vocab() and _rules(one) == _rules(other)
+    return first.get_vocab() == second.get_vocab() and _rules(first) == _rules(second)
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What decides a fast tokenizer's ids beside its vocabulary, such as merges."""
+    """What determines a fast tokenizer's ids beside its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # fast, as asked
-    return [whole[part] for part in ("normalizer", "pre_tokenizer", "model")]
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+    return [state[part] for part in ("normalizer", "pre_tokenizer", "model")]
 
 
 def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None:
@@ -249,6 +239,6 @@ def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None
     used = len(anchor.tokenizer) if anchor.tokenizer is not None else int(anchor.sites.config.vocab_size)
     if known < used:
         raise GraftError(
-            f"The backbone's tokens go up to {used - 1}, and the augmenting model {name} knows {known}: set alignment "
-            "to characters, or name a model with the same tokenizer."
+            f"The backbone's tokens go up to {used - 1}, and the augmenting model {name} has {known} embeddings: set "
+            "alignment to characters, or name a model with the same tokenizer."
         )

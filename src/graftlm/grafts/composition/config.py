@@ -1,4 +1,4 @@
-"""What a composition can be told."""
+"""Configuration of a composition."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from graftlm.config import Config
 from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.composition.attention import Init, Norm, Positions
 
-Pair = tuple[int, int]  # augmenting layer, anchor layer
+Pair = tuple[int, int]
+"""(layer of the augmenting model, layer of the anchor), counted from 0."""
 
 
 class AugmentingConfig(Config):
     """One augmenting model.
 
     Args:
-        name: of a causal language model on the Hugging Face hub, or its folder.
-        stride: pairs every stride-th layer of it, the last one included; by default the graft's stride.
+        name: causal language model: hub name or folder.
+        stride: pairs every stride-th layer of this model, its last layer included. Default: the graft's stride.
         pairs: (its layer, the anchor's layer), counted from 0, instead of a stride.
-        dtype: of its weights; `auto` keeps the checkpoint's.
+        dtype: dtype of its weights; `auto` keeps the checkpoint's.
         trust_remote_code: run model code that comes with the checkpoint.
     """
 
@@ -34,19 +35,18 @@ class AugmentingConfig(Config):
 
 
 class CompositionConfig(GraftConfig):
-    """Config of a composition.
+    """Configuration of a composition.
 
     Args:
-        augmenting: the augmenting models, each by a name of your choice.
-        stride: pairs every stride-th layer of each augmenting model with as many of the anchor's, evenly spaced.
-        heads: of the cross-attention; by default as many as the anchor's own attention has.
-        init: `zero` starts as the bare anchor; `paper` starts all matrices at random.
-        positions: `rotary` turns queries and keys by their places in the text; with `none`, as in the paper, attention
-            knows tokens by what they say alone, and can hardly tell the last one. `local` is rotary, and starts with
-            half of the heads looking at the token that was read last.
-        norm: `pre` normalises the anchor's states and the projected ones before attention.
-        refresh: what the augmenting models read: `every` token, or the `prompt` alone, as encoders of it.
-        alignment: whether tokens are matched by `position`, which takes one tokenizer, or by `characters`.
+        augmenting: the augmenting models by name.
+        stride: pairs every stride-th layer of each augmenting model with a layer of the anchor, evenly spaced.
+        heads: number of cross-attention heads. Default: the anchor's number of attention heads.
+        init: `zero`: the untrained composition equals the anchor. `paper`: all matrices are random.
+        norm: `pre`: RMS norms of the anchor's states and of the projected states before attention.
+        positions: `none`: no positions, as in the paper. `rotary`: rotary positions of queries and keys. `local`:
+            rotary, and half of the heads initially attend to the most recent token.
+        refresh: what the augmenting models read: `every` token, or only the `prompt`, as encoders.
+        alignment: matching of tokens: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`.
     """
 
     kind: Literal["composition"] = "composition"
@@ -61,10 +61,10 @@ class CompositionConfig(GraftConfig):
 
     @field_validator("augmenting")
     @classmethod
-    def _names_can_be_written(cls, value: dict[str, AugmentingConfig]) -> dict[str, AugmentingConfig]:
+    def _check_names(cls, value: dict[str, AugmentingConfig]) -> dict[str, AugmentingConfig]:
         for name in value:
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or hasattr(nn.ModuleDict, name):
                 raise ValueError(
-                    f"the augmenting model's name {name!r} can't be used: take letters, digits, - and _, such as french"
+                    f"the augmenting model's name {name!r} can't be used: use letters, digits, - and _, such as french"
                 )
         return value

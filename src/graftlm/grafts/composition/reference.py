@@ -1,27 +1,31 @@
-"""Composition as the paper writes it: one row, one token, one head at a time, everything recomputed. For tests only.
+"""Composition as the paper writes it: one row, one token, one head at a time. Only tests import it.
 
     H_A⊕Bj = H_Bj + sum over augmenting models of f_cross(f_proj(H_Ai), H_Bj)
     f_cross(f_proj(H_Ai), H_Bj) = concat_k(head_k) W_O
     head_k = softmax(Q_k K_k^T / sqrt(D / H)) V_k,    Q_k = H_Bj W_Qk,  K_k, V_k = f_proj(H_Ai) W_Kk, f_proj(H_Ai) W_Vk
 
-What the paper leaves open: token t of the anchor attends to the augmenting tokens that `sees[t]` names, none of which
-says anything about later text; a token that sees none gets nothing.
+The paper leaves the mask open. Here token t of the anchor attends to the augmenting tokens in `visible[t]`, which hold
+only text up to t. A token that sees none has a zero update. Nothing here calls the fast path.
 
-Shape suffixes: T anchor tokens, S augmenting tokens, D the anchor's width, A the augmenting model's.
+Shape suffixes: T anchor tokens, S augmenting tokens, D the anchor's width, A the augmenting model's, K = D / heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+MAX_WORD = 48
+"""Characters after which a word without white space is cut."""
 
 
 @dataclass(frozen=True)
-class Weights:
+class PairWeights:
     """One pair, as matrices that multiply from the right: `project` (A, D), the others (D, D); gains, biases (D,)."""
 
     project: Tensor
@@ -40,55 +44,55 @@ def rms_norm(x_D: Tensor, gain_D: Tensor | None) -> Tensor:
     return x_D if gain_D is None else x_D / torch.sqrt((x_D * x_D).mean() + 1e-6) * gain_D
 
 
-def turned(x_K: Tensor, place: int | None) -> Tensor:
-    """Rotary positions: the i-th of the first half and of the second, as a point, turned by place * 10000^(-2i/K)."""
-    if place is None:
+def rotate(x_K: Tensor, position: int | None) -> Tensor:
+    """Rotary positions: elements i and i + K/2, as a point, rotated by position * 10000^(-2i/K)."""
+    if position is None:
         return x_K
     half = len(x_K) // 2
-    turned_K = x_K.clone()
+    rotated_K = x_K.clone()
     for i in range(half):
-        angle = place * 10_000.0 ** (-i / half)
-        turned_K[i] = x_K[i] * math.cos(angle) - x_K[half + i] * math.sin(angle)
-        turned_K[half + i] = x_K[half + i] * math.cos(angle) + x_K[i] * math.sin(angle)
-    return turned_K
+        angle = position * 10_000.0 ** (-i / half)
+        rotated_K[i] = x_K[i] * math.cos(angle) - x_K[half + i] * math.sin(angle)
+        rotated_K[half + i] = x_K[half + i] * math.cos(angle) + x_K[i] * math.sin(angle)
+    return rotated_K
 
 
 def cross(
     anchor_TD: Tensor,
     states_SA: Tensor,
-    weights: Weights,
+    weights: PairWeights,
     heads: int,
-    sees: Sequence[Sequence[int]],
-    places: tuple[Sequence[int], Sequence[int]] | None = None,
+    visible: Sequence[Sequence[int]],
+    positions: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Tensor:
-    """f_cross(f_proj(h_A), h_B) of one row, (T, D); with rotary positions, `places` of the anchor's and its tokens."""
+    """f_cross(f_proj(h_A), h_B) of one row, (T, D); `positions` are the anchor's and the augmenting tokens'."""
     width = anchor_TD.shape[1] // heads
     projected = [rms_norm(state_A @ weights.project, weights.gain_kv) for state_A in states_SA]
-    written = []
+    rows = []
     for t, anchor_D in enumerate(anchor_TD):
         query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q + weights.bias_q
-        parts = []
+        outputs = []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
-            if not sees[t]:
-                parts.append(torch.zeros(width, dtype=anchor_TD.dtype))
+            if not visible[t]:
+                outputs.append(torch.zeros(width, dtype=anchor_TD.dtype))
                 continue
-            query = turned(query_D[part], places[0][t] if places else None)
+            query = rotate(query_D[part], positions[0][t] if positions else None)
             keys = [
-                turned((projected[s] @ weights.w_k + weights.bias_k)[part], places[1][s] if places else None)
-                for s in sees[t]
+                rotate((projected[s] @ weights.w_k + weights.bias_k)[part], positions[1][s] if positions else None)
+                for s in visible[t]
             ]
-            values = [(projected[s] @ weights.w_v)[part] for s in sees[t]]
+            values = [(projected[s] @ weights.w_v)[part] for s in visible[t]]
             shares = torch.softmax(torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0)
-            parts.append(sum(share * value for share, value in zip(shares, values, strict=True)))
-        written.append(torch.cat(parts) @ weights.w_o)
-    return torch.stack(written)
+            outputs.append(sum(share * value for share, value in zip(shares, values, strict=True)))
+        rows.append(torch.cat(outputs) @ weights.w_o)
+    return torch.stack(rows)
 
 
-def sees_by_position(
+def visible_by_position(
     real: Sequence[bool], documents: Sequence[int] | None = None, prompt: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """The tokens that each one sees: itself and earlier ones of its document, no padding, prompts only where given."""
+    """For each token, the visible ones: up to itself, in its document, no padding, only the prompt if there is one."""
     return [
         [
             s
@@ -99,16 +103,29 @@ def sees_by_position(
     ]
 
 
-def tokens_so_far(text: str, tokenise: Callable[[str, bool], Sequence[int]], longest: int) -> list[int]:
-    """An augmenting model's tokens for the text that the anchor has read.
+def tokens_of_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """An augmenting model's tokens for the text that the anchor has read, tokenised word by word.
 
-    Word by word, each with the white space before it; a word longer than `longest` is cut.
+    A word includes the white space before it; longer words than `MAX_WORD` are cut.
     """
     words: list[str] = []
     for at, character in enumerate(text):
-        begins = at == 0 or (character.isspace() and not text[at - 1].isspace()) or len(words[-1]) >= longest
-        if begins:
+        starts_word = at == 0 or (character.isspace() and not text[at - 1].isspace()) or len(words[-1]) >= MAX_WORD
+        if starts_word:
             words.append(character)
         else:
             words[-1] += character
-    return [token for number, word in enumerate(words) for token in tokenise(word, number == 0)]
+    return [token for number, word in enumerate(words) for token in _tokens_of_word(word, number == 0, tokenizer)]
+
+
+def _tokens_of_word(word: str, first: bool, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A word's tokens; behind another word, as some tokenizers mark the start of a text."""
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    if not first and word[0].isspace():
+        before, both = ids("a"), ids("a" + word)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+    return ids(word)
