@@ -23,7 +23,7 @@ ATTENTION_OUT = {
     "phi": "self_attn.dense",
     "gpt2": "attn.c_proj",
     "gpt_neox": "attention.dense",
-    "block-state": "mixing.out",
+    "block-state": "mixer.out",
 }
 ATTENTION_OUT |= dict.fromkeys(("bert", "roberta"), "attention.output.dense")
 ATTENTION_OUT |= {"distilbert": "attention.out_lin", "modernbert": "attn.Wo"}

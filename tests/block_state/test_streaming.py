@@ -1,4 +1,4 @@
-"""A text in pieces is the text as a whole, for every variant, wherever it is cut and however it is padded."""
+"""A text read in several passes gives the logits of one pass, for every variant, split and padding."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from transformers.cache_utils import DynamicCache
 
 from block_state import tools
 from graftlm.errors import GraftError
-from graftlm.models.block_state.memory import restored, saved
+from graftlm.models.block_state.cache import cache_from_tensors, cache_tensors
 
 LENGTH = 19
 MODELS = {variant: tools.model(variant) for variant in tools.VARIANTS}
 
 
-def alone(variant: str, row: Tensor) -> Tensor:
+def single_pass(variant: str, row: Tensor) -> Tensor:
     """Logits of one text without padding, in one pass."""
     with torch.no_grad():
         return MODELS[variant](row[None], use_cache=False).logits[0]
 
 
-def in_pieces(variant: str, ids: Tensor, mask: Tensor, cuts: list[int]) -> Tensor:
-    found, cache = [], DynamicCache()
-    for start, stop in pairwise([0, *cuts, ids.shape[1]]):
+def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -> Tensor:
+    logits, cache = [], DynamicCache()
+    for start, stop in pairwise([0, *splits, ids.shape[1]]):
         with torch.no_grad():
-            one = MODELS[variant](
+            outputs = MODELS[variant](
                 ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True
             )
-        cache = one.past_key_values
-        found.append(one.logits)
-    return torch.cat(found, dim=1)
+        cache = outputs.past_key_values
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_pieces_are_the_whole(variant: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=8)))
+def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -> None:
+    splits = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=8)))
     ids = tools.ids(3, LENGTH)
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     for row in (1, 2):
         mask[row, : data.draw(st.integers(0, LENGTH - 1))] = 0
-    found = in_pieces(variant, ids, mask, cuts)
+    actual = several_passes(variant, ids, mask, splits)
     for row in range(3):
-        there = mask[row].bool()
-        torch.testing.assert_close(found[row][there], alone(variant, ids[row][there]), rtol=1e-7, atol=1e-7)
+        tokens = mask[row].bool()
+        torch.testing.assert_close(actual[row][tokens], single_pass(variant, ids[row][tokens]), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
@@ -61,15 +61,15 @@ def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: 
     mask[1, LENGTH - right :] = 0
     mask[2, :left] = 0
     with torch.no_grad():
-        found = MODELS[variant](ids, attention_mask=mask, use_cache=False).logits
+        actual = MODELS[variant](ids, attention_mask=mask, use_cache=False).logits
     for row in range(3):
-        there = mask[row].bool()
-        torch.testing.assert_close(found[row][there], alone(variant, ids[row][there]), rtol=1e-7, atol=1e-7)
+        tokens = mask[row].bool()
+        torch.testing.assert_close(actual[row][tokens], single_pass(variant, ids[row][tokens]), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 @pytest.mark.parametrize("training", [False, True])
-def test_no_token_is_seen_by_those_before_it(variant: str, training: bool) -> None:
+def test_logits_have_no_gradients_for_later_tokens(variant: str, training: bool) -> None:
     model = copy.deepcopy(MODELS[variant]).train(training)
     embeds = model.get_input_embeddings()(tools.ids(1, LENGTH)).detach().requires_grad_()
     logits = model(inputs_embeds=embeds, use_cache=False).logits[0]
@@ -81,7 +81,7 @@ def test_no_token_is_seen_by_those_before_it(variant: str, training: bool) -> No
 
 
 @pytest.mark.parametrize("variant", [*tools.BLOCK_STATE, "recurrent"])
-def test_context_states_reach_further_back_than_windows(variant: str) -> None:
+def test_context_states_reach_beyond_the_windows(variant: str) -> None:
     model = tools.model(variant, num_hidden_layers=1, mixer_layers=[0], positional_ssm=False)
     embeds = model.get_input_embeddings()(tools.ids(1, LENGTH)).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].sum(), embeds)
@@ -89,11 +89,11 @@ def test_context_states_reach_further_back_than_windows(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_generation_from_a_cache_is_that_from_the_whole(variant: str) -> None:
+def test_generation_with_a_cache_equals_generation_without(variant: str) -> None:
     ids, mask = tools.ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[1, :5] = mask[2, :2] = 0
-    for how in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True}):
-        found = []
+    for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True}):
+        actual = []
         for cached in (True, False):
             torch.manual_seed(0)
             out = MODELS[variant].generate(
@@ -104,60 +104,62 @@ def test_generation_from_a_cache_is_that_from_the_whole(variant: str) -> None:
                 use_cache=cached,
                 output_logits=True,
                 return_dict_in_generate=True,
-                **how,
+                **options,
             )
-            found.append(out)
-        assert found[0].sequences.tolist() == found[1].sequences.tolist()
-        torch.testing.assert_close(torch.stack(found[0].logits), torch.stack(found[1].logits), rtol=1e-7, atol=1e-7)
+            actual.append(out)
+        assert actual[0].sequences.tolist() == actual[1].sequences.tolist()
+        torch.testing.assert_close(torch.stack(actual[0].logits), torch.stack(actual[1].logits), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_generations_that_take_turns_do_not_mix(variant: str) -> None:
+def test_interleaved_generations_do_not_mix(variant: str) -> None:
     texts = tools.ids(2, LENGTH)
-    caches, found = [DynamicCache(), DynamicCache()], [[], []]
+    caches, actual = [DynamicCache(), DynamicCache()], [[], []]
     with torch.no_grad():
         for t in range(LENGTH):
-            for one in range(2):
-                out = MODELS[variant](texts[one : one + 1, t : t + 1], past_key_values=caches[one], use_cache=True)
-                found[one].append(out.logits[0])
-    for one in range(2):
-        torch.testing.assert_close(torch.cat(found[one]), alone(variant, texts[one]), rtol=1e-7, atol=1e-7)
+            for row in range(2):
+                out = MODELS[variant](texts[row : row + 1, t : t + 1], past_key_values=caches[row], use_cache=True)
+                actual[row].append(out.logits[0])
+    for row in range(2):
+        torch.testing.assert_close(torch.cat(actual[row]), single_pass(variant, texts[row]), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", ["slide", "recurrent", "sh-s4d", "mh-s4d", "mf-s4d"])
-def test_what_is_remembered_does_not_grow(variant: str) -> None:
-    def size(length: int) -> int:
+def test_the_cache_does_not_grow(variant: str) -> None:
+    def size(length: int) -> int:  # storage, since a view keeps its whole storage alive
         with torch.no_grad():
             cache = MODELS[variant](tools.ids(1, length), use_cache=True).past_key_values
-        return sum(value.untyped_storage().nbytes() for value in saved(cache).values())  # a view keeps all alive
+        return sum(
+            value.untyped_storage().nbytes() for value in cache_tensors(cache).values()
+        )  # a view keeps all alive
 
     assert size(8) == size(50)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_what_is_remembered_can_be_written_down(variant: str) -> None:
+def test_a_cache_survives_conversion_to_tensors(variant: str) -> None:
     ids = tools.ids(2, LENGTH)
     with torch.no_grad():
         cache = MODELS[variant](ids[:, :10], use_cache=True).past_key_values
-        again = restored(saved(cache))
-        found = MODELS[variant](ids[:, 10:], past_key_values=again, use_cache=True).logits
-    assert again.get_seq_length() == LENGTH
-    torch.testing.assert_close(found[0], alone(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
+        restored = cache_from_tensors(cache_tensors(cache))
+        actual = MODELS[variant](ids[:, 10:], past_key_values=restored, use_cache=True).logits
+    assert restored.get_seq_length() == LENGTH
+    torch.testing.assert_close(actual[0], single_pass(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_training_on_a_second_piece_leaves_the_first_one_alone(variant: str) -> None:
+def test_training_on_a_second_pass_has_no_gradients_for_the_first(variant: str) -> None:
     model, ids = copy.deepcopy(MODELS[variant]).train(), tools.ids(1, LENGTH)
     first = model.get_input_embeddings()(ids[:, :10]).detach().requires_grad_()
     cache = model(inputs_embeds=first, use_cache=True).past_key_values
-    assert not any(value.requires_grad for value in saved(cache).values())
+    assert not any(value.requires_grad for value in cache_tensors(cache).values())
     second = model(ids[:, 10:], past_key_values=cache, use_cache=True).logits
     second.sum().backward()
     assert first.grad is None
-    torch.testing.assert_close(second.detach()[0], alone(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(second.detach()[0], single_pass(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
 
 
-def test_a_cache_of_another_model_and_of_other_rows_is_refused() -> None:
+def test_a_cache_of_another_model_or_of_other_rows_is_refused() -> None:
     foreign = DynamicCache()
     foreign.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     model = MODELS["sh-s4d"]
@@ -168,7 +170,7 @@ def test_a_cache_of_another_model_and_of_other_rows_is_refused() -> None:
         model(tools.ids(3, 3), past_key_values=cache)
 
 
-def test_tokens_can_not_be_taken_back() -> None:
+def test_a_cache_cannot_be_cropped() -> None:
     cache = MODELS["sh-s4d"](tools.ids(1, 5), use_cache=True).past_key_values
     with pytest.raises(GraftError, match="can't take tokens back"):
         cache.crop(3)

@@ -20,7 +20,7 @@ BLOCK_STATE: dict[str, dict[str, Any]] = {
     for kernel in ("s4d", "unstructured")
 }
 VARIANTS = BASELINES | BLOCK_STATE
-BOTH_WAYS = {"slide": BASELINES["slide"]} | BLOCK_STATE
+BIDIRECTIONAL = {"slide": BASELINES["slide"]} | BLOCK_STATE
 VOCABULARY = 50
 
 
@@ -45,23 +45,25 @@ def config(variant: str, **settings: Any) -> BlockStateConfig:
 
 
 def model(variant: str, seed: int = 0, **settings: Any) -> BlockStateForCausalLM:
-    """In double precision, with random weights wherever weights begin even."""
+    """A model in double precision with noise on weights that are constant initially."""
     torch.manual_seed(seed)
-    return _stirred(BlockStateForCausalLM(config(variant, **settings)))
+    return _with_noise(BlockStateForCausalLM(config(variant, **settings)))
 
 
 def classifier(variant: str, **settings: Any) -> BlockStateForSequenceClassification:
     torch.manual_seed(0)
-    return _stirred(BlockStateForSequenceClassification(config(variant, bidirectional=True, num_labels=5, **settings)))
+    return _with_noise(
+        BlockStateForSequenceClassification(config(variant, bidirectional=True, num_labels=5, **settings))
+    )
 
 
-def _stirred(found: Any) -> Any:
-    """Norms, gates, steps and what begins silent with noise, so that none of them can be left out unseen."""
+def _with_noise(model: Any) -> Any:
+    """Add noise to norms, gates, steps and zero projections, so that a test notices if any of them is not used."""
     with torch.no_grad():
-        for name, weight in found.named_parameters():
-            if weight.dim() == 1 or "log_" in name or "positions.lift" in name:
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 or "log_" in name or "positional_ssm.out_proj" in name:
                 weight.add_(0.3 * torch.randn_like(weight))
-    return found.double().eval()
+    return model.double().eval()
 
 
 def ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:

@@ -327,7 +327,7 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
 def check_accepts_bias(model: PreTrainedModel, site: str) -> None:
     """Raise `TapError` unless the model's attention accepts an additive mask."""
     implementation = getattr(model.config, "_attn_implementation", None)
-    if getattr(model, "_windows_of_its_own", False) or implementation not in ADDITIVE_MASKS:
+    if getattr(model, "_builds_own_masks", False) or implementation not in ADDITIVE_MASKS:
         raise TapError(
             f"A tap adds to the scores of {site}, but this {model.config.model_type} model's attention"
             f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "

@@ -1,4 +1,4 @@
-"""Architectures trained from scratch, as Hugging Face models: one room each, one line of the registry each."""
+"""Architectures trained from scratch, as Hugging Face models: one package and one line of the registry each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ REGISTRY: dict[str, str] = {
 
 
 def register() -> None:
-    """Make every architecture of the house known to transformers' Auto classes; harmless to call again."""
+    """Register every architecture with transformers' Auto classes; repeated calls have no effect."""
     for module in REGISTRY.values():
         import_module(module)
-
-
-__all__ = ["REGISTRY", "register"]

@@ -1,32 +1,33 @@
-"""Attention within windows: to the last W tokens, and to the context states of a token's window.
+"""Attention within windows: each token to the last W tokens, in parts and kernels that suit the device.
 
 Shape suffixes: B rows, T columns of a pass, G slots of its grid, w slots of a window, c of a block within it, H heads,
-K width of a head, d = H K.
+K width of a head, d = H K. In `BandedAttention`: N = B H, S = s - c + G keys, c queries and s keys of a block.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graftlm.models.block_state.banded import BandedAttention, Blocks
+from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.memory import LayerMemory
-from graftlm.models.block_state.passes import Pass, put, take
+from graftlm.models.block_state.grid import WindowGrid, slice_rows, write_rows
 
-NEVER = -1e30  # finite, so that a row without any key has no NaN
-BLOCK = 64  # queries of a block on a CPU: within a factor of 1.1 of the best at windows of 128 and of 512
-PIECE = 32  # queries, at least, that attend together on a CPU to keys of which each sees one more than the one before
+MASKED = -1e30  # finite, so that a row without any key has no NaN
+QUERY_BLOCK = 64  # queries of a block on a CPU: within a factor of 1.1 of the best at windows of 128 and of 512
+CAUSAL_CHUNK = 32  # fewest queries of a chunk of causal attention on a CPU
 
 
-class Norm(nn.RMSNorm):
-    """Divides by the root of the mean square, in the dtype of its weights.
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm, in the dtype of its weights.
 
-    Torch has no kernel of it for a CPU and reads its input five times; here that is three times.
+    Torch has no CPU kernel for it and reads the input five times; this form reads it three times.
     """
 
     def __init__(self, width: int, config: BlockStateConfig) -> None:
@@ -39,73 +40,104 @@ class Norm(nn.RMSNorm):
             return super().forward(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square() / x.shape[-1]
-        found = (x * torch.rsqrt(square + self.eps)).to(x.dtype)
-        return found * self.weight if torch.is_grad_enabled() else found.mul_(self.weight)
+        normed = (x * torch.rsqrt(square + self.eps)).to(x.dtype)
+        return normed * self.weight if torch.is_grad_enabled() else normed.mul_(self.weight)
 
 
-class RelativeBias(nn.Module):
+class RelativePositionBias(nn.Module):
     """T5's bias on attention scores: one number for each head and bucket of distances.
 
-    The first half of the buckets are exact distances, the rest grow with their logarithm; where tokens see both ways,
-    each way has half of all.
+    The first half of the buckets are exact distances; the rest grow logarithmically. In bidirectional attention, each
+    direction has half of the buckets.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
         self.bidirectional = config.bidirectional
-        self.buckets, self.distance = config.relative_buckets, config.relative_distance
-        self.table = nn.Embedding(self.buckets, config.num_attention_heads)
+        self.num_buckets, self.max_distance = config.relative_buckets, config.relative_distance
+        self.table = nn.Embedding(self.num_buckets, config.num_attention_heads)
 
-    def forward(self, back: Tensor) -> Tensor:
-        """(H, *back.shape) for `back`, how many tokens a key stands before its query."""
-        return self.table(self._bucket(back)).movedim(-1, 0)
+    def forward(self, distance: Tensor) -> Tensor:
+        """(H, *distance.shape), where `distance` is the query's position minus the key's."""
+        return self.table(self._bucket(distance)).movedim(-1, 0)
 
-    def _bucket(self, back: Tensor) -> Tensor:
-        buckets, offset = self.buckets, 0
+    def _bucket(self, distance: Tensor) -> Tensor:
+        buckets, offset = self.num_buckets, 0
         if self.bidirectional:
             buckets //= 2
-            offset = (back < 0) * buckets
-        back = back.abs() if self.bidirectional else back.clamp(min=0)
+            offset = (distance < 0) * buckets
+        distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
         exact = buckets // 2
-        ratio = torch.log(back.clamp(min=1) / exact) / math.log(self.distance / exact)
+        ratio = torch.log(distance.clamp(min=1) / exact) / math.log(self.max_distance / exact)
         far = (exact + ratio * (buckets - exact)).long().clamp(max=buckets - 1)
-        return torch.where(back < exact, back, far) + offset
+        return torch.where(distance < exact, distance, far) + offset
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """Something said of each token, kept for the last `span` tokens under a name, from pass to pass."""
+class SlidingBuffer:
+    """The last `span` entries of a tensor with one entry a token, kept in the cache under `name`."""
 
     name: str
     span: int
 
-    def extend(self, new_BGE: Tensor, now: Pass, memory: LayerMemory | None, detach: bool) -> tuple[Tensor, Tensor]:
-        """(B, span, ...) what stands before the grid, and (B, G, ...) the grid, with the cache's tokens in both."""
-        old = None if memory is None else memory.tensors.get(self.name)
-        ends = tuple(phase + count for phase, count in zip(now.phases, now.new, strict=True))
-        before, grid = new_BGE.new_zeros(new_BGE.shape[0], self.span, *new_BGE.shape[2:]), new_BGE
-        if old is not None:
-            everything = put(torch.cat([before, grid], dim=1), now.phases, old.to(new_BGE.dtype))
-            before, grid = everything[:, : self.span], everything[:, self.span :]
-            kept = take(everything, ends, self.span)
+    def extend(self, new_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        """The `span` entries before the grid (B, span, ...) and those on it (B, G, ...), both with cached entries."""
+        cached = None if cache is None else cache.tensors.get(self.name)
+        past, current = new_BGE.new_zeros(new_BGE.shape[0], self.span, *new_BGE.shape[2:]), new_BGE
+        if cached is not None:
+            entries = write_rows(torch.cat([past, current], dim=1), grid.offsets, cached.to(new_BGE.dtype))
+            past, current = entries[:, : self.span], entries[:, self.span :]
+            kept = slice_rows(entries, grid.ends, self.span)
         else:
-            kept = take(grid, tuple(end - self.span for end in ends), self.span)
-        if memory is not None:
-            memory.keep(self.name, kept, detach=detach)
-        return before, grid
+            kept = slice_rows(current, tuple(end - self.span for end in grid.ends), self.span)
+        if cache is not None:
+            cache.store(self.name, kept)
+        return past, current
 
-    def step(self, new_B1E: Tensor, memory: LayerMemory, detach: bool) -> Tensor:
-        """(B, span, ...): the last tokens, the new one among them."""
-        everything = torch.cat([memory.tensors[self.name][:, 1:], new_B1E], dim=1)
-        memory.keep(self.name, everything, detach=detach)
-        return everything
+    def append(self, new_B1E: Tensor, cache: LayerCache) -> Tensor:
+        """The last entries (B, span, ...), including the new one."""
+        entries = torch.cat([cache.tensors[self.name][:, 1:], new_B1E], dim=1)
+        cache.store(self.name, entries)
+        return entries
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Softmax(q k^T / sqrt(K) + bias) v: (..., H, queries, K) of (..., H, queries, K) and (..., H, keys, K).
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """(B, I, w, d) in chunks along `dim`, which are copied only once: to where they are needed."""
 
-    `bias` has the leading dimensions or none of them. Fused kernels give no gradients for it: where it needs some, the
-    product is written out.
+    chunks: list[Tensor]
+    dim: int = 1
+
+    def concatenate(self) -> Tensor:
+        """(B, G, d)."""
+        return (self.chunks[0] if len(self.chunks) == 1 else torch.cat(self.chunks, dim=self.dim)).flatten(1, 2)
+
+    def copy_into(self, out_BGd: Tensor) -> None:
+        """Copy all chunks into `out`."""
+        width = sum(chunk.shape[2] for chunk in self.chunks) if self.dim == 2 else self.chunks[0].shape[2]
+        sizes = [chunk.shape[self.dim] for chunk in self.chunks]
+        for target, chunk in zip(split_windows(out_BGd, width).split(sizes, dim=self.dim), self.chunks, strict=True):
+            target.copy_(chunk)
+
+
+def concat_features(*tensors: ChunkedTensor) -> Tensor:
+    """(B, G, n d): n chunked tensors concatenated along features, with one copy if there are no gradients."""
+    if torch.is_grad_enabled() or len(tensors) == 1:
+        joined = [tensor.concatenate() for tensor in tensors]
+        return joined[0] if len(joined) == 1 else torch.cat(joined, dim=-1)
+    first = tensors[0].chunks[0]
+    slots = sum(chunk.shape[1] * chunk.shape[2] for chunk in tensors[0].chunks)
+    out = first.new_empty(first.shape[0], slots, len(tensors) * first.shape[-1])
+    for tensor, target in zip(tensors, out.chunk(len(tensors), dim=-1), strict=True):
+        tensor.copy_into(target)
+    return out
+
+
+def scaled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(K) + bias) v: (..., H, queries, K) of (..., H, queries, K) and (..., H, keys, K).
+
+    `bias` has all leading dimensions or none. Fused kernels give no gradients for it, so the product is written out if
+    it needs gradients.
     """
     if bias is not None and bias.requires_grad:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2) + bias.to(q.dtype)
@@ -113,198 +145,245 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
     lead = q.shape[:-3]
     if bias is not None:
         bias = bias.to(q.dtype)
-        whole = bias.dim() > 3
-        bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4) if whole else bias[(None,) * (4 - bias.dim())]
-    flat = (one.flatten(0, -4) for one in (q, k, v))  # fused kernels know one batch dimension
+        has_lead = bias.dim() > 3
+        bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4) if has_lead else bias[(None,) * (4 - bias.dim())]
+    flat = (tensor.flatten(0, -4) for tensor in (q, k, v))  # fused kernels have one batch dimension
     return functional.scaled_dot_product_attention(*flat, attn_mask=bias).unflatten(0, lead)
 
 
-def attend_so_far(q: Tensor, k: Tensor, v: Tensor) -> Pieces:
-    """(B, I, w, d): attention of each of a window's queries (B, I, H, w, K) to the keys up to its own place.
+def multi_head_attention(q: Tensor, kv: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor:
+    """(..., c, d) of queries (..., c, d) to keys and values (..., keys, 2d)."""
+    q, k, v = (split_heads(tensor, num_heads) for tensor in (q, *kv.chunk(2, dim=-1)))
+    return merge_heads(scaled_attention(q, k, v, bias))
 
-    On a CPU in at most four pieces, each of which reads no more keys than its last query sees: 5/8 of all scores.
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> ChunkedTensor:
+    """(B, I, w, d): causal attention within each window, of queries (B, I, H, w, K).
+
+    On a CPU it runs in at most four chunks, each of which reads no keys behind its last query: 5/8 of all scores.
     """
     count = q.shape[-2]
-    piece = max(PIECE, -(-count // 4)) if q.device.type == "cpu" else count
-    place = torch.arange(count, device=q.device)
-    bias = torch.where(place <= place[:, None], 0.0, NEVER)
-    out = []
-    for start in range(0, count, piece):
-        some, seen = slice(start, start + piece), slice(min(count, start + piece))
-        out.append(merge(attend(q[..., some, :], k[..., seen, :], v[..., seen, :], bias[some, seen])))
-    return Pieces(out, dim=2)
+    size = max(CAUSAL_CHUNK, -(-count // 4)) if q.device.type == "cpu" else count
+    position = torch.arange(count, device=q.device)
+    bias = torch.where(position <= position[:, None], 0.0, MASKED)
+    chunks = []
+    for start in range(0, count, size):
+        queries, keys = slice(start, start + size), slice(min(count, start + size))
+        out = scaled_attention(q[..., queries, :], k[..., keys, :], v[..., keys, :], bias[queries, keys])
+        chunks.append(merge_heads(out))
+    return ChunkedTensor(chunks, dim=2)
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """(B, I, w, d) in parts that stand side by side along `dim`: not joined before it is known where they belong."""
-
-    parts: list[Tensor]
-    dim: int = 1
-
-    def joined(self) -> Tensor:
-        """(B, G, d)."""
-        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=self.dim)).flatten(1, 2)
-
-    def write(self, out_BGd: Tensor) -> None:
-        """Copy all parts to their places."""
-        width = sum(part.shape[2] for part in self.parts) if self.dim == 2 else self.parts[0].shape[2]
-        sizes = [part.shape[self.dim] for part in self.parts]
-        for place, part in zip(windowed(out_BGd, width).split(sizes, dim=self.dim), self.parts, strict=True):
-            place.copy_(part)
-
-
-def beside(*each: Pieces) -> Tensor:
-    """(B, G, n d): n outputs beside each other, copied once where nothing has gradients."""
-    if torch.is_grad_enabled() or len(each) == 1:
-        found = [one.joined() for one in each]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    first = each[0].parts[0]
-    slots = sum(part.shape[1] * part.shape[2] for part in each[0].parts)
-    out = first.new_empty(first.shape[0], slots, len(each) * first.shape[-1])
-    for one, place in zip(each, out.chunk(len(each), dim=-1), strict=True):
-        one.write(place)
-    return out
-
-
-def heads(x: Tensor, count: int) -> Tensor:
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(..., slots, d) to (..., H, slots, K)."""
-    return x.unflatten(-1, (count, -1)).transpose(-2, -3)
+    return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
 
 
-def merge(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """(..., H, slots, K) to (..., slots, d)."""
     return x.transpose(-2, -3).flatten(-2)
 
 
-def windowed(x_BG: Tensor, width: int) -> Tensor:
+def split_windows(x_BG: Tensor, width: int) -> Tensor:
     """(B, G, ...) to (B, windows, w, ...)."""
     return x_BG.unflatten(1, (-1, width))
 
 
-def spans(x_BS: Tensor, width: int, before: int, after: int = 0) -> Tensor:
-    """(B, windows, before + w + after, ...): each window of (B, before + G + after, ...) with what stands around it."""
-    found = x_BS.unfold(1, before + width + after, width)  # (B, windows, ..., size)
-    return found.movedim(-1, 2)
+def overlapping_windows(x_BS: Tensor, width: int, before: int, after: int = 0) -> Tensor:
+    """(B, windows, before + w + after, ...): each window of (B, before + G + after, ...) with its surroundings."""
+    windows = x_BS.unfold(1, before + width + after, width)  # (B, windows, ..., size)
+    return windows.movedim(-1, 2)
 
 
 class WindowAttention(nn.Module):
-    """Self-attention of each token to the last `span` tokens, itself among them (Transformer-XL's windows).
+    """Self-attention of each token to the last `span` tokens, including itself (Transformer-XL's windows).
 
     Keys and values of earlier windows of the same pass have gradients, unless the config's mixer is `memory`.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
-        self.count, self.window, self.span = config.num_attention_heads, config.window, config.span
+        self.num_heads, self.window, self.span = config.num_attention_heads, config.window, config.span
         self.bidirectional = config.bidirectional
-        self.frozen_past = config.mixer == "memory"
+        self.detach_past = config.mixer == "memory"
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
-        self.remembered = Remembered("tokens", config.span)
-        self.bias = RelativeBias(config)
+        self.buffer = SlidingBuffer("tokens", config.span)
+        self.bias = RelativePositionBias(config)
 
-    def forward(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> tuple[Pieces, Tensor]:
-        """(B, blocks, c, d); and keys with values of all slots of the grid (B, G, 2d), those before the pass too."""
-        q, kv = now.onto_grid(self.q(x_BTd)), now.onto_grid(self.kv(x_BTd))
-        if now.step and memory is not None:
-            every = self.remembered.step(kv, memory, self.training)
-            return self._step(q, every, now), every[:, -now.window :]
-        before, grid = self.remembered.extend(kv, now, memory, self.training)
-        far = self._frozen(x_BTd, grid, now) if self.frozen_past and torch.is_grad_enabled() else grid
-        return self._windows(q, before, grid, far, now), grid
+    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> tuple[ChunkedTensor, Tensor]:
+        """The output (B, blocks, c, d); keys and values of all slots (B, G, 2d), including cached ones."""
+        q, kv = grid.to_grid(self.q(x_BTd)), grid.to_grid(self.kv(x_BTd))
+        if grid.decoding and cache is not None:
+            keys = self.buffer.append(kv, cache)
+            return self._step(q, keys, grid), keys[:, -grid.window :]
+        past, current = self.buffer.extend(kv, grid, cache)
+        far = self._detached(x_BTd, current, grid) if self.detach_past and torch.is_grad_enabled() else current
+        return self._attend_windows(q, past, current, far, grid), current
 
-    def _frozen(self, x_BTd: Tensor, grid: Tensor, now: Pass) -> Tensor:
-        """(B, G, 2d): keys and values once more, of hidden states without gradients."""
-        again = now.onto_grid(functional.linear(x_BTd.detach(), self.kv.weight))
-        if any(now.phases):  # the first window has earlier tokens too
-            again = torch.where(now.holds[..., None], again, grid)
-        return again
+    def _detached(self, x_BTd: Tensor, current: Tensor, grid: WindowGrid) -> Tensor:
+        """(B, G, 2d): keys and values again, of hidden states without gradients."""
+        detached = grid.to_grid(functional.linear(x_BTd.detach(), self.kv.weight))
+        if any(grid.offsets):  # the first window also holds cached tokens
+            detached = torch.where(grid.occupied[..., None], detached, current)
+        return detached
 
-    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Pieces:
-        back = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
-        there = back <= now.row_numbers(now.past)[:, None]  # (B, span)
-        bias = self.bias(back)[None, :, None] + torch.where(there, 0.0, NEVER)[:, None, None]
-        return Pieces([self._attend(q_B1d, every, bias)[:, None]])
+    def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
+        distance = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
+        present = distance <= grid.per_row(grid.past_lengths)[:, None]  # (B, span)
+        bias = self.bias(distance)[None, :, None] + torch.where(present, 0.0, MASKED)[:, None, None]
+        return ChunkedTensor([multi_head_attention(q_B1d, kv, self.num_heads, bias)[:, None]])
 
-    def _windows(self, q_BGd: Tensor, before: Tensor, grid: Tensor, far: Tensor, now: Pass) -> Pieces:
-        """(B, blocks, c, d) for keys and values before the grid and on it; those of `far` are seen by later windows."""
-        banded = self._learns_bias_on_cpu(now)
-        size = min(now.window, now.slots) if far is not grid and not banded else _block(now)
-        after = min(now.window, now.slots) if self.bidirectional else 0
-        shared, edge = self._biases(now, size, after)
+    def _attend_windows(
+        self, q_BGd: Tensor, past: Tensor, current: Tensor, far: Tensor, grid: WindowGrid
+    ) -> ChunkedTensor:
+        """(B, blocks, c, d) for keys and values before the grid and on it; later windows see `far` for `current`."""
+        banded = self._uses_banded_kernel(grid)
+        size = min(grid.window, grid.slots) if far is not current and not banded else _block_size(grid)
+        after = min(grid.window, grid.slots) if self.bidirectional else 0
+        shared, edge = self._biases(grid, size, after)
         if banded:
-            every = torch.cat([before, grid], dim=1)
-            far = every if far is grid else torch.cat([before, far], dim=1)
-            return Pieces([self._banded(q_BGd, every, far, shared, edge)[:, None]])
-        q = windowed(q_BGd, size)  # (B, blocks, c, d)
+            near = torch.cat([past, current], dim=1)
+            far = near if far is current else torch.cat([past, far], dim=1)
+            return ChunkedTensor([self._attend_banded(q_BGd, near, far, shared, edge)[:, None]])
+        q = split_windows(q_BGd, size)  # (B, blocks, c, d)
         first = edge.shape[1]
-        kv, others = self._seen(before, grid, far, size, first, after)
-        out = [self._attend(q[:, :first], kv, shared + edge[:, :, None, None])]
-        if others is not None:
-            out.append(self._attend(q[:, first:], others, shared))
-        return Pieces(out)
+        kv, other_kv = self._block_keys(past, current, far, size, first, after)
+        chunks = [multi_head_attention(q[:, :first], kv, self.num_heads, shared + edge[:, :, None, None])]
+        if other_kv is not None:
+            chunks.append(multi_head_attention(q[:, first:], other_kv, self.num_heads, shared))
+        return ChunkedTensor(chunks)
 
-    def _seen(
-        self, before: Tensor, grid: Tensor, far: Tensor, size: int, first: int, after: int
+    def _block_keys(
+        self, past: Tensor, current: Tensor, far: Tensor, size: int, first: int, after: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, blocks, keys, 2d): what the first blocks see; and the others, if any, whose keys are all on the grid."""
-        if far is not grid:
-            near, past = (spans(torch.cat([before, one], dim=1), size, self.span) for one in (grid, far))
-            kv = torch.cat([past[:, :, : self.span], near[:, :, self.span :]], dim=2)
+        """(B, blocks, keys, 2d) of the `first` blocks; and of the others, if any, whose keys are all on the grid."""
+        if far is not current:
+            near, old = (
+                overlapping_windows(torch.cat([past, tensor], dim=1), size, self.span) for tensor in (current, far)
+            )
+            kv = torch.cat([old[:, :, : self.span], near[:, :, self.span :]], dim=2)
             return kv[:, :first], kv[:, first:] if kv.shape[1] > first else None
-        begin = torch.cat([before, grid[:, : first * size]], dim=1)
-        others = spans(grid, size, self.span) if grid.shape[1] > first * size else None
-        return spans(functional.pad(begin, (0, 0, 0, after)), size, self.span, after), others
+        begin = torch.cat([past, current[:, : first * size]], dim=1)
+        others = overlapping_windows(current, size, self.span) if current.shape[1] > first * size else None
+        begin = functional.pad(begin, (0, 0, 0, after))
+        return overlapping_windows(begin, size, self.span, after), others
 
-    def _attend(self, q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
-        """(..., c, d) of queries (..., c, d) to keys and values (..., keys, 2d)."""
-        k, v = kv.chunk(2, dim=-1)
-        return merge(attend(heads(q, self.count), heads(k, self.count), heads(v, self.count), bias))
+    def _uses_banded_kernel(self, grid: WindowGrid) -> bool:
+        trains_bias = self.bias.table.weight.requires_grad and torch.is_grad_enabled()
+        on_cpu = grid.device.type == "cpu" and not torch.compiler.is_compiling()
+        return trains_bias and on_cpu and not self.bidirectional
 
-    def _learns_bias_on_cpu(self, now: Pass) -> bool:
-        learns = self.bias.table.weight.requires_grad and torch.is_grad_enabled()
-        return learns and not self.bidirectional and now.device.type == "cpu" and not torch.compiler.is_compiling()
-
-    def _banded(self, q_BGd: Tensor, every: Tensor, far: Tensor, shared: Tensor, edge: Tensor) -> Tensor:
+    def _attend_banded(self, q_BGd: Tensor, near: Tensor, far: Tensor, shared: Tensor, edge: Tensor) -> Tensor:
         rows = q_BGd.shape[0]
-        at = Blocks(shared.shape[1], shared.shape[2], self.window if far is not every else None)
-        q = heads(q_BGd / math.sqrt(q_BGd.shape[-1] / self.count), self.count)
-        k, v, far_k, far_v = (heads(one, self.count) for both in (every, far) for one in both.chunk(2, dim=-1))
-        if far is every:
+        q = split_heads(q_BGd / math.sqrt(q_BGd.shape[-1] / self.num_heads), self.num_heads)
+        k, v, far_k, far_v = (split_heads(x, self.num_heads) for kv in (near, far) for x in kv.chunk(2, dim=-1))
+        window = 0 if far is near else self.window
+        if not window:
             far_k, far_v = k[:, :, :0], v[:, :, :0]
         bias = shared.to(q.dtype).expand(rows, -1, -1, -1)
         if len(edge) > 1:
-            edge = edge.repeat_interleave(self.count, dim=0)
-        flat = [one.flatten(0, 1) for one in (q, k, v, far_k, far_v, bias)]
-        out: Tensor = BandedAttention.apply(*flat, edge.to(q.dtype), at)
-        return merge(out.unflatten(0, (rows, self.count)))
+            edge = edge.repeat_interleave(self.num_heads, dim=0)
+        flat = [tensor.flatten(0, 1) for tensor in (q, k, v, far_k, far_v, bias)]
+        out: Tensor = BandedAttention.apply(*flat, edge.to(q.dtype), window)
+        return merge_heads(out.unflatten(0, (rows, self.num_heads)))
 
-    def _biases(self, now: Pass, size: int, after: int) -> tuple[Tensor, Tensor]:
-        """Of all blocks (H, c, keys); and what the first add to it, as keys may be missing (B or 1, blocks, keys)."""
-        device = now.device
+    def _biases(self, grid: WindowGrid, size: int, after: int) -> tuple[Tensor, Tensor]:
+        """Of all blocks (H, c, keys); and an addend for the first ones, which masks missing keys (B or 1, E, keys)."""
+        device = grid.device
         query = torch.arange(size, device=device)[:, None]
         key = torch.arange(-self.span, size + after, device=device)
-        back = query - key
-        seen = (back < self.span) & ((back > -self.span) if after else (back >= 0))
-        shared = self.bias(back) + torch.where(seen, 0.0, NEVER)
-        blocks = now.slots // size
+        distance = query - key
+        visible = (distance < self.span) & ((distance > -self.span) if after else (distance >= 0))
+        shared = self.bias(distance) + torch.where(visible, 0.0, MASKED)
+        blocks = grid.slots // size
         count = blocks if after else min(blocks, -(-self.span // size))
-        starts = torch.arange(count, device=device) * size
-        begin = [n - phase for n, phase in zip(now.past, now.phases, strict=True)]
-        ends = [phase + new for phase, new in zip(now.phases, now.new, strict=True)]
-        slot = starts[:, None] + key  # (blocks, keys), slots of the grid
-        there = (slot + now.row_numbers(begin)[:, None, None]) >= 0
+        slot = torch.arange(count, device=device)[:, None] * size + key  # (blocks, keys)
+        present = (slot + grid.per_row(grid.first_positions)[:, None, None]) >= 0
         if after:
-            there = there & (slot < now.row_numbers(ends)[:, None, None])
-        if len(set(begin)) == 1 and (not after or len(set(ends)) == 1):
-            there = there[:1]
-        return shared, torch.where(there, 0.0, NEVER)
+            present = present & (slot < grid.per_row(grid.ends)[:, None, None])
+        if len(set(grid.first_positions)) == 1 and (not after or len(set(grid.ends)) == 1):
+            present = present[:1]
+        return shared, torch.where(present, 0.0, MASKED)
 
 
-def _block(now: Pass) -> int:
-    """How many queries attend together: the fewer, the fewer keys that none of them sees, and the more overlap."""
-    if now.slots < now.window or now.device.type != "cpu":
-        return min(now.window, now.slots)
-    part = max(size for size in range(1, BLOCK + 1) if now.window % size == 0)
-    return part if 4 * part >= BLOCK else now.window
+def _block_size(grid: WindowGrid) -> int:
+    """Queries of a block: small blocks waste fewer masked scores, large ones overlap less."""
+    if grid.slots < grid.window or grid.device.type != "cpu":
+        return min(grid.window, grid.slots)
+    size = max(size for size in range(1, QUERY_BLOCK + 1) if grid.window % size == 0)
+    return size if 4 * size >= QUERY_BLOCK else grid.window
+
+
+class BandedAttention(torch.autograd.Function):
+    """Window attention with a trained bias on a CPU: block by block, so that scores fit its cache and are not kept.
+
+        P = softmax(Q K^T + bias)       O = P V
+        dP = dO V^T       dS = P * (dP - rowsum(P * dP))
+        dQ = dS K       dK = dS^T Q       dV = P^T dO       dbias = sum of dS over blocks
+
+    Fused kernels give no gradients for a bias. All scores at once take 1.4 to 2.5 times as long, as they are read from
+    and written to memory six times.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, bias: Tensor, edge: Tensor, window: int
+    ) -> Tensor:
+        """(N, G, K).
+
+        Args:
+            ctx: autograd's context.
+            q: (N, G, K), already divided by the root of K.
+            k, v: (N, S, K).
+            far_k, far_v: (N, S, K), which later windows see; (N, 0, K) if they see `k` and `v`.
+            bias: (N, c, s), the same for all blocks.
+            edge: (N or 1, E, s), added to the first E blocks: masks missing keys.
+            window: queries of a window, a whole number of blocks; 0 if there are no `far_k` and `far_v`.
+        """
+        out = torch.empty_like(q)
+        for number, queries, before, own in _band_slices(q.shape[1], bias, window):
+            scores = _scores(q[:, queries], torch.cat([far_k[:, before], k[:, own]], 1), bias, edge, number)
+            out[:, queries] = torch.bmm(scores.softmax(-1), torch.cat([far_v[:, before], v[:, own]], 1))
+        ctx.save_for_backward(q, k, v, far_k, far_v, bias, edge)
+        ctx.window = window
+        return out
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs of `forward`; the probabilities are computed again."""
+        q, k, v, far_k, far_v, bias, edge = ctx.saved_tensors
+        d_q = torch.empty_like(q)
+        d_k, d_v, d_far_k, d_far_v, d_bias = (torch.zeros_like(tensor) for tensor in (k, v, far_k, far_v, bias))
+        for number, queries, before, own in _band_slices(q.shape[1], bias, ctx.window):
+            keys = torch.cat([far_k[:, before], k[:, own]], 1)
+            values = torch.cat([far_v[:, before], v[:, own]], 1)
+            p = _scores(q[:, queries], keys, bias, edge, number).softmax(-1)
+            weighted = torch.bmm(d_out[:, queries], values.transpose(1, 2)).mul_(p)  # P * dP
+            d_scores = torch.addcmul(weighted, p, weighted.sum(-1, keepdim=True), value=-1)
+            d_bias += d_scores
+            d_q[:, queries] = torch.bmm(d_scores, keys)
+            earlier = before.stop - before.start
+            for d_near, d_far, gradient in (
+                (d_k, d_far_k, torch.bmm(d_scores.transpose(1, 2), q[:, queries])),
+                (d_v, d_far_v, torch.bmm(p.transpose(1, 2), d_out[:, queries])),
+            ):
+                d_far[:, before] += gradient[:, :earlier]
+                d_near[:, own] += gradient[:, earlier:]
+        return d_q, d_k, d_v, d_far_k, d_far_v, d_bias, None, None
+
+
+def _band_slices(total: int, bias: Tensor, window: int) -> Iterator[tuple[int, slice, slice, slice]]:
+    """For each block of `total` queries: its number, queries, keys of earlier windows, and keys of its own."""
+    queries, keys = bias.shape[1:]
+    for number, first in enumerate(range(0, total, queries)):
+        own = first // window * window + keys - queries if window else first
+        yield number, slice(first, first + queries), slice(first, own), slice(own, first + keys)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor, edge: Tensor, number: int) -> Tensor:
+    """(N, c, s): the scores of one block."""
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2))
+    return scores.add_(edge[:, number, None]) if number < edge.shape[1] else scores

@@ -1,4 +1,4 @@
-"""The shape of a block-state transformer, and of the models it is compared with."""
+"""Config of block-state transformers and of the baselines they are compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers.activations import ACT2FN
 
 from graftlm.errors import RecipeError, did_you_mean
 
-Mixer = Literal["block-state", "recurrent", "memory", "slide"]
 _CHOICES = {
     "mixer": ("block-state", "recurrent", "memory", "slide"),
     "context": ("sh", "mh", "mf"),
@@ -24,7 +23,7 @@ _SIZES = (
 
 
 class BlockStateConfig(PreTrainedConfig):
-    """Config of `BlockStateForCausalLM`.
+    """Config of all block-state models.
 
     Args:
         vocab_size: number of tokens.
@@ -32,124 +31,93 @@ class BlockStateConfig(PreTrainedConfig):
         num_hidden_layers: number of layers.
         num_attention_heads: number H of heads; H divides d.
         intermediate_size: inner width of the FFN.
-        hidden_act: its activation.
-        window: W; a token attends to the last W tokens, itself among them.
-        mixer: what the layers in `mixer_layers` have besides: `block-state`, cross-attention to the states of a
-            state-space model; `recurrent`, to state vectors that are updated window by window (Block-Recurrent
-            Transformer, fixed gate, no FFN); `slide`, nothing. `memory` is Transformer-XL in every layer: keys and
-            values of earlier windows are read without gradients.
-        mixer_layers: which layers, counted from zero.
-        context: `sh`, one output of the state space for each token of the window; `mh`, one for each head too; `mf`,
-            those of `filters` state spaces at the end of the window before.
-        kernel: `s4d`, structured; or `unstructured`, a small network of the time under a decay, as in Hyena.
+        hidden_act: activation of the FFN.
+        window: W; a token attends to the last W tokens, including itself.
+        mixer: the addition to window attention. `block-state`: cross-attention to the states of a state-space model.
+            `recurrent`: cross-attention to state vectors that are updated window by window (Block-Recurrent
+            Transformer, fixed gate, skip). `slide`: nothing. `memory`: Transformer-XL, whose layers all read keys and
+            values of earlier windows without gradients.
+        mixer_layers: indices of the layers with context states (`block-state`, `recurrent`).
+        context: the states that `block-state` attends to. `sh`: one state-space output for each token of the window.
+            `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
+        kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
         state_size: N, real numbers in the state of each channel.
-        state_width: channels of the state space; by default d / 4, and d / 8 for `mf`.
-        filters: S, state spaces of `mf`.
-        positional_ssm: whether a state space stands right behind the embeddings, which tells where a token stands.
-        recurrent_states: state vectors of a recurrent layer; by default W.
-        memory_windows: how many earlier windows `memory` reads.
-        kernel_length: the length that unstructured kernels are made for: that of training.
-        kernel_limit: the longest text that they may be extended to by their formula.
-        relative_buckets: of the relative position bias (T5).
-        relative_distance: from which distance on all share its last bucket.
-        bidirectional: whether tokens see those after them: for classifiers.
-        dropout: share of activations that is dropped in training.
+        state_width: channels of the state-space model; by default d / 4, and d / 8 for `mf`.
+        filters: S, the number of state-space models of `mf`.
+        positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
+            positions and has no other limit than its state: it reads the whole text before a token.
+        recurrent_states: number of state vectors of a recurrent layer; W by default.
+        memory_windows: number of windows that `memory` reads.
+        kernel_length: length of training, for which unstructured kernels are scaled.
+        kernel_limit: maximum length of a text with unstructured kernels.
+        relative_buckets: buckets of the relative position bias (T5).
+        relative_distance: distance from which all tokens share the last bucket.
+        bidirectional: whether tokens attend to later ones, for classifiers.
+        dropout: dropout probability in training.
         rms_norm_eps: added to mean squares.
-        initializer_range: standard deviation of fresh weights.
+        initializer_range: standard deviation of initial weights.
 
     Raises:
-        RecipeError: a value is out of its range, or does not fit another.
+        RecipeError: a value is out of range or conflicts with another.
     """
 
     model_type = "block-state"
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    def __init__(
-        self,
-        vocab_size: int = 32000,
-        hidden_size: int = 256,
-        num_hidden_layers: int = 6,
-        num_attention_heads: int = 8,
-        intermediate_size: int = 1024,
-        hidden_act: str = "relu",
-        window: int = 128,
-        mixer: Mixer = "block-state",
-        mixer_layers: list[int] | tuple[int, ...] = (0, 3),
-        context: Literal["sh", "mh", "mf"] = "sh",
-        kernel: Literal["s4d", "unstructured"] = "s4d",
-        state_size: int = 16,
-        state_width: int | None = None,
-        filters: int = 32,
-        positional_ssm: bool = True,
-        recurrent_states: int | None = None,
-        memory_windows: int = 1,
-        kernel_length: int = 4096,
-        kernel_limit: int = 131_072,
-        relative_buckets: int = 32,
-        relative_distance: int = 128,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        rms_norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        use_cache: bool = True,
-        tie_word_embeddings: bool = True,
-        pad_token_id: int | None = None,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        **rest: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.window = window
-        self.mixer = mixer
-        self.mixer_layers = _listed(mixer_layers)
-        self.context = context
-        self.kernel = kernel
-        self.state_size = state_size
-        self.state_width = _share(hidden_size, context) if state_width is None else state_width
-        self.filters = filters
-        self.positional_ssm = positional_ssm
-        self.recurrent_states = window if recurrent_states is None else recurrent_states
-        self.memory_windows = memory_windows
-        self.kernel_length = kernel_length
-        self.kernel_limit = kernel_limit
-        self.relative_buckets = relative_buckets
-        self.relative_distance = relative_distance
-        self.bidirectional = bidirectional
-        self.dropout = dropout
-        self.rms_norm_eps = rms_norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        self.tie_word_embeddings = tie_word_embeddings
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self._check()
-        super().__init__(**rest)
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 1024
+    hidden_act: str = "relu"
+    window: int = 128
+    mixer: Literal["block-state", "recurrent", "memory", "slide"] = "block-state"
+    mixer_layers: list[int] | tuple[int, ...] = (0, 3)
+    context: Literal["sh", "mh", "mf"] = "sh"
+    kernel: Literal["s4d", "unstructured"] = "s4d"
+    state_size: int = 16
+    state_width: int | None = None
+    filters: int = 32
+    positional_ssm: bool = True
+    recurrent_states: int | None = None
+    memory_windows: int = 1
+    kernel_length: int = 4096
+    kernel_limit: int = 131_072
+    relative_buckets: int = 32
+    relative_distance: int = 128
+    bidirectional: bool = False
+    dropout: float = 0.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
-    @property
-    def span(self) -> int:
-        """How many tokens back attention reaches, the token itself among them."""
-        return self.window * (self.memory_windows if self.mixer == "memory" else 1)
-
-    @property
-    def head_size(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.num_attention_heads
-
-    def mixes(self, layer: int) -> bool:
-        """Whether a layer has context states."""
-        return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
-
-    def _check(self) -> None:
+    def __post_init__(self, **kwargs: Any) -> None:
+        layers = self.mixer_layers
+        if not isinstance(layers, Iterable) or isinstance(layers, str):
+            raise RecipeError(f"block-state: mixer_layers is {layers!r}; a list of layers is expected, as in [0, 3].")
+        self.mixer_layers = list(layers)
+        if self.state_width is None and isinstance(self.hidden_size, int):
+            self.state_width = max(1, self.hidden_size // (8 if self.context == "mf" else 4))
+        if self.recurrent_states is None:
+            self.recurrent_states = self.window
         self._check_sizes()
         self._check_choices()
         self._check_layers()
-        self._check_fit()
+        self._check_conflicts()
+        super().__post_init__(**kwargs)
+
+    @property
+    def span(self) -> int:
+        """The number of tokens that attention reads, including the query's own."""
+        return self.window * (self.memory_windows if self.mixer == "memory" else 1)
+
+    def has_context(self, layer: int) -> bool:
+        """Whether a layer has context states."""
+        return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
 
     def _check_sizes(self) -> None:
         for name in _SIZES:
@@ -166,21 +134,23 @@ class BlockStateConfig(PreTrainedConfig):
                     f"block-state: {name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
                 )
         if self.hidden_act not in ACT2FN:
-            known = did_you_mean(str(self.hidden_act), ACT2FN)
-            raise RecipeError(f"block-state: there is no activation {self.hidden_act!r}{known}.")
+            hint = did_you_mean(str(self.hidden_act), ACT2FN)
+            raise RecipeError(f"block-state: there is no activation {self.hidden_act!r}{hint}.")
 
     def _check_layers(self) -> None:
-        odd = [layer for layer in self.mixer_layers if not isinstance(layer, int) or isinstance(layer, bool)]
-        if odd:
-            raise RecipeError(f"block-state: mixer_layers has {odd[0]!r}; whole numbers are expected, as in [0, 3].")
-        wrong = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
-        if self.mixer in ("block-state", "recurrent") and wrong:
+        invalid = [layer for layer in self.mixer_layers if not isinstance(layer, int) or isinstance(layer, bool)]
+        if invalid:
             raise RecipeError(
-                f"block-state: mixer_layers names layer {wrong[0]}; the {self.num_hidden_layers} layers are counted "
+                f"block-state: mixer_layers has {invalid[0]!r}; whole numbers are expected, as in [0, 3]."
+            )
+        outside = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
+        if self.mixer in ("block-state", "recurrent") and outside:
+            raise RecipeError(
+                f"block-state: mixer_layers names layer {outside[0]}; the {self.num_hidden_layers} layers are counted "
                 f"from 0 to {self.num_hidden_layers - 1}."
             )
 
-    def _check_fit(self) -> None:
+    def _check_conflicts(self) -> None:
         if self.hidden_size % self.num_attention_heads:
             raise RecipeError(
                 f"block-state: {self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
@@ -206,14 +176,3 @@ class BlockStateConfig(PreTrainedConfig):
                 f"block-state: a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: "
                 "take block-state or slide."
             )
-
-
-def _listed(layers: Any) -> list[int]:
-    if not isinstance(layers, Iterable) or isinstance(layers, str):
-        raise RecipeError(f"block-state: mixer_layers is {layers!r}; a list of layers is expected, as in [0, 3].")
-    return list(layers)
-
-
-def _share(width: Any, context: str) -> int:
-    """Of a width, what the state space has by default: a fourth, and an eighth for `mf`."""
-    return max(1, width // (8 if context == "mf" else 4)) if isinstance(width, int) else 1

@@ -1,13 +1,13 @@
-"""Context states: what a layer knows of all text before, as keys and values for the tokens of a window.
+"""Cross-attention of a window's tokens to context states, which summarise the text before them.
 
-- `sh`: the state space's outputs at the window's tokens; a token sees those up to its own.
-- `mh`: the same with an output, so a state, for each head.
-- `mf`: the outputs of S state spaces at the end of the window before, with learned context IDs; the first window has
-  learned states.
-- state vectors of a recurrent layer: the same as `mf` for those who attend.
+- `sh`: outputs of a state-space model at the window's tokens; a token attends to those up to its own.
+- `mh`: the same, with one output for each head.
+- `mf`: outputs of S state-space models at the end of the previous window, with learned context IDs; the first window
+  has learned states.
+- `recurrent`, a baseline (Block-Recurrent Transformer, fixed gate, skip): state vectors, updated after each window.
 
-Shape suffixes: B rows, T columns of a pass, G slots of its grid, I windows of the grid, w slots of a window, H heads, K
-width of a head, S states, E channels, d hidden.
+Shape suffixes: B rows, T columns of a pass, G slots of its grid, I windows of the grid, w slots of a window, W the full
+window, H heads, K width of a head, S states, E channels, d hidden.
 """
 
 from __future__ import annotations
@@ -16,154 +16,196 @@ import torch
 from torch import Tensor, nn
 
 from graftlm.models.block_state.attention import (
-    NEVER,
-    Norm,
-    Pieces,
-    Remembered,
-    attend,
-    attend_so_far,
-    heads,
-    merge,
-    windowed,
+    MASKED,
+    ChunkedTensor,
+    RMSNorm,
+    SlidingBuffer,
+    causal_attention,
+    merge_heads,
+    multi_head_attention,
+    scaled_attention,
+    split_heads,
+    split_windows,
 )
+from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.memory import LayerMemory
-from graftlm.models.block_state.passes import Pass
-from graftlm.models.block_state.sequence_ssm import WindowOutputs, token_outputs, window_outputs
+from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
 
 
-class TokenContext(nn.Module):
-    """Cross-attention of each token to the state space's outputs at the tokens of its window so far (`sh`, `mh`)."""
+class TokenStateAttention(nn.Module):
+    """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`)."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
-        self.count, self.window = config.num_attention_heads, config.window
+        self.num_heads, self.window = config.num_attention_heads, config.window
         self.bidirectional = config.bidirectional
-        multi = config.context == "mh"
+        self.multi_head = config.context == "mh"
         width, channels = config.hidden_size, config.state_width
-        self.down = nn.Linear(width, channels, bias=False)
-        outputs = self.count if multi else 1
-        self.ssm = token_outputs(config, outputs, "state")
-        self.back = token_outputs(config, outputs, "back") if config.bidirectional else None
+        self.in_proj = nn.Linear(width, channels, bias=False)
+        outputs = self.num_heads if self.multi_head else 1
+        self.ssm = TokenSSM(config, outputs, "state")
+        self.backward_ssm = TokenSSM(config, outputs, "back") if config.bidirectional else None
         self.q = nn.Linear(width, width, bias=False)
-        self.norm = Norm(channels, config)
-        if multi:
-            self.per_head = nn.Parameter(torch.empty(self.count, channels, 2 * config.head_size))
+        self.norm = RMSNorm(channels, config)
+        if self.multi_head:
+            self.kv_per_head = nn.Parameter(torch.empty(self.num_heads, channels, 2 * width // self.num_heads))
         else:
             self.kv = nn.Linear(channels, 2 * width, bias=False)
-        self.multi = multi
-        self.remembered = Remembered("contexts", config.window)
+        self.buffer = SlidingBuffer("contexts", config.window)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Pieces:
-        """(B, I, w, d) for each slot, of hidden states; `kv_BG` is not read."""
-        q, kv = now.onto_grid(self.q(x_BTd)), self._contexts(x_BTd, now, memory)
-        if now.step and memory is not None:
-            return self._step(q, self.remembered.step(kv, memory, self.training), now)
-        _, grid = self.remembered.extend(kv, now, memory, self.training)
-        width = min(self.window, now.slots)
-        q, k, v = (heads(windowed(one, width), self.count) for one in (q, *grid.chunk(2, dim=-1)))
-        return self._seeing_both_ways(q, k, v, now) if self.bidirectional else attend_so_far(q, k, v)
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+        """(B, I, w, d) for hidden states (B, T, d); the tokens' own keys and values `kv_BG` are not read."""
+        q, kv = grid.to_grid(self.q(x_BTd)), self._state_keys(x_BTd, grid, cache)
+        if grid.decoding and cache is not None:
+            return self._step(q, self.buffer.append(kv, cache), grid)
+        _, current = self.buffer.extend(kv, grid, cache)
+        width = min(self.window, grid.slots)
+        q, k, v = (
+            split_heads(split_windows(tensor, width), self.num_heads) for tensor in (q, *current.chunk(2, dim=-1))
+        )
+        if not self.bidirectional:
+            return causal_attention(q, k, v)
+        bias = torch.where(split_windows(grid.occupied, width), 0.0, MASKED)
+        return ChunkedTensor([merge_heads(scaled_attention(q, k, v, bias[:, :, None, None]))])
 
-    def _step(self, q_B1d: Tensor, every: Tensor, now: Pass) -> Pieces:
-        """(B, 1, 1, d): attention to the states of the token's window among the last W."""
-        place = now.row_numbers([n % self.window for n in now.past])[:, None]
-        seen = torch.arange(self.window - 1, -1, -1, device=q_B1d.device) <= place
-        bias = torch.where(seen, 0.0, NEVER)[:, None, None]
-        k, v = every.chunk(2, dim=-1)
-        out = merge(attend(heads(q_B1d, self.count), heads(k, self.count), heads(v, self.count), bias))
-        return Pieces([out[:, None]])
+    def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
+        """(B, 1, 1, d): attention to the states of the token's window, among the last W states."""
+        offset = grid.per_row([n % self.window for n in grid.past_lengths])[:, None]
+        visible = torch.arange(self.window - 1, -1, -1, device=q_B1d.device) <= offset
+        bias = torch.where(visible, 0.0, MASKED)[:, None, None]
+        return ChunkedTensor([multi_head_attention(q_B1d, kv, self.num_heads, bias)[:, None]])
 
-    def _contexts(self, x_BTd: Tensor, now: Pass, memory: LayerMemory | None) -> Tensor:
-        """(B, G, 2d): keys and values."""
-        u = now.onto_grid(self.down(x_BTd))
-        y = self.ssm(u, now, memory)
-        if self.back is not None:
-            flipped = (u * now.holds[..., None]).flip(1)
-            y = y + self.back(flipped, now.backwards(), None).flip(1)
-        y = now.off_grid(y, x_BTd.shape[1]).to(
-            x_BTd.dtype
-        )  # so that every Linear of tokens sees columns, as taps expect
-        if not self.multi:
-            return now.onto_grid(self.kv(self.norm(y[..., 0])))
-        kv = torch.einsum("bteh,hek->bthk", self._normed(y), self.per_head)
-        k, v = kv.chunk(2, dim=-1)
-        return now.onto_grid(torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1))
-
-    def _normed(self, y_BTEH: Tensor) -> Tensor:
-        return self.norm(y_BTEH.transpose(-1, -2)).transpose(-1, -2)
-
-    def _seeing_both_ways(self, q: Tensor, k: Tensor, v: Tensor, now: Pass) -> Pieces:
-        """(B, I, w, d): attention to the states of all tokens of a window."""
-        there = torch.where(windowed(now.holds, q.shape[-2]), 0.0, NEVER)
-        return Pieces([merge(attend(q, k, v, there[:, :, None, None]))])
+    def _state_keys(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, G, 2d): keys and values of the context states."""
+        u = grid.to_grid(self.in_proj(x_BTd))
+        y = self.ssm(u, grid, cache)
+        if self.backward_ssm is not None:
+            flipped = (u * grid.occupied[..., None]).flip(1)
+            y = y + self.backward_ssm(flipped, grid.reversed(), None).flip(1)
+        y = grid.from_grid(y, x_BTd.shape[1]).to(x_BTd.dtype)  # taps expect that a Linear of tokens reads columns
+        if not self.multi_head:
+            return grid.to_grid(self.kv(self.norm(y[..., 0])))
+        normed = self.norm(y.transpose(-1, -2)).transpose(-1, -2)
+        k, v = torch.einsum("bteh,hek->bthk", normed, self.kv_per_head).chunk(2, dim=-1)
+        return grid.to_grid(torch.cat([k.flatten(-2), v.flatten(-2)], dim=-1))
 
 
-class FilterContext(nn.Module):
-    """Cross-attention of each token to the outputs of S state spaces at the end of the window before (`mf`)."""
+class FilterStateAttention(nn.Module):
+    """Cross-attention of each token to S state-space outputs at the end of the previous window (`mf`)."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
         self.window, width, channels = config.window, config.hidden_size, config.state_width
-        self.down = nn.Linear(width, channels, bias=False)
-        self.ssm = window_outputs(config, "state")
-        self.back = window_outputs(config, "back") if config.bidirectional else None
-        self.first = nn.Parameter(torch.empty(config.filters, channels))
-        self.last = nn.Parameter(torch.empty(config.filters, channels)) if config.bidirectional else None
-        self.lift = nn.Linear(channels, width, bias=False)
-        self.norm = Norm(width, config)
-        self.ids = nn.Parameter(torch.empty(config.filters * (2 if config.bidirectional else 1), width))
-        self.reader = StateReader(config)
+        self.in_proj = nn.Linear(width, channels, bias=False)
+        self.ssm = WindowEndSSM(config, "state")
+        self.backward_ssm = WindowEndSSM(config, "back") if config.bidirectional else None
+        self.initial_states = nn.Parameter(torch.empty(config.filters, channels))
+        self.final_states = nn.Parameter(torch.empty(config.filters, channels)) if config.bidirectional else None
+        self.out_proj = nn.Linear(channels, width, bias=False)
+        self.norm = RMSNorm(width, config)
+        self.context_ids = nn.Parameter(torch.empty(config.filters * (2 if config.bidirectional else 1), width))
+        self.cross_attention = StateCrossAttention(config)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, now: Pass, memory: LayerMemory | None) -> Pieces:
-        """(B, I, w, d) for each slot, of hidden states; `kv_BG` is not read."""
-        u = now.onto_grid(self.down(x_BTd))
-        ends = self.ssm(u, now, memory).to(x_BTd.dtype)  # (B, I, S, E)
-        states = before_windows(ends, self.first, now, memory, "context", self.training)
-        if self.back is not None and self.last is not None:
-            states = torch.cat([states, self._following(u, now, self.back, self.last)], dim=2)
-        return self.reader(x_BTd, self.norm(self.lift(states)) + self.ids, now)
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+        """(B, I, w, d) for hidden states (B, T, d); the tokens' own keys and values `kv_BG` are not read."""
+        u = grid.to_grid(self.in_proj(x_BTd))
+        ends = self.ssm(u, grid, cache).to(x_BTd.dtype)  # (B, I, S, E)
+        states = previous_window_states(ends, self.initial_states, grid, cache, "context")
+        if self.backward_ssm is not None and self.final_states is not None:
+            states = torch.cat([states, self._next_window_states(u, grid)], dim=2)
+        return self.cross_attention(x_BTd, self.norm(self.out_proj(states)) + self.context_ids, grid)
 
-    def _following(self, u: Tensor, now: Pass, back: WindowOutputs, last: Tensor) -> Tensor:
-        """(B, I, S, E): outputs of the systems that read backwards, at the first token of the window after."""
-        flipped = (u * now.holds[..., None]).flip(1)
-        ends = back(flipped, now.backwards(), None).to(u.dtype).flip(1)
+    def _next_window_states(self, u: Tensor, grid: WindowGrid) -> Tensor:
+        """(B, I, S, E): outputs of the backward models at the first token of the next window."""
+        assert self.backward_ssm is not None
+        flipped = (u * grid.occupied[..., None]).flip(1)
+        ends = self.backward_ssm(flipped, grid.reversed(), None).to(u.dtype).flip(1)
         after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
-        width = min(self.window, now.slots)
-        inside = torch.arange(width, now.slots + 1, width, device=u.device) < now.row_numbers(now.new)[:, None]
-        return torch.where(inside[..., None, None], after, last)
+        width = min(self.window, grid.slots)
+        inside = torch.arange(width, grid.slots + 1, width, device=u.device) < grid.per_row(grid.new_lengths)[:, None]
+        return torch.where(inside[..., None, None], after, self.final_states)
 
 
-def before_windows(
-    ends_BI: Tensor, first: Tensor, now: Pass, memory: LayerMemory | None, name: str, detach: bool
-) -> Tensor:
-    """(B, I, ...): of what stands at the end of each window, that of the window before it.
+class RecurrentStateAttention(nn.Module):
+    """Cross-attention of each token to state vectors, which are updated at the end of each window.
 
-    Before a row's first window stands `first` (...); before the grid's, what was remembered.
+        update = [attention of the states to themselves ; attention of the states to the window's tokens] O
+        state' = g state + (1 - g) update        g = sigmoid(b), learned for each channel
+
+    The tokens of a window attend to the states before it. Updates run window by window; the rest runs in parallel.
     """
-    old = None if memory is None else memory.tensors.get(name)
-    before = first.expand(ends_BI.shape[0], *first.shape).to(ends_BI.dtype) if old is None else old
-    every = torch.cat([before[:, None], ends_BI], dim=1)
-    if memory is not None:
-        ended = now.row_numbers(now.ended)
-        memory.keep(name, every[torch.arange(len(every), device=every.device), ended], detach=detach)
-    return every[:, :-1]
-
-
-class StateReader(nn.Module):
-    """Cross-attention of a window's tokens to S states, all of them seen."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
-        self.count, self.window = config.num_attention_heads, config.window
+        width = config.hidden_size
+        self.num_heads, self.window = config.num_attention_heads, config.window
+        self.initial_states = nn.Parameter(torch.empty(config.recurrent_states, width))
+        self.context_ids = nn.Parameter(torch.empty(config.recurrent_states, width))
+        self.norm = RMSNorm(width, config)
+        self.cross_attention = StateCrossAttention(config)
+        self.q = nn.Linear(width, 2 * width, bias=False)  # queries of the states: to themselves, and to tokens
+        self.out = nn.Linear(2 * width, width, bias=False)
+        self.gate = nn.Parameter(torch.empty(width))
+
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+        """(B, I, w, d) for hidden states (B, T, d) and the tokens' keys and values (B, G, 2d)."""
+        states = self._states(kv_BG, grid, cache).to(x_BTd.dtype)
+        return self.cross_attention(x_BTd, self._normed(states), grid)
+
+    def _states(self, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, I, S, d): the states before each window of the grid."""
+        cached = None if cache is None else cache.tensors.get("states")
+        state = self.initial_states.expand(kv_BG.shape[0], *self.initial_states.shape) if cached is None else cached
+        has_full_windows = not grid.decoding and grid.slots >= self.window
+        windows = split_windows(kv_BG, self.window).unbind(1) if has_full_windows else (kv_BG,)
+        ends: list[Tensor] = []
+        for kv in windows:
+            if len(ends) < max(grid.completed_windows):
+                state = self._update(state, kv)
+            ends.append(state)
+        stacked = torch.stack(ends, dim=1)
+        return previous_window_states(stacked, self.initial_states, grid, cache, "states")
+
+    def _update(self, state_BSd: Tensor, kv_BW: Tensor) -> Tensor:
+        """(B, S, d): the states after a full window."""
+        normed = self._normed(state_BSd)
+        q_states, q_tokens = self.q(normed).chunk(2, dim=-1)
+        inner = multi_head_attention(q_states, self.cross_attention.kv(normed), self.num_heads)
+        outer = multi_head_attention(q_tokens, kv_BW, self.num_heads)
+        gate = torch.sigmoid(self.gate)
+        return gate * state_BSd + (1 - gate) * self.out(torch.cat([inner, outer], dim=-1))
+
+    def _normed(self, state: Tensor) -> Tensor:
+        return self.norm(state) + self.context_ids
+
+
+class StateCrossAttention(nn.Module):
+    """Cross-attention of a window's tokens to S states, all of them visible."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        self.num_heads, self.window = config.num_attention_heads, config.window
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, states_BISd: Tensor, now: Pass) -> Pieces:
+    def forward(self, x_BTd: Tensor, states_BISd: Tensor, grid: WindowGrid) -> ChunkedTensor:
         """(B, I, w, d)."""
-        return self.read(x_BTd, self.kv(states_BISd), now)
+        q = split_windows(grid.to_grid(self.q(x_BTd)), min(self.window, grid.slots))
+        return ChunkedTensor([multi_head_attention(q, self.kv(states_BISd), self.num_heads)])
 
-    def read(self, x_BTd: Tensor, kv_BIS: Tensor, now: Pass) -> Pieces:
-        """(B, I, w, d) of the states' keys and values (B, I, S, 2d)."""
-        q = heads(windowed(now.onto_grid(self.q(x_BTd)), min(self.window, now.slots)), self.count)
-        k, v = (heads(one, self.count) for one in kv_BIS.chunk(2, dim=-1))
-        return Pieces([merge(attend(q, k, v))])
+
+def previous_window_states(
+    ends_BI: Tensor, initial: Tensor, grid: WindowGrid, cache: LayerCache | None, name: str
+) -> Tensor:
+    """(B, I, ...): for each window, the states at the end of the window before it, given those at window ends.
+
+    The window before the grid is in the cache under `name`; before a row's first window, the states are `initial`.
+    """
+    cached = None if cache is None else cache.tensors.get(name)
+    before = initial.expand(ends_BI.shape[0], *initial.shape).to(ends_BI.dtype) if cached is None else cached
+    states = torch.cat([before[:, None], ends_BI], dim=1)
+    if cache is not None:
+        completed = grid.per_row(grid.completed_windows)
+        cache.store(name, states[torch.arange(len(states), device=states.device), completed])
+    return states[:, :-1]

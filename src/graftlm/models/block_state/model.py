@@ -1,4 +1,8 @@
-"""Block-state transformers as Hugging Face models, and their baselines, which share all but the difference.
+"""Block-state transformers as Hugging Face models; the baselines share all parts but the compared one.
+
+    h = norm(x)        x = x + [window attention(h) ; cross-attention(h; context states)] O        x = x + FFN(norm(x))
+
+Only the layers of `mixer_layers` have context states.
 
 Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidden.
 """
@@ -10,35 +14,111 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutput,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from graftlm.errors import GraftError, RecipeError
-from graftlm.models.block_state.attention import Norm
+from graftlm.models.block_state.attention import RMSNorm, WindowAttention, concat_features
+from graftlm.models.block_state.cache import LayerCache, cache_from_tensors, cache_layers, cache_tensors
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.context import FilterContext, TokenContext
-from graftlm.models.block_state.layers import BlockStateLayer, Positions, Silent
-from graftlm.models.block_state.memory import LayerMemory, memories, restored, saved
-from graftlm.models.block_state.passes import Pass, refuse_packed
-from graftlm.models.block_state.recurrent import RecurrentContext
-from graftlm.models.block_state.state_space import Structured, Unstructured
+from graftlm.models.block_state.context import FilterStateAttention, RecurrentStateAttention, TokenStateAttention
+from graftlm.models.block_state.grid import WindowGrid, check_not_packed
+from graftlm.models.block_state.sequence_ssm import TokenSSM
+from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
+
+
+class BlockStateMixer(nn.Module):
+    """Window attention and, in some layers, cross-attention to context states, with one output projection."""
+
+    def __init__(self, config: BlockStateConfig, layer: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.attention = WindowAttention(config)
+        self.context = _context_attention(config) if config.has_context(layer) else None
+        self.out = nn.Linear(width * (2 if self.context is not None else 1), width, bias=False)
+
+    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, d)."""
+        outputs, kv = self.attention(x_BTd, grid, cache)
+        if self.context is None:
+            features = concat_features(outputs)
+        else:
+            features = concat_features(outputs, self.context(x_BTd, kv, grid, cache))
+        return self.out(grid.from_grid(features, x_BTd.shape[1]))
+
+
+def _context_attention(config: BlockStateConfig) -> nn.Module:
+    if config.mixer == "recurrent":
+        return RecurrentStateAttention(config)
+    return FilterStateAttention(config) if config.context == "mf" else TokenStateAttention(config)
+
+
+class FeedForward(nn.Module):
+    """W_2 act(W_1 x)."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+        if isinstance(self.act, nn.ReLU):
+            self.act.inplace = True  # on W_1's output, the largest tensor of a layer
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d)."""
+        return self.down(self.act(self.up(x)))
+
+
+class BlockStateLayer(GradientCheckpointingLayer):
+    """Mixer and FFN, each with a norm before it and a residual connection."""
+
+    def __init__(self, config: BlockStateConfig, layer: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config)
+        self.mixer = BlockStateMixer(config, layer)
+        self.ffn_norm = RMSNorm(config.hidden_size, config)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, d)."""
+        x_BTd = x_BTd + self.dropout(self.mixer(self.mixer_norm(x_BTd), grid, cache))
+        return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
+
+
+class ZeroInitLinear(nn.Linear):
+    """A projection whose weights are zero before training."""
+
+
+class PositionalSSM(nn.Module):
+    """A state-space model behind the embeddings, which encodes positions: x + out_proj(SSM(in_proj(norm(x))))."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config)
+        self.in_proj = nn.Linear(config.hidden_size, config.state_width, bias=False)
+        self.ssm = TokenSSM(config, 1, "positions")
+        self.out_proj = ZeroInitLinear(config.state_width, config.hidden_size, bias=False)
+
+    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, d)."""
+        u_BGE = grid.to_grid(self.in_proj(self.norm(x_BTd)))
+        y = grid.from_grid(self.ssm(u_BGE, grid, cache)[..., 0], x_BTd.shape[1])
+        return x_BTd + self.out_proj(y.to(x_BTd.dtype))
 
 
 class BlockStatePreTrainedModel(PreTrainedModel):
-    """What all models of this architecture share: their config, fresh weights, and where grafts find their parts."""
+    """Shared by all block-state models: config, weight initialisation, and the sites of grafts."""
 
     graft_sites: ClassVar[dict[str, Any]] = {
         "layers": "layers",
         "embedding": "embed_tokens",
         "norm": "norm",
-        "attention": "mixing",
+        "attention": "mixer",
         "ffn": "ffn",
         "ffn_in": ("ffn.up",),
         "ffn_out": "ffn.down",
@@ -51,21 +131,27 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
-    _windows_of_its_own = True  # attention makes its own masks, and takes none of numbers
+    _builds_own_masks = True  # the model builds its own masks and takes no additive attention bias
+    cache_tensors = staticmethod(cache_tensors)
+    cache_from_tensors = staticmethod(cache_from_tensors)
 
     def parameters_without_decay(self) -> set[str]:
-        """Names of the parameters that weight decay would draw to a wrong place: those of state spaces."""
-        kernels = {name for name, module in self.named_modules() if isinstance(module, Structured | Unstructured)}
-        return {f"{name}.{own}" for name in kernels for own, _ in self.get_submodule(name).named_parameters()}
+        """Names of the parameters of state-space models, which weight decay would harm."""
+        return {
+            f"{name}.{parameter}"
+            for name, module in self.named_modules()
+            if isinstance(module, S4DKernel | UnstructuredKernel)
+            for parameter, _ in module.named_parameters()
+        }
 
     def check_lengths(self, trained: int, longest: int) -> None:
-        """Make sure that rows of `trained` tokens teach what lies beyond a window, and texts of `longest` can be read.
+        """Check that rows of `trained` tokens span several windows, and that texts of `longest` tokens can be read.
 
         Raises:
             RecipeError: they don't, or can't.
         """
         config = self.config
-        if any(map(config.mixes, range(config.num_hidden_layers))) and trained <= config.window:
+        if any(map(config.has_context, range(config.num_hidden_layers))) and trained <= config.window:
             raise RecipeError(
                 f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
                 "before a window: raise data.length, or lower the model's window."
@@ -76,22 +162,12 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
             )
 
-    @staticmethod
-    def cache_tensors(cache: Cache) -> dict[str, Tensor]:
-        """All that a cache of this architecture remembers, by name: for a checkpoint in the middle of a text."""
-        return saved(cache)
-
-    @staticmethod
-    def cache_from_tensors(tensors: dict[str, Tensor]) -> Cache:
-        """The cache that `cache_tensors` wrote down."""
-        return restored(tensors)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, Structured | Unstructured):
+        if isinstance(module, S4DKernel | UnstructuredKernel):
             module.reset_parameters()
-        elif isinstance(module, Silent):
+        elif isinstance(module, ZeroInitLinear):
             module.weight.zero_()
         elif isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(std=std)
@@ -99,29 +175,29 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 module.bias.zero_()
         elif isinstance(module, nn.RMSNorm):
             module.weight.fill_(1)
-        elif isinstance(module, TokenContext) and module.multi:
-            module.per_head.normal_(std=std)
-        elif isinstance(module, FilterContext):
-            for one in (module.first, module.last):
-                if one is not None:
-                    one.normal_()
-            module.ids.normal_(std=std)
-        elif isinstance(module, RecurrentContext):
-            module.first.normal_()
-            module.ids.normal_(std=std)
+        elif isinstance(module, TokenStateAttention) and module.multi_head:
+            module.kv_per_head.normal_(std=std)
+        elif isinstance(module, FilterStateAttention):
+            for states in (module.initial_states, module.final_states):
+                if states is not None:
+                    states.normal_()
+            module.context_ids.normal_(std=std)
+        elif isinstance(module, RecurrentStateAttention):
+            module.initial_states.normal_()
+            module.context_ids.normal_(std=std)
             module.gate.fill_(1)
 
 
 class BlockStateModel(BlockStatePreTrainedModel):
-    """Embeddings and layers, to hidden states."""
+    """Embeddings and layers; the output is hidden states."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        positional = config.mixer == "block-state" and config.positional_ssm
-        self.positions = Positions(config) if positional else None
+        has_positions = config.mixer == "block-state" and config.positional_ssm
+        self.positional_ssm = PositionalSSM(config) if has_positions else None
         self.layers = nn.ModuleList(BlockStateLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = Norm(config.hidden_size, config)
+        self.norm = RMSNorm(config.hidden_size, config)
         self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
         self.post_init()
@@ -135,37 +211,39 @@ class BlockStateModel(BlockStatePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
-        **rest: Any,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, d) of input ids (B, T), behind what `past_key_values` remembers.
+        """Hidden states (B, T, d) of input ids (B, T), which continue the text in `past_key_values`.
 
-        Positions are counted from each row's first token; `position_ids` may say the same, and are not read.
+        Positions are counted from each row's first token. `position_ids` are checked, not used.
 
         Raises:
-            GraftError: a pass can't be laid out (`attention_mask`, `position_ids`), or a cache is another model's.
+            GraftError: `attention_mask` or `position_ids` do not fit windows, or the cache belongs to another model.
         """
-        refuse_packed(position_ids, attention_mask)
+        check_not_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache, own = self._memories(past_key_values, use_cache)
-        now = _lay_out(x, attention_mask, own, self.config.window)
+        cache, layer_caches = self._caches(past_key_values, use_cache)
+        grid = _build_grid(x, attention_mask, layer_caches[0], self.config.window)
         x = self.dropout(x)
-        if self.positions is not None:
-            x = self.positions(x, now, own[0])
-        seen: list[Tensor] = []  # kept only where they are asked for: those of a long text are large
-        for layer, memory in zip(self.layers, own, strict=True):
+        if self.positional_ssm is not None:
+            x = self.positional_ssm(x, grid, layer_caches[0])
+        hidden: list[Tensor] = []  # kept only on request: hidden states of a long text are large
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             if output_hidden_states:
-                seen.append(x)
-            x = layer(x, now, memory)
-        _count(own, now, x.shape[1])
+                hidden.append(x)
+            x = layer(x, grid, layer_cache)
+        if cache is not None:
+            for layer_cache in layer_caches:
+                layer_cache.num_columns += x.shape[1]
+            layer_caches[0].store("past", torch.tensor(grid.total_lengths))
         out = self.norm(x)
-        states = (*seen, out) if output_hidden_states else None
-        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache, hidden_states=states)
+        hidden_states = (*hidden, out) if output_hidden_states else None
+        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache, hidden_states=hidden_states)
 
-    def _memories(
-        self, cache: Cache | None, use_cache: bool | None
-    ) -> tuple[Cache | None, list[LayerMemory] | list[None]]:
-        wanted = use_cache if use_cache is not None else self.config.use_cache and not self.training
-        if cache is None and not wanted:
+    def _caches(self, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, list[Any]]:
+        """The cache and its layers, one for each layer of the model; None without a cache."""
+        use_cache = use_cache if use_cache is not None else self.config.use_cache and not self.training
+        if cache is None and not use_cache:
             return None, [None] * len(self.layers)
         if self.config.bidirectional:
             raise GraftError("A bidirectional model reads a text as a whole: leave out past_key_values and use_cache.")
@@ -175,11 +253,11 @@ class BlockStateModel(BlockStatePreTrainedModel):
                 "past_key_values and use_cache, or turn checkpointing off."
             )
         cache = DynamicCache() if cache is None else cache
-        return cache, memories(cache, len(self.layers))
+        return cache, cache_layers(cache, len(self.layers), detach=self.training)
 
 
-def _lay_out(x: Tensor, mask: Tensor | None, own: list[LayerMemory] | list[None], window: int) -> Pass:
-    """The pass over (B, T, d) embeddings; `mask` (B, T or past + T) marks tokens."""
+def _build_grid(x: Tensor, mask: Tensor | None, cache: LayerCache | None, window: int) -> WindowGrid:
+    """The grid of (B, T) embeddings; `mask` (B, T or past + T) marks tokens."""
     rows, length = x.shape[:2]
     if mask is not None:
         if mask.dim() != 2:
@@ -192,24 +270,14 @@ def _lay_out(x: Tensor, mask: Tensor | None, own: list[LayerMemory] | list[None]
             raise GraftError(
                 "attention_mask has a gap between the tokens of a row: padding stands before or behind them."
             )
-    memory = own[0]
-    past = tuple(memory.tensors["past"].tolist()) if memory is not None and memory.tensors else None
+    past = tuple(cache.tensors["past"].tolist()) if cache is not None and cache.tensors else None
     if past is not None and len(past) != rows:
         raise GraftError(f"past_key_values remembers {len(past)} rows, and the input has {rows}: they go together.")
-    return Pass.over((rows, length), mask, past, window).to(x.device)
-
-
-def _count(own: list[LayerMemory] | list[None], now: Pass, columns: int) -> None:
-    """Remember how many tokens each row has had."""
-    for memory in own:
-        if memory is not None:
-            memory.columns += columns
-    if own and own[0] is not None:
-        own[0].keep("past", torch.tensor(now.total), detach=False)
+    return WindowGrid.build(x, mask, past, window)
 
 
 class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
-    """A language model: next-token scores for hidden states."""
+    """A language model: next-token logits."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -231,32 +299,32 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **rest: Any,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V), and with `labels` (B, T) the mean cross-entropy of each next token; -100 is left out."""
-        found = self.model(
+        """Logits (B, T, V); with `labels` (B, T), also the mean cross-entropy of next tokens, ignoring -100."""
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **rest,
+            **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, keep])
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=cast("Any", loss),
             logits=logits,
-            past_key_values=found.past_key_values,
-            hidden_states=found.hidden_states,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
         )
 
 
 class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
-    """A classifier: scores of the mean hidden state of a text's tokens."""
+    """A classifier of the mean hidden state of a text's tokens."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
@@ -270,29 +338,13 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **rest: Any,
+        **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Scores (B, labels), and with `labels` (B) their mean cross-entropy."""
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        hidden = self.model(**given, use_cache=False).last_hidden_state
+        """Logits (B, labels); with `labels` (B), also their mean cross-entropy."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        hidden = self.model(**inputs, use_cache=False).last_hidden_state
         mask = torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask
         mask = mask.to(hidden)[..., None]
         logits = self.score((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
         loss = None if labels is None else functional.cross_entropy(logits.float(), labels)
         return SequenceClassifierOutput(loss=cast("Any", loss), logits=logits)
-
-
-def register() -> None:
-    """Make the architecture known to transformers' Auto classes."""
-    AutoConfig.register(BlockStateConfig.model_type, BlockStateConfig, exist_ok=True)
-    AutoModel.register(BlockStateConfig, BlockStateModel, exist_ok=True)
-    AutoModelForCausalLM.register(BlockStateConfig, BlockStateForCausalLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(BlockStateConfig, BlockStateForSequenceClassification, exist_ok=True)
-
-
-__all__ = [
-    "BlockStateForCausalLM",
-    "BlockStateForSequenceClassification",
-    "BlockStateModel",
-    "register",
-]

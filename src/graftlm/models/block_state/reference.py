@@ -1,6 +1,6 @@
-"""The architecture once more, slow and literal: one text, token by token, straight from the equations. For tests.
+"""The architecture a second time, slow and literal: one text, token by token, from the equations. For tests.
 
-Nothing of the fast path is used but its parameters.
+Of the fast path, only the parameters are used.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from graftlm.models.block_state.config import BlockStateConfig
 
 
 def logits(model: Any, ids: list[int]) -> Tensor:
-    """(T, V) next-token scores of one text by a `BlockStateForCausalLM`."""
+    """(T, V): next-token logits of one text by a `BlockStateForCausalLM`."""
     return hidden_states(model.model, ids) @ model.lm_head.weight.T
 
 
 def class_scores(model: Any, ids: list[int]) -> Tensor:
-    """(labels) scores of one text by a `BlockStateForSequenceClassification`."""
+    """(labels): logits of one text by a `BlockStateForSequenceClassification`."""
     return hidden_states(model.model, ids).mean(0) @ model.score.weight.T + model.score.bias
 
 
 def hidden_states(model: Any, ids: list[int]) -> Tensor:
-    """(T, d) of one text by a `BlockStateModel`."""
+    """(T, d): hidden states of one text by a `BlockStateModel`."""
     config = model.config
     x = torch.stack([model.embed_tokens.weight[i] for i in ids])
-    if model.positions is not None:
-        own = model.positions
-        u = _normed(x, own.norm) @ own.down.weight.T
-        x = x + _outputs(own.ssm.kernels, u, config)[..., 0, 0] @ own.lift.weight.T
+    if model.positional_ssm is not None:
+        module = model.positional_ssm
+        u = _normed(x, module.norm) @ module.in_proj.weight.T
+        x = x + _outputs(module.ssm.kernels, u, config)[..., 0, 0] @ module.out_proj.weight.T
     for layer in model.layers:
-        h = _normed(x, layer.mixing_norm)
-        out = _attention(layer.mixing.attention, h, config)
-        if layer.mixing.context is not None:
-            out = torch.cat([out, _context(layer.mixing, h, config)], dim=-1)
-        x = x + out @ layer.mixing.out.weight.T
+        h = _normed(x, layer.mixer_norm)
+        out = _attention(layer.mixer.attention, h, config)
+        if layer.mixer.context is not None:
+            out = torch.cat([out, _context(layer.mixer, h, config)], dim=-1)
+        x = x + out @ layer.mixer.out.weight.T
         inner = torch.relu(_normed(x, layer.ffn_norm) @ layer.ffn.up.weight.T)
         x = x + inner @ layer.ffn.down.weight.T
     return _normed(x, model.norm)
@@ -60,16 +60,16 @@ def _recurrence(kernels: Any, u: Tensor) -> Tensor:
     a = torch.exp(torch.exp(kernels.log_dt)[..., None] * a_continuous)  # (M, E, P)
     b = (a - 1) / a_continuous
     c = torch.complex(kernels.c[..., 0], kernels.c[..., 1])  # (C, M, E, P)
-    x, found = torch.zeros_like(a), []
+    x, outputs = torch.zeros_like(a), []
     for u_t in u:
         x = a * x + b * u_t[:, None]
         y = 2 * (c * x).sum(-1).real + kernels.d * u_t  # (C, M, E)
-        found.append(y.permute(2, 1, 0))
-    return torch.stack(found)
+        outputs.append(y.permute(2, 1, 0))
+    return torch.stack(outputs)
 
 
 def _convolution(kernels: Any, u: Tensor, number: int) -> Tensor:
-    """y_t = sum over j of K_j u_{t-j} + d u_t, K_j = exp(-alpha j / L) FFN(features of j / L) / its energy's root."""
+    """y_t = sum over j of K_j u_{t-j} + d u_t, K_j = exp(-alpha j / L) FFN(features of j / L) / sqrt(energy)."""
     channels = kernels.shape[1]
     weights = kernels.outer.weight.reshape(kernels.shape[0], channels, -1)[number]
     alpha = torch.exp(kernels.log_alpha)
@@ -86,124 +86,127 @@ def _convolution(kernels: Any, u: Tensor, number: int) -> Tensor:
     return torch.stack(rows)
 
 
-def _attention(own: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+def _attention(module: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, d): each token's attention to the last tokens, with T5's bias."""
     rows = []
     for t in range(len(h)):
         keys, bias = [], []
         for j in range(len(h)):
-            back = t - j
-            if not (-config.window < back if config.bidirectional else back >= 0) or back >= config.span:
+            distance = t - j
+            visible = -config.window < distance if config.bidirectional else distance >= 0
+            if not visible or distance >= config.span:
                 continue
             earlier = config.mixer == "memory" and j // config.window < t // config.window
-            keys.append(own.kv.weight @ (h[j].detach() if earlier else h[j]))
-            bias.append(own.bias.table.weight[_bucket(back, config)])
+            keys.append(module.kv.weight @ (h[j].detach() if earlier else h[j]))
+            bias.append(module.bias.table.weight[_bucket(distance, config)])
         k, v = torch.stack(keys).chunk(2, dim=-1)
-        rows.append(_attend(own.q.weight @ h[t], k, v, config.num_attention_heads, torch.stack(bias)))
+        rows.append(_attend(module.q.weight @ h[t], k, v, config.num_attention_heads, torch.stack(bias)))
     return torch.stack(rows)
 
 
-def _bucket(back: int, config: BlockStateConfig) -> int:
+def _bucket(distance: int, config: BlockStateConfig) -> int:
     buckets, offset = config.relative_buckets, 0
     if config.bidirectional:
         buckets //= 2
-        offset = buckets if back < 0 else 0
-        back = abs(back)
+        offset = buckets if distance < 0 else 0
+        distance = abs(distance)
     exact = buckets // 2
-    if back < exact:
-        return offset + back
-    far = exact + int(math.log(back / exact) / math.log(config.relative_distance / exact) * (buckets - exact))
+    if distance < exact:
+        return offset + distance
+    far = exact + int(math.log(distance / exact) / math.log(config.relative_distance / exact) * (buckets - exact))
     return offset + min(far, buckets - 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
     """(d): softmax(q . k / sqrt(K) + bias) v of one query, head by head; `bias` (keys, H)."""
     width = len(q) // heads
-    found = []
+    outputs = []
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
         scores = k[:, part] @ q[part] / math.sqrt(width)
         scores = scores if bias is None else scores + bias[:, head]
-        found.append(torch.softmax(scores, dim=0) @ v[:, part])
-    return torch.cat(found)
+        outputs.append(torch.softmax(scores, dim=0) @ v[:, part])
+    return torch.cat(outputs)
 
 
-def _context(mixing: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+def _context(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, d): each token's attention to the context states of its window."""
-    own = mixing.context
+    module = mixer.context
     if config.mixer == "recurrent":
-        states = _recurrent_states(mixing, h, config)
-        return _read_states(own.reader, h, [_normed(state, own.norm) + own.ids for state in states], config)
+        states = [_normed(state, module.norm) for state in _recurrent_states(mixer, h, config)]
+        return _cross_attention(module, h, states, config)
     if config.context == "mf":
-        states = [_normed(state @ own.lift.weight.T, own.norm) + own.ids for state in _filter_states(own, h, config)]
-        return _read_states(own.reader, h, states, config)
-    y = _both_ways(own, h @ own.down.weight.T, config)[:, :, 0]  # (T, E, C)
+        states = [_normed(state @ module.out_proj.weight.T, module.norm) for state in _filter_states(module, h, config)]
+        return _cross_attention(module, h, states, config)
+    y = _both_directions(module, h @ module.in_proj.weight.T, config)[:, :, 0]  # (T, E, C)
     rows = []
     for t in range(len(h)):
         first = t // config.window * config.window
         last = min(first + config.window, len(h)) if config.bidirectional else t + 1
-        pairs = [_token_keys(own, y[j], config) for j in range(first, last)]
-        k, v = torch.stack([one[0] for one in pairs]), torch.stack([one[1] for one in pairs])
-        rows.append(_attend(own.q.weight @ h[t], k, v, config.num_attention_heads))
+        keys, values = zip(*(_token_keys(module, y[j], config) for j in range(first, last)), strict=True)
+        q = module.q.weight @ h[t]
+        rows.append(_attend(q, torch.stack(keys), torch.stack(values), config.num_attention_heads))
     return torch.stack(rows)
 
 
-def _both_ways(own: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
-    y = _outputs(own.ssm.kernels, u, config)
-    return y + _outputs(own.back.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
+def _both_directions(module: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    y = _outputs(module.ssm.kernels, u, config)
+    return y + _outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
 
 
-def _token_keys(own: Any, y: Tensor, config: BlockStateConfig) -> tuple[Tensor, Tensor]:
+def _token_keys(module: Any, y: Tensor, config: BlockStateConfig) -> tuple[Tensor, Tensor]:
     """Key and value (d) of one token's outputs (E, C)."""
     if config.context == "sh":
-        k, v = (own.kv.weight @ _normed(y[:, 0], own.norm)).chunk(2)
+        k, v = (module.kv.weight @ _normed(y[:, 0], module.norm)).chunk(2)
         return k, v
-    parts = [(_normed(y[:, head], own.norm) @ own.per_head[head]).chunk(2) for head in range(y.shape[1])]
+    heads = range(y.shape[1])
+    parts = [(_normed(y[:, head], module.norm) @ module.kv_per_head[head]).chunk(2) for head in heads]
     return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
 
-def _filter_states(own: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
+def _filter_states(module: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
     """(S, E) for each window: outputs at the end of the window before; backwards, at the start of the one after."""
-    u = h @ own.down.weight.T
-    y = _of_filters(own.ssm.kernels, u, config)
-    found = [own.first] + [y[end] for end in range(config.window - 1, len(h), config.window)]
-    found = found[: -(-len(h) // config.window)]
+    u = h @ module.in_proj.weight.T
+    y = _filter_outputs(module.ssm.kernels, u, config)
+    states = [module.initial_states] + [y[end] for end in range(config.window - 1, len(h), config.window)]
+    states = states[: -(-len(h) // config.window)]
     if not config.bidirectional:
-        return found
-    back = _of_filters(own.back.kernels, u.flip(0), config).flip(0)
-    after = [back[start] for start in range(config.window, len(h), config.window)] + [own.last]
-    return [torch.cat(pair) for pair in zip(found, after, strict=True)]
+        return states
+    backward = _filter_outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0)
+    after = [backward[start] for start in range(config.window, len(h), config.window)] + [module.final_states]
+    return [torch.cat(pair) for pair in zip(states, after, strict=True)]
 
 
-def _of_filters(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+def _filter_outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, S, E)."""
     y = _outputs(kernels, u, config)
     return (y[..., 0] if config.kernel == "s4d" else y[:, :, 0]).transpose(1, 2)
 
 
-def _recurrent_states(mixing: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
+def _recurrent_states(mixer: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
     """(S, d) for each window: the states before it."""
-    own, heads = mixing.context, config.num_attention_heads
-    gate = torch.sigmoid(own.gate)
-    states = [own.first]
+    module, heads = mixer.context, config.num_attention_heads
+    gate = torch.sigmoid(module.gate)
+    states = [module.initial_states]
     for start in range(0, len(h) - config.window, config.window):
-        said = _normed(states[-1], own.norm) + own.ids
-        k_self, v_self = (said @ own.reader.kv.weight.T).chunk(2, dim=-1)
-        k, v = (h[start : start + config.window] @ mixing.attention.kv.weight.T).chunk(2, dim=-1)
+        normed = _normed(states[-1], module.norm) + module.context_ids
+        k_self, v_self = (normed @ module.cross_attention.kv.weight.T).chunk(2, dim=-1)
+        k, v = (h[start : start + config.window] @ mixer.attention.kv.weight.T).chunk(2, dim=-1)
         rows = []
-        for one in said:
-            q_self, q_tokens = (own.q.weight @ one).chunk(2)
-            pair = [_attend(q_self, k_self, v_self, heads), _attend(q_tokens, k, v, heads)]
-            rows.append(own.out.weight @ torch.cat(pair))
+        for state in normed:
+            q_self, q_tokens = (module.q.weight @ state).chunk(2)
+            outputs = [_attend(q_self, k_self, v_self, heads), _attend(q_tokens, k, v, heads)]
+            rows.append(module.out.weight @ torch.cat(outputs))
         states.append(gate * states[-1] + (1 - gate) * torch.stack(rows))
     return states
 
 
-def _read_states(reader: Any, h: Tensor, states: list[Tensor], config: BlockStateConfig) -> Tensor:
-    """(T, d): each token's attention to its window's states."""
-    pairs = [(state @ reader.kv.weight.T).chunk(2, dim=-1) for state in states]
+def _cross_attention(module: Any, h: Tensor, states: list[Tensor], config: BlockStateConfig) -> Tensor:
+    """(T, d): each token's attention to its window's normed states, with context IDs."""
+    reader = module.cross_attention
+    keys = [((state + module.context_ids) @ reader.kv.weight.T).chunk(2, dim=-1) for state in states]
     rows = []
-    for t, one in enumerate(h):
-        k, v = pairs[t // config.window]
-        rows.append(_attend(reader.q.weight @ one, k, v, config.num_attention_heads))
+    for t, token in enumerate(h):
+        k, v = keys[t // config.window]
+        rows.append(_attend(reader.q.weight @ token, k, v, config.num_attention_heads))
     return torch.stack(rows)

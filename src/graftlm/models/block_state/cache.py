@@ -1,11 +1,12 @@
-"""What a text leaves behind for the tokens after it: windows of keys and values, and states; nothing that grows.
+"""The cache of a block-state model: the last window of keys and values, and states. Its size is constant.
 
-(Unstructured kernels alone have no state: they keep what they convolve.)
+Unstructured kernels are the exception: they have no state, so the cache keeps all of their inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from graftlm.errors import GraftError
 
 
-class LayerMemory(CacheLayerMixin):
-    """Named tensors of one layer, batch first, and how many columns it has read.
+class LayerCache(CacheLayerMixin):
+    """Named tensors of one layer, batch first, and the number of columns read so far.
 
-    What a pass takes of a batch, a beam's reordering takes of all of them.
+    Beam reordering and batch selection apply to every tensor. With `detach`, stored tensors have no gradients.
     """
 
     is_croppable = False
@@ -26,11 +27,12 @@ class LayerMemory(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
-        self.columns = 0
+        self.num_columns = 0
+        self.detach = False
 
-    def keep(self, name: str, value: Tensor, *, detach: bool) -> None:
-        """Remember a tensor (B, ...) under a name, and nothing that it is a view of; `detach`: no gradients."""
-        value = value.detach() if detach else value
+    def store(self, name: str, value: Tensor) -> None:
+        """Store a tensor (B, ...), without the larger storage that it may be a view of."""
+        value = value.detach() if self.detach else value
         if not torch.compiler.is_compiling() and value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()
         self.tensors[name] = value
@@ -41,26 +43,26 @@ class LayerMemory(CacheLayerMixin):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object):
-        """Raise: what is kept here has names."""
+        """Raise `GraftError`: this layer stores named tensors."""
         raise GraftError("A block-state model keeps states, not keys and values for others: give each model a cache.")
 
     def get_seq_length(self) -> int:
-        return self.columns
+        return self.num_columns
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
+        return self.num_columns + query_length, 0
 
     def reset(self) -> None:
-        self.tensors, self.columns, self.is_initialized = {}, 0, False
+        self.tensors, self.num_columns, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back, which a state can't.
+        """Remove the last tokens, which a state can't.
 
         Raises:
-            GraftError: there is a token to take back.
+            GraftError: there is a token to remove.
         """
         if tokens_to_remove and self.is_initialized:
             raise GraftError(
@@ -81,45 +83,46 @@ class LayerMemory(CacheLayerMixin):
         self.tensors = {name: function(value) for name, value in self.tensors.items()}
 
 
-def memories(cache: Cache, layers: int) -> list[LayerMemory]:
-    """The layers of a cache that belong to a model: put in where an empty cache has transformers' own.
+def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
+    """The first `count` layers of a cache, with `detach` set; those of an empty cache are replaced by our own.
 
     Raises:
-        GraftError: the cache is another model's.
+        GraftError: the cache belongs to another model.
     """
-    own = cache.layers[:layers]
-    if not (len(own) == layers and all(isinstance(layer, LayerMemory) for layer in own)):
-        if any(getattr(layer, "is_initialized", False) for layer in own):
+    layers = cache.layers[:count]
+    if not (len(layers) == count and all(isinstance(layer, LayerCache) for layer in layers)):
+        if any(getattr(layer, "is_initialized", False) for layer in layers):
             raise GraftError(
                 "This cache holds keys and values of another model: pass past_key_values as this model returned them, "
                 "or a new DynamicCache()."
             )
-        own = [LayerMemory() for _ in range(layers)]
-        cache.layers[:layers] = own
-    return own  # type: ignore[return-value]  # all of them are, by now
+        cache.layers[:count] = [LayerCache() for _ in range(count)]
+    layers = cast("list[LayerCache]", cache.layers[:count])
+    for layer in layers:
+        layer.detach = detach
+    return layers
 
 
-def saved(cache: Cache) -> dict[str, Tensor]:
-    """All that a cache remembers, as tensors: for a checkpoint of a text that is read in pieces."""
-    return {f"{number}.{name}": value for number, layer in _own(cache) for name, value in layer.tensors.items()} | {
-        f"{number}.columns": torch.tensor(layer.columns) for number, layer in _own(cache)
-    }
+def cache_tensors(cache: Cache) -> dict[str, Tensor]:
+    """All contents of a cache as named tensors, for a checkpoint in the middle of a text."""
+    tensors: dict[str, Tensor] = {}
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LayerCache):
+            tensors |= {f"{number}.{name}": value for name, value in layer.tensors.items()}
+            tensors[f"{number}.columns"] = torch.tensor(layer.num_columns)
+    return tensors
 
 
-def restored(tensors: dict[str, Tensor]) -> Cache:
-    """The cache that `saved` wrote down."""
-    found: dict[int, LayerMemory] = {}
+def cache_from_tensors(tensors: dict[str, Tensor]) -> Cache:
+    """The cache that `cache_tensors` converted to tensors."""
+    layers: dict[int, LayerCache] = {}
     for key, value in tensors.items():
         number, name = key.split(".", 1)
-        memory = found.setdefault(int(number), LayerMemory())
+        layer = layers.setdefault(int(number), LayerCache())
         if name == "columns":
-            memory.columns = int(value)
+            layer.num_columns = int(value)
         else:
-            memory.keep(name, value, detach=True)
+            layer.store(name, value)
     cache = DynamicCache()
-    cache.layers[:] = [found[number] for number in sorted(found)]
+    cache.layers[:] = [layers[number] for number in sorted(layers)]
     return cache
-
-
-def _own(cache: Cache) -> list[tuple[int, LayerMemory]]:
-    return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, LayerMemory)]

@@ -1,10 +1,9 @@
-"""The architecture as a Hugging Face model, and what it says to settings that don't fit."""
+"""The architecture as a Hugging Face model, and its errors for invalid settings."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,134 +14,141 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from block_state import tools
 from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM
-from graftlm.models.block_state.passes import Pass
-from graftlm.models.block_state.sequence_ssm import token_outputs, window_outputs
+from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
+
+
+def assert_same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> None:
+    state, expected = loaded.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_a_saved_model_comes_back_to_the_bit(variant: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path) -> None:
     model, ids = tools.model(variant).float(), tools.ids(1, 9)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(model(ids).logits, again(ids).logits)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_weights(loaded, model)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     assert AutoConfig.from_pretrained(tmp_path).mixer == tools.config(variant).mixer
     assert not list(tmp_path.glob("*.bin"))
 
 
-def test_a_fresh_process_finds_the_architecture_by_registering_it(tmp_path: Path) -> None:
+def test_register_makes_the_architecture_known_in_a_new_process(tmp_path: Path) -> None:
     tools.model("sh-s4d").float().save_pretrained(tmp_path)
     lines = (
         "import sys, graftlm.models, transformers",
         "graftlm.models.register()",
         "print(type(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)",
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines), tmp_path], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "BlockStateForCausalLM"
+    assert process.stdout.strip() == "BlockStateForCausalLM"
 
 
-@pytest.mark.parametrize("variant", tools.BOTH_WAYS)
-def test_a_classifier_reads_both_ways_and_knows_no_padding(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", tools.BIDIRECTIONAL)
+def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path) -> None:
     model, ids = tools.classifier(variant), tools.ids(3, 11)
     mask = torch.ones(3, 11, dtype=torch.long)
     mask[1, :5] = mask[2, 7:] = 0
-    found = model(ids, attention_mask=mask).logits
+    actual = model(ids, attention_mask=mask).logits
     for row in range(3):
-        wanted = model(ids[row][mask[row].bool()][None]).logits[0]
-        torch.testing.assert_close(found[row], wanted, rtol=1e-8, atol=1e-8)
+        expected = model(ids[row][mask[row].bool()][None]).logits[0]
+        torch.testing.assert_close(actual[row], expected, rtol=1e-8, atol=1e-8)
     model.float().save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(again(ids).logits, model(ids).logits)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same_weights(loaded, model)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
     model, ids = tools.model(variant).train(), tools.ids(2, 11)
     model(ids, labels=ids).loss.backward()
-    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_enable()
     model(ids, labels=ids).loss.backward()
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.grad, wanted[name])
+        torch.testing.assert_close(weight.grad, expected[name])
     with pytest.raises(GraftError, match="turn checkpointing off"):
         model(ids, use_cache=True)
 
 
 @pytest.mark.parametrize("variant", ["slide", "sh-s4d", "mf-unstructured"])
-def test_half_precision_stays_near(variant: str) -> None:
+def test_half_precision_is_close_to_single_precision(variant: str) -> None:
     model, ids = tools.model(variant, initializer_range=0.1).float(), tools.ids(2, 11)
-    wanted = model(ids).logits.detach()
+    expected = model(ids).logits.detach()
     with torch.autocast("cpu", torch.bfloat16):
-        found = model(ids).logits.float().detach()
-    assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
+        actual = model(ids).logits.float().detach()
+    assert float((actual - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
-def test_a_model_in_half_precision_keeps_its_state_spaces_exact(tmp_path: Path) -> None:
+def test_a_model_in_half_precision_keeps_its_state_spaces_in_float32(tmp_path: Path) -> None:
     tools.model("sh-s4d").float().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    kept = {name: weight.dtype for name, weight in model.named_parameters()}
-    assert {kind for name, kind in kept.items() if "kernels" in name} == {torch.float32}
-    assert {kind for name, kind in kept.items() if "kernels" not in name} == {torch.bfloat16}
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "kernels" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "kernels" not in name} == {torch.bfloat16}
     assert torch.isfinite(model(tools.ids(1, 9)).logits).all()
 
 
-@pytest.mark.parametrize("kind", [token_outputs, window_outputs])
+@pytest.mark.parametrize("ssm_class", [TokenSSM, WindowEndSSM])
 @pytest.mark.parametrize("kernel", ["s4d", "unstructured"])
-def test_autocast_leaves_state_spaces_exact(kind: Callable[..., torch.nn.Module], kernel: str) -> None:
+def test_autocast_leaves_state_spaces_in_float32(ssm_class: type[torch.nn.Module], kernel: str) -> None:
     config = tools.config(f"mf-{kernel}")
-    ssm = kind(config, 2, "state") if kind is token_outputs else kind(config, "state")
-    for part in ssm.modules():
-        getattr(part, "reset_parameters", lambda: None)()
-    length = 4 * config.window
-    u, now = torch.randn(2, length, config.state_width), Pass.over((2, length), None, None, config.window)
-    wanted = ssm(u, now, None)
+    ssm = TokenSSM(config, 2, "state") if ssm_class is TokenSSM else WindowEndSSM(config, "state")
+    ssm.kernels.reset_parameters()
+    u = torch.randn(2, 4 * config.window, config.state_width)
+    grid = WindowGrid.build(u, None, None, config.window)
+    expected = ssm(u, grid, None)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ssm(u, now, None)
-    assert torch.equal(found, wanted)
-    assert found.dtype == torch.float32
+        actual = ssm(u, grid, None)
+    torch.testing.assert_close(actual, expected)
+    assert actual.dtype == torch.float32
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_a_compiled_model_is_the_same() -> None:
+def test_a_compiled_model_has_the_same_logits() -> None:
     model, ids = tools.model("sh-s4d").float(), tools.ids(2, 12)
-    wanted = model(ids, use_cache=False).logits
+    expected = model(ids, use_cache=False).logits
     compiled = torch.compile(model)
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(ids, use_cache=True).logits, wanted.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(ids, use_cache=True).logits, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["sh-s4d", "mf-s4d", "sh-unstructured"])
-def test_shapes_are_found_without_memory(variant: str) -> None:
+def test_a_pass_on_the_meta_device_has_shapes(variant: str) -> None:
     with torch.device("meta"):
         model, ids = BlockStateForCausalLM(tools.config(variant)), torch.zeros(2, 12, dtype=torch.long)
     assert model(ids, use_cache=True).logits.shape == (2, 12, model.config.vocab_size)
 
 
 @pytest.mark.parametrize("kernel", ["s4d", "unstructured"])
-def test_fresh_positions_say_nothing_and_learn(kernel: str) -> None:
+def test_positions_have_no_effect_before_training_but_gradients(kernel: str) -> None:
     torch.manual_seed(0)
     model, ids = BlockStateForCausalLM(tools.config(f"sh-{kernel}")), tools.ids(2, 9)
-    found, positions = model(ids, labels=ids, use_cache=False), model.model.positions
-    model.model.positions = None
-    assert torch.equal(found.logits, model(ids, use_cache=False).logits)
-    found.loss.backward()
-    assert positions is not None
-    assert positions.lift.weight.grad is not None
-    assert float(positions.lift.weight.grad.abs().min()) > 0
+    outputs, positional_ssm = model(ids, labels=ids, use_cache=False), model.model.positional_ssm
+    model.model.positional_ssm = None
+    torch.testing.assert_close(outputs.logits, model(ids, use_cache=False).logits)
+    outputs.loss.backward()
+    assert positional_ssm is not None
+    assert positional_ssm.out_proj.weight.grad is not None
+    assert float(positional_ssm.out_proj.weight.grad.abs().min()) > 0
 
 
-def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
+def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
     tools.model("mf-s4d").save_pretrained(tmp_path)
     names = AutoModelForCausalLM.from_pretrained(tmp_path).parameters_without_decay()
     assert {name.rpartition(".")[2] for name in names} == {"log_dt", "log_decay", "frequency", "c", "d"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"num_attention_heads": 3, "hidden_size": 16}, "3 heads don't divide a width of 16"),
         ({"window": 0}, "window is 0; a whole number from 1"),
@@ -163,12 +169,12 @@ def test_weight_decay_keeps_off_state_spaces(tmp_path: Path) -> None:
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],
 )
-def test_settings_that_do_not_fit(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         BlockStateConfig(**settings)
 
 
-def test_lengths_that_do_not_fit() -> None:
+def test_lengths_that_the_model_cannot_use_are_refused() -> None:
     for variant in ("mf-s4d", "recurrent"):
         with pytest.raises(RecipeError, match=r"Rows of 4 tokens are no longer than the window of 4, .* raise data\.l"):
             tools.model(variant).check_lengths(4, 100)
@@ -179,7 +185,7 @@ def test_lengths_that_do_not_fit() -> None:
     tools.model("slide").check_lengths(2, 10**9)
 
 
-def test_masks_that_windows_can_not_have() -> None:
+def test_masks_with_gaps_or_four_dimensions_are_refused() -> None:
     model, ids = tools.model("sh-s4d"), tools.ids(1, 5)
     with pytest.raises(GraftError, match="a gap between the tokens"):
         model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
@@ -187,24 +193,24 @@ def test_masks_that_windows_can_not_have() -> None:
         model(ids, attention_mask=torch.ones(1, 1, 5, 5))
 
 
-def test_a_model_that_reads_both_ways_writes_nothing() -> None:
+def test_a_bidirectional_model_does_not_generate() -> None:
     with pytest.raises(GraftError, match="sees no later tokens"):
         tools.model("sh-s4d", bidirectional=True)
     with pytest.raises(GraftError, match="as a whole"):
         tools.classifier("sh-s4d").model(tools.ids(1, 5), use_cache=True)
 
 
-def test_rows_without_any_token_are_silent() -> None:
+def test_a_row_without_tokens_has_finite_logits_and_no_effect() -> None:
     model, ids = tools.model("sh-s4d"), tools.ids(2, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
-    found = model(ids, attention_mask=mask).logits
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found[0], model(ids[:1]).logits[0])
+    actual = model(ids, attention_mask=mask).logits
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual[0], model(ids[:1]).logits[0])
 
 
-def test_hidden_states_are_those_before_each_layer_and_the_last() -> None:
+def test_hidden_states_include_the_input_of_each_layer_and_the_output() -> None:
     model, ids = tools.model("sh-s4d"), tools.ids(2, 9)
-    found = model(ids, output_hidden_states=True)
-    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
-    torch.testing.assert_close(model.lm_head(found.hidden_states[-1]), found.logits)
+    actual = model(ids, output_hidden_states=True)
+    assert len(actual.hidden_states) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(model.lm_head(actual.hidden_states[-1]), actual.logits)
     assert model(ids).hidden_states is None
