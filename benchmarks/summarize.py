@@ -66,17 +66,23 @@ def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
         found = encoder.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
         return util.cos_sim(found, found).mean(1).argsort(descending=True).tolist()
 
-    modern = {"reads": "vectors", "document": "transformer", "encoder": path, "vector_size": 384, "hidden_size": 96}
+    modern = {
+        "input_type": "embeddings",
+        "document_encoder": "transformer",
+        "sentence_encoder": path,
+        "sentence_embedding_size": 384,
+        "hidden_size": 96,
+    }
     trained = {
         "sent_clf": selector(texts, {"head": "classifier"} | (TINY if small else {})),
-        "sent_ptr": selector(texts, {"head": "pointer", "beams": 4} | (TINY if small else {})),
+        "sent_ptr": selector(texts, {"head": "pointer", "beam_size": 4} | (TINY if small else {})),
         "sent_modern": selector(texts, modern | {"head": "classifier"}),
     }
     return {
         "selector": lambda: SumySelector().rank(document),
         "embedding_ranking": by_vectors,
         **{name: lambda one=one: one.rank(document) for name, one in trained.items()},
-        THEIRS: lambda: SumySelector(exact=True).rank(document),
+        THEIRS: lambda: SumySelector(pairwise=True).rank(document),
     }
 
 
@@ -84,7 +90,7 @@ def selector(texts: list[str], values: dict[str, Any]) -> TrainedSelector:
     """A selector with random weights, at the thesis's sizes but for what is given."""
     torch.manual_seed(SEED)
     pieces = None
-    if values.get("reads") != "vectors":
+    if values.get("input_type") != "embeddings":
         pieces = train_tokenizer(texts, 2_000)  # a vocabulary's size costs nothing in reading
         values = values | {"vocab_size": len(pieces)}
     return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), pieces)
@@ -137,7 +143,7 @@ def _measured(works: Mapping[str, Work], count: int, device: torch.device, clock
 
 def _check(document: SourceDocument, text: list[str], summary: list[str]) -> None:
     """Both sides give the same, or there is nothing to compare."""
-    ours, theirs = (SumySelector(exact=exact).rank(document) for exact in (False, True))
+    ours, theirs = (SumySelector(pairwise=pairwise).rank(document) for pairwise in (False, True))
     assert [one.index for one in ours] == [one.index for one in theirs], "rankings differ"
     assert oracle_labels(text, summary) == naive_labels(text, summary), "labels differ"
 

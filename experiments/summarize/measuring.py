@@ -8,9 +8,8 @@ from typing import Any
 
 from experiments.summarize.corpora import Sample
 from graftlm.evaluation import Interval, Metric, Row, combine_seeds
-from graftlm.pipelines.summarize import SourceDocument
 from graftlm.pipelines.summarize.metrics import (
-    LONGEST,
+    MAX_NGRAM,
     CopyShare,
     bootstrap,
     copy_shares,
@@ -53,7 +52,7 @@ def figures_of(
     values: dict[str, Values] = {}
     copied: dict[str, list[CopyShare]] = {}
     for sample in samples:
-        text, source = texts[sample.id], whole_text(sample.document)
+        text, source = texts[sample.id], sample.document.text
         found = rouge(_sentences(text), sample.abstract) if against_abstract else {}
         if likely is not None:
             found["abstract_nll"] = likely[sample.id]
@@ -70,11 +69,6 @@ def _faithful(text: str, source: str) -> Values:
     new = None if found.bigrams is None else 1 - found.bigrams
     shares = {"novelty": new, "numbers": found.numbers, "names": found.names}
     return {name: 100 * share for name, share in shares.items() if share is not None}
-
-
-def whole_text(document: SourceDocument) -> str:
-    """All sentences of a document."""
-    return " ".join(sentence.text for sentence in document.sentences)
 
 
 def _sentences(text: str) -> list[str]:
@@ -94,7 +88,7 @@ def _metrics(figures: Figures) -> dict[str, Interval]:
     names = dict.fromkeys(name for values in figures.values.values() for name in values)
     rows = list(figures.values.values())
     found = {name: bootstrap([values[name] for values in rows if name in values]) for name in names}
-    for n in range(1, LONGEST + 1):
+    for n in range(1, MAX_NGRAM + 1):
         shares = [100 * one[n - 1].copied for one in figures.copied.values() if len(one) >= n]
         if shares:
             found[f"copy_{n}"] = bootstrap(shares)

@@ -34,7 +34,7 @@ class Setting(Config):
         start: the model that writers go on from, in the data folder; None begins with a new one.
         lessons: documents that writers learn from, evenly spaced in time.
         model: config of a new one.
-        pieces: of its tokenizer.
+        vocab_size: of its tokenizer.
         window: tokens of a row, introduction, extract and summary together.
         reading: the training on the rest of the documents that all writers share.
         writing: the training of each writer on its layout.
@@ -48,7 +48,7 @@ class Setting(Config):
     start: str | None
     lessons: int
     model: dict[str, Any]
-    pieces: int
+    vocab_size: int
     window: int
     reading: TrainingConfig
     writing: TrainingConfig
@@ -68,7 +68,7 @@ FULL = Setting(
     start="models/english-novels-4m",
     lessons=800,
     model={},
-    pieces=4096,
+    vocab_size=4096,
     window=512,
     reading=TrainingConfig(
         steps=160, batch_size=4, learning_rate=1.5e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
@@ -98,7 +98,7 @@ QUICK = Setting(
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
     },
-    pieces=400,
+    vocab_size=400,
     window=256,
     reading=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
     writing=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
@@ -193,7 +193,7 @@ class Plan:
         modern = training.kind == "modern"
         if modern:
             encoder = self.options.backbone or mini_lm(self.options.data, "The modern selector's encoder")
-            training = training.model_copy(update={"encoder": encoder})
+            training = training.model_copy(update={"sentence_encoder": encoder})
         return Selecting(
             id=f"{row}_s{seed}",
             kind="trained",
@@ -208,7 +208,7 @@ class Plan:
     def _reading(self, seed: int) -> Reading:
         s = self.setting
         training = s.reading.model_copy(update={"seed": seed, "checkpoint_every": max(1, s.reading.steps // 2)})
-        sizes = {"model": s.model, "pieces": s.pieces, "documents": s.lessons, "window": s.window}
+        sizes = {"model": s.model, "vocab_size": s.vocab_size, "documents": s.lessons, "window": s.window}
         start = None if s.start is None else str(self.options.data / s.start)
         return Reading(id=f"common_s{seed}", start=start, training=training, **sizes, **self._where)
 

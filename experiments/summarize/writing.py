@@ -47,7 +47,7 @@ class Reading(Job):
     Args:
         start: folder of a model to go on from; None begins with a new one.
         model: config of a new one, with `model_type`.
-        pieces: of its tokenizer.
+        vocab_size: of its tokenizer.
         documents: that it reads, evenly spaced in time.
         window: tokens of a row.
     """
@@ -56,7 +56,7 @@ class Reading(Job):
     sizes: Sizes
     start: str | None
     model: dict[str, Any]
-    pieces: int = Field(ge=300)
+    vocab_size: int = Field(ge=300)
     documents: int = Field(ge=1)
     window: int = Field(ge=32)
     training: TrainingConfig
@@ -107,7 +107,7 @@ def _begin(job: Reading, samples: Sequence[Sample]) -> tuple[Any, PreTrainedToke
         tokenizer = read_tokenizer(job.start)
         return read_model(job.start, tokenizer), tokenizer
     texts = (rest_text(sample.document)[:_LEARNED_FROM] for sample in samples)
-    tokenizer = train_tokenizer(texts, job.pieces)
+    tokenizer = train_tokenizer(texts, job.vocab_size)
     return new_model(job.model, tokenizer, job.training.seed), tokenizer
 
 
@@ -158,10 +158,10 @@ def _measure(
 
 
 def _written(writer: LanguageModelWriter, lessons: Sequence[WriterExample], batch_size: int) -> list[str]:
-    prompts = [writer.prompt(lesson.extract)[0] for lesson in lessons]
+    prompts = [writer.build_prompt(lesson.extract)[0] for lesson in lessons]
     found = []
     for first in range(0, len(prompts), batch_size):
-        for text, cut in writer.continuations(prompts[first : first + batch_size]):
+        for text, cut in writer.complete_batch(prompts[first : first + batch_size]):
             found.append(drop_partial_sentence(text.strip()) if cut else text.strip())
     return found
 

@@ -15,13 +15,13 @@ ARABIC = "هذا اختبار. هل هذا صحيح؟ نعم."
 def items() -> list[RatingItem]:
     """Three documents; of the second two systems wrote the same."""
     return [
-        RatingItem.of(
+        RatingItem.from_document(
             read_text(TEA, ".md", "tea.md"), {"lead": "Tea is drunk.", "ours": "Tea helps.", "human": "It </script>"}
         ),
-        RatingItem.of(
+        RatingItem.from_document(
             read_text("Water is wet. It runs."), {"lead": "Water is wet.", "ours": "Water  is\nwet.", "human": "Wet."}
         ),
-        RatingItem.of(read_text(ARABIC), {"lead": "هذا اختبار.", "ours": "نعم.", "human": "هل هذا صحيح؟"}),
+        RatingItem.from_document(read_text(ARABIC), {"lead": "هذا اختبار.", "ours": "نعم.", "human": "هل هذا صحيح؟"}),
     ]
 
 

@@ -41,7 +41,7 @@ def test_a_scanned_pdf(tmp_path: Path) -> None:
             figure.figimage([[index * row % 7 for index in range(200)] for row in range(200)])
             pdf.savefig(figure)
     line = refused(tmp_path / "scan.pdf")
-    assert "has 2 pages and no text, as scanned pages have: recognise the text first (OCR)" in line
+    assert "has 2 pages and no text, as scanned pages have: recognize the text first (OCR)" in line
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
@@ -72,7 +72,7 @@ def test_an_extract_as_long_as_the_document() -> None:
     )
     assert len(summary.extract.indices) == 9, "all but the reference"
     whole = summarize(read_text("Tea is good. Water is wet."), selector=LeadSelector(), budget=Budget(amount=10))
-    assert whole.notes == ("The text is no longer than the summary asked for: the extract is all of it.",)
+    assert whole.notes == ("The text is no longer than the requested summary: the extract is all of it.",)
 
 
 class Says:

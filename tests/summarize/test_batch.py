@@ -12,7 +12,14 @@ import pytest
 
 from cli.tools import invoke
 from graftlm.errors import DataError, RecipeError
-from graftlm.pipelines.summarize import LeadSelector, Summary, append_summaries, find_documents, pending, summarize_many
+from graftlm.pipelines.summarize import (
+    LeadSelector,
+    Summary,
+    append_summaries,
+    find_documents,
+    pending_documents,
+    summarize_many,
+)
 from graftlm.pipelines.summarize import batch as many
 
 pytest.importorskip("sentencex")
@@ -65,7 +72,7 @@ def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
 
 
 def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "_LARGE", 50)
+    monkeypatch.setattr(many, "_LARGE_FILE", 50)
     write_documents(tmp_path, 4)
     held: list[weakref.ref] = []
     alive = 0
@@ -95,48 +102,50 @@ class Stops:
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, out = write_documents(tmp_path, 9), tmp_path / "out" / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=Stops(5)))
+        list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=Stops(5)))
     assert len(rows_in(out)) == 5
     out.write_bytes(out.read_bytes()[:-30])  # as a kill amid writing leaves it
     seen: list[Path] = []
     whole = many.summarize
     monkeypatch.setattr(many, "summarize", lambda path, **more: seen.append(path) or whole(path, **more))
-    list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=LeadSelector()))
+    list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=LeadSelector()))
     assert seen == paths[4:]
     at_once = tmp_path / "at-once.jsonl"
-    list(append_summaries(at_once, pending(at_once, paths, ASKED), ASKED, selector=LeadSelector()))
+    list(append_summaries(at_once, pending_documents(at_once, paths, ASKED), ASKED, selector=LeadSelector()))
     assert rows_in(out) == rows_in(at_once)
-    assert pending(out, paths, ASKED) == []
+    assert pending_documents(out, paths, ASKED) == []
     assert not list(out.parent.glob(".*"))
 
 
 def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 3), tmp_path / "rows.jsonl"
     paths[0].write_text("")
-    first = list(append_summaries(out, pending(out, paths, ASKED), ASKED, selector=LeadSelector()))
+    first = list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=LeadSelector()))
     assert ["error" in row for row in first] == [True, False, False]
     paths[0].write_text("Tea is good. Water is wet.")
     paths[2].write_text("Coffee is better.")
-    assert pending(out, [paths[2], paths[0], paths[1]], ASKED) == [paths[2], paths[0]]
+    assert pending_documents(out, [paths[2], paths[0], paths[1]], ASKED) == [paths[2], paths[0]]
     list(append_summaries(out, [paths[2], paths[0]], ASKED, selector=LeadSelector()))
     found = {row["document"]: row.get("summary") for row in rows_in(out)}
     assert found[str(paths[2])] == "Coffee is better."
     assert len(found) == len(rows_in(out)) == 3
-    assert pending(out, [], ASKED) == []
+    assert pending_documents(out, [], ASKED) == []
     assert len(rows_in(out)) == 3, "rows of other documents stay"
 
 
 def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 1), tmp_path / "rows.jsonl"
     list(append_summaries(out, paths, ASKED, selector=LeadSelector()))
-    with pytest.raises(RecipeError, match="holds summaries with budget 2 sentences, and 3 sentences is asked for"):
-        pending(out, paths, {"budget": "3 sentences"})
+    with pytest.raises(
+        RecipeError, match="holds summaries with budget 2 sentences, but this run has budget 3 sentences"
+    ):
+        pending_documents(out, paths, {"budget": "3 sentences"})
     done = invoke("summarize", str(paths[0]), "--out", str(out), "--budget", "3")
     assert (done.code, done.out) == (2, "")
     for line in ('{"a": 1}', "[1]", "tea"):
         out.write_text(line + "\n")
         with pytest.raises(DataError, match=r"rows.jsonl line 1 is no row of graft summarize --batch"):
-            pending(out, paths, ASKED)
+            pending_documents(out, paths, ASKED)
     with pytest.raises(DataError, match="can't be written to"):
         list(append_summaries(tmp_path, paths, ASKED, selector=LeadSelector()))
 
@@ -152,7 +161,7 @@ def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None
 
     first, second = summarize_many(write_documents(tmp_path, 2), selector=Stumbles())
     assert isinstance(first, many.SummaryFailure)
-    assert "(RecursionError: maximum recursion depth exceeded), which is a mistake of ours" in first.error
+    assert "(RecursionError: maximum recursion depth exceeded), which is a bug here" in first.error
     assert isinstance(second, Summary)
 
 

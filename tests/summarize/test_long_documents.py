@@ -53,8 +53,8 @@ def test_ten_windows_are_summarised_within_their_budgets(head: str, monkeypatch:
     assert len(document.sentences) >= 10 * SENTENCES
     assert whole >= 10 * TOKENS
     read, written = [], []
-    choose, generate = chosen.model.choose, model.generate
-    monkeypatch.setattr(chosen.model, "choose", lambda inputs: read.append(len(inputs)) or choose(inputs))
+    choose, generate = chosen.model.rank, model.generate
+    monkeypatch.setattr(chosen.model, "rank", lambda inputs: read.append(len(inputs)) or choose(inputs))
 
     def spy(**arguments):
         output = generate(**arguments)

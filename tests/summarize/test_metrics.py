@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlm.pipelines.summarize.metrics import bootstrap, copy_shares, faithfulness, mean_copy_shares, names_of, rouge
+from graftlm.pipelines.summarize.metrics import (
+    bootstrap,
+    capitalized_names,
+    copy_shares,
+    faithfulness,
+    mean_copy_shares,
+    rouge,
+)
 from graftlm.pipelines.summarize.text import ngrams
 
 pytest.importorskip("rouge_score")
@@ -31,7 +38,7 @@ def test_bootstrap_holds_the_mean_and_repeats() -> None:
 
 
 def test_copies_are_counted_where_they_come_from() -> None:
-    one, two = copy_shares("a b c d e x", "a b c d e", extract="a b", introduction="b c d", longest=2)
+    one, two = copy_shares("a b c d e x", "a b c d e", extract="a b", introduction="b c d", max_ngram=2)
     assert (one.n, one.copied, one.extract, one.introduction, one.rest) == pytest.approx(
         (1, 5 / 6, 2 / 6, 2 / 6, 1 / 6)
     )
@@ -59,14 +66,14 @@ def test_what_the_source_does_not_have_is_named() -> None:
 
 
 def test_names_do_not_begin_sentences() -> None:
-    assert names_of('Tea by Ada. "Cards" are in Rome, I say! The NASA') == ["Ada", "Rome", "NASA"]
+    assert capitalized_names('Tea by Ada. "Cards" are in Rome, I say! The NASA') == ["Ada", "Rome", "NASA"]
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), *[st.lists(st.sampled_from("abc"), max_size=12)] * 3)
 def test_copy_shares_are_those_of_n_grams_looked_up_one_by_one(
     summary: list[str], extract: list[str], introduction: list[str], document: list[str]
 ) -> None:
-    found = copy_shares(*(" ".join(words) for words in (summary, document, extract, introduction)), longest=5)
+    found = copy_shares(*(" ".join(words) for words in (summary, document, extract, introduction)), max_ngram=5)
     assert len(found) == min(5, len(summary))
     for share in found:
         known = [set(ngrams(words, share.n)) for words in (extract, introduction, document)]

@@ -50,7 +50,7 @@ def test_many_sentences_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     chance = np.random.default_rng(0)
     document = [" ".join(chance.choice(WORDS, size=chance.integers(0, 20))) for _ in range(50)]
     whole = oracle.rouge_scores(document, document[:5])
-    monkeypatch.setattr(oracle, "_CELLS", 7)
+    monkeypatch.setattr(oracle, "_MAX_CELLS", 7)
     assert (oracle.rouge_scores(document, document[:5]) == whole).all()
 
 

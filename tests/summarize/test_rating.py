@@ -91,7 +91,7 @@ def test_a_page_needs_nothing_from_outside() -> None:
 def test_what_makes_no_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="There is no summary to rate"):
         rating_page([])
-    monkeypatch.setattr(page, "_MOST_CHARACTERS", 100)
+    monkeypatch.setattr(page, "_MAX_PAGE_CHARACTERS", 100)
     with pytest.raises(DataError, match="one may have 100: take fewer documents"):
         rating_page(items())
 
@@ -108,7 +108,7 @@ def test_the_command_makes_page_and_key(tmp_path: Path) -> None:
     passages = [title for row in embedded(out.read_text())["documents"] for title, _ in row["passages"]]
     assert "1. Introduction" in passages
     assert "send raters the page alone" in done.err
-    fewer, notes = load_rating_items(parse_systems(write_systems(tmp_path)), most=1)
+    fewer, notes = load_rating_items(parse_systems(write_systems(tmp_path)), limit=1)
     assert (len(fewer), notes[1]) == (1, "Of those 1 are drawn.")
 
 
@@ -146,7 +146,7 @@ def saved(made: page.RatingPage, rater: str, rate) -> dict[str, Any]:
         summary: {name: rate(one["systems"][0], name) for name in CRITERIA}
         for summary, one in made.key["summaries"].items()
     }
-    return {"form": page.RATINGS_FORM, "page": made.key["page"], "rater": rater, "ratings": given}
+    return {"format": page.RATINGS_FORMAT, "page": made.key["page"], "rater": rater, "ratings": given}
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_means_intervals_and_agreement(rated, tmp_path: Path) -> None:
 
 def test_one_rater_has_means_and_no_agreement(rated) -> None:
     key, paths = rated
-    rows = Ratings.read(key, paths[:1]).results().rows
+    rows = Ratings.load(key, paths[:1]).results().rows
     assert [row.id for row in rows] == ["human", "lead", "ours"]
 
 
@@ -194,7 +194,7 @@ def test_one_rater_has_means_and_no_agreement(rated) -> None:
     ("change", "message"),
     [
         ({"page": "other"}, "has ratings of another page"),
-        ({"form": "other"}, "is no such file: the ratings that such a page saves"),
+        ({"format": "other"}, "is no such file: the ratings that such a page saves"),
         ({"ratings": []}, "has no ratings of summaries"),
         ({"ratings": {"x": {}}}, "rates x, which is no summary of its page"),
         ({"rater": "Anna"}, "are both of Anna: give one file for each rater"),
@@ -204,7 +204,7 @@ def test_files_that_are_no_ratings_of_the_page_are_told(rated, change: dict[str,
     key, (anna, ben) = rated
     ben.write_text(json.dumps(json.loads(ben.read_text()) | change))
     with pytest.raises(DataError, match=message):
-        Ratings.read(key, [anna, ben])
+        Ratings.load(key, [anna, ben])
 
 
 @pytest.mark.parametrize("row", [{"fluency": 6}, {"fluency": 0}, {"fluency": True}, {"fluency": 2.5}, {"taste": 3}])
@@ -214,18 +214,18 @@ def test_ratings_off_the_scale_are_told(rated, row: dict[str, Any]) -> None:
     one["ratings"][next(iter(one["ratings"]))] = row
     anna.write_text(json.dumps(one))
     with pytest.raises(DataError, match=r"go from 1 to 5: save it from the page again"):
-        Ratings.read(key, [anna])
+        Ratings.load(key, [anna])
 
 
 def test_keys_and_files_that_are_none(rated, tmp_path: Path) -> None:
     key, (anna, _) = rated
     with pytest.raises(DataError, match="the key of a page that graft rate wrote is expected"):
-        Ratings.read(anna, [anna])
+        Ratings.load(anna, [anna])
     with pytest.raises(DataError, match="can't be read"):
-        Ratings.read(tmp_path / "none.json", [anna])
+        Ratings.load(tmp_path / "none.json", [anna])
     anna.write_bytes(b"\xff")
     with pytest.raises(DataError, match="is no such file"):
-        Ratings.read(key, [anna])
+        Ratings.load(key, [anna])
 
 
 def test_a_heading_without_text_is_kept() -> None:

@@ -66,7 +66,7 @@ def test_all_is_rated_by_keys_and_read_back(opened) -> None:
     waiting.value.save_as(saved)
     assert saved.name == f"ratings-{made.key['page']}-Anna-B-.json"
     expect(page.get_by_role("alert")).to_have_text("Saved, with all ratings.")
-    found = Ratings.read(folder / "rate.key.json", [saved])
+    found = Ratings.load(folder / "rate.key.json", [saved])
     given = {one: [row[name] for name in CRITERIA] for one, row in found.by_rater["Anna B."].items()}
     assert sorted(given.values()) == sorted(wanted.values())
     summaries = made.key["summaries"].items()
@@ -80,7 +80,7 @@ def test_ratings_survive_a_reload(opened) -> None:
     page.get_by_role("button", name="Next").click()
     group = page.get_by_role("article", name="Summary B").get_by_role("group", name="Fluency")
     group.get_by_role("radio", name="4").click()
-    page.get_by_role("button", name="Dark colours").click()
+    page.get_by_role("button", name="Dark colors").click()
     page.reload()
     expect(page.get_by_role("heading", name="Document 2 of 3")).to_be_visible()
     assert page.get_by_label("Your name").input_value() == "Ben"
@@ -101,7 +101,7 @@ def test_what_is_missing_is_told(opened) -> None:
         page.get_by_role("button", name="Download").click()
     waiting.value.save_as(folder / "cleo.json")
     expect(page.get_by_role("alert")).to_have_text("Saved; 32 of 32 ratings are still missing.")
-    assert Ratings.read(folder / "rate.key.json", [folder / "cleo.json"]).by_rater == {"Cleo": {}}
+    assert Ratings.load(folder / "rate.key.json", [folder / "cleo.json"]).by_rater == {"Cleo": {}}
 
 
 def test_digits_are_digits_where_one_writes(opened) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from graftlm.errors import DataError, MissingExtraError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
-from graftlm.pipelines.summarize.document import build_document, plain_title
+from graftlm.pipelines.summarize.document import build_document, normalize_title
 from graftlm.pipelines.summarize.text import split_sentences
 from summarize.tools import TEA, write_pdf
 
@@ -157,7 +157,7 @@ def test_introduction_and_what_may_be_selected() -> None:
     [("2.1 Background:", "background"), ("IV. Results", "results"), ("Introduction", "introduction")],
 )
 def test_headings_lose_their_number(title: str, plain: str) -> None:
-    assert plain_title(title) == plain
+    assert normalize_title(title) == plain
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_file_of_200_mb_is_refused_before_it_is_read(tmp_path: Path, monkeypat
 
 
 def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_CHARACTERS", 20)
+    monkeypatch.setattr(reading, "MAX_CHARACTERS", 20)
     with pytest.raises(DataError, match="has 21 characters"):
         read_text("x" * 21)
     with pytest.raises(DataError, match="more than 20 characters"):

@@ -36,7 +36,7 @@ def speech(sentences: int, seed: int = 0) -> SourceDocument:
 @pytest.mark.parametrize("seed", range(3))
 def test_lexrank_by_matrices_ranks_as_sumy_does(seed: int) -> None:
     document = speech(60, seed)
-    found, wanted = (SumySelector("lexrank", exact=exact).rank(document) for exact in (False, True))
+    found, wanted = (SumySelector("lexrank", pairwise=pairwise).rank(document) for pairwise in (False, True))
     assert [ranked.index for ranked in found] == [ranked.index for ranked in wanted]
     assert [ranked.score for ranked in found] == pytest.approx([ranked.score for ranked in wanted])
 
@@ -52,11 +52,11 @@ def test_every_sentence_with_words_has_a_rank(kind) -> None:
 
 def test_a_long_document_is_ranked_in_blocks() -> None:
     document = speech(1000)
-    found = SumySelector(block=100).rank(document)
+    found = SumySelector(block_size=100).rank(document)
     assert 40 <= len(found) <= 50
     assert len({ranked.index for ranked in found}) == len(found)
     tracemalloc.start()
-    SumySelector(block=100).rank(document)
+    SumySelector(block_size=100).rank(document)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1000 * 1000 * 8  # what one matrix of all pairs would take
@@ -97,7 +97,7 @@ def test_what_the_user_should_know_is_noted() -> None:
     one = select(read_text("Tea is good."), LeadSelector(), Budget())
     assert one.notes == ("The text is one sentence long: its summary is that sentence.",)
     short = select(read_text("Tea is good. Water is wet."), LeadSelector(), Budget(amount=900, unit="characters"))
-    assert short.notes == ("The text is no longer than the summary asked for: the extract is all of it.",)
+    assert short.notes == ("The text is no longer than the requested summary: the extract is all of it.",)
     assert select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=2)).notes == ()
 
 

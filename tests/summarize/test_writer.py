@@ -19,7 +19,7 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
 )
-from graftlm.pipelines.summarize.summary import link, summarize
+from graftlm.pipelines.summarize.summary import link_sentences, summarize
 from graftlm.pipelines.summarize.writer import drop_partial_sentence, introduction_text
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer
@@ -39,7 +39,7 @@ def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageMod
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
     found = writer()
-    ids, notes = found.prompt(EXTRACT)
+    ids, notes = found.build_prompt(EXTRACT)
     text = found.tokenizer.decode(ids, skip_special_tokens=True)
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
@@ -49,7 +49,7 @@ def test_the_layout_is_introduction_extract_and_mark() -> None:
 def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     found = writer(LAYOUT.model_copy(update={"window": window}))
     try:
-        ids, notes = found.prompt(EXTRACT)
+        ids, notes = found.build_prompt(EXTRACT)
     except RecipeError as refusal:
         message = str(refusal)
         assert f"reads {window} tokens, which has no room for one extracted sentence" in message
@@ -104,7 +104,7 @@ def test_a_sentence_that_was_cut_off_is_left_out() -> None:
 
 
 def test_links_lead_to_the_nearest_extracted_sentence() -> None:
-    links = link("Many people drink tea. Asia has most of them living in it. Zebras!", EXTRACT)
+    links = link_sentences("Many people drink tea. Asia has most of them living in it. Zebras!", EXTRACT)
     assert [found.index for found in links] == [0, 1, None]
     assert links[0].overlap == pytest.approx(2 * 3 / (4 + 6))
     assert links[2].overlap == 0

@@ -60,7 +60,7 @@ def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
     one = writer()
     rows = example_rows(one, LESSONS[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
-    prompt, _ = one.prompt(LESSONS[0].extract)
+    prompt, _ = one.build_prompt(LESSONS[0].extract)
     assert ids[: len(prompt)] == prompt
     end = one.tokenizer.eos_token_id
     assert ids[-1] == end
@@ -81,7 +81,7 @@ def test_a_long_summary_is_cut_and_does_not_end() -> None:
     one = writer(max_new_tokens=3)
     rows = example_rows(one, LESSONS[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
-    assert len(ids) == len(one.prompt(LESSONS[0].extract)[0]) + 3
+    assert len(ids) == len(one.build_prompt(LESSONS[0].extract)[0]) + 3
     assert ids[-1] != one.tokenizer.eos_token_id
 
 
@@ -98,7 +98,7 @@ def test_the_rest_is_what_is_not_in_the_introduction() -> None:
 
 def test_a_writer_without_extracts_is_shown_none(tmp_path: Path) -> None:
     one = writer(LAYOUT.model_copy(update={"extract": None}))
-    text = one.tokenizer.decode(one.prompt(LESSONS[0].extract)[0], skip_special_tokens=True)
+    text = one.tokenizer.decode(one.build_prompt(LESSONS[0].extract)[0], skip_special_tokens=True)
     assert text == f"<i>{introduction_text(DOCUMENT)}<s>"
     folder = train_writer(one, LESSONS, training(steps=1), tmp_path, rest_fraction=0, progress=False)
     assert load_writer(folder).layout == PromptLayout(
@@ -130,7 +130,7 @@ def test_training_goes_on_where_it_stood(tmp_path: Path) -> None:
 def test_likelihood_is_that_of_one_token_after_the_other() -> None:
     one = writer()
     for lesson, found in zip(LESSONS, summary_likelihoods(one, LESSONS, batch_size=3), strict=True):
-        ids, _ = one.prompt(lesson.extract)
+        ids, _ = one.build_prompt(lesson.extract)
         wanted = [*one.tokenizer(lesson.summary, add_special_tokens=False)["input_ids"], one.tokenizer.eos_token_id]
         nats = 0.0
         with torch.inference_mode():
@@ -144,19 +144,19 @@ def test_likelihood_is_that_of_one_token_after_the_other() -> None:
 @pytest.mark.parametrize("method", ["greedy", "beam"])
 def test_several_documents_are_written_as_each_alone(method: str) -> None:
     one = writer(method=method, max_new_tokens=12)
-    prompts = [one.prompt(lesson.extract)[0] for lesson in LESSONS]
+    prompts = [one.build_prompt(lesson.extract)[0] for lesson in LESSONS]
     assert len({len(prompt) for prompt in prompts}) > 1
-    assert one.continuations(prompts) == [one.continuation(prompt) for prompt in prompts]
+    assert one.complete_batch(prompts) == [one.complete(prompt) for prompt in prompts]
 
 
 def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:
     one = writer(max_new_tokens=3)
-    (word,) = one._ids("a")
+    (word,) = one._tokenize("a")
     end = one.tokenizer.eos_token_id
     assert isinstance(end, int)
-    assert one._read([word, word, end]) == ("aa", False)
-    assert one._read([word, end, word]) == ("a", False)
-    assert one._read([word, word, word]) == ("aaa", True)
+    assert one._decode([word, word, end]) == ("aa", False)
+    assert one._decode([word, end, word]) == ("a", False)
+    assert one._decode([word, word, word]) == ("aaa", True)
 
 
 @pytest.mark.parametrize(

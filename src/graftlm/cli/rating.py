@@ -1,4 +1,4 @@
-"""Verbs of human evaluation: a page to rate summaries on, and what raters said."""
+"""Verbs of human evaluation: `rate` makes a rating page, `ratings` shows the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def rate(
     summaries: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME=]FILE", help="What each system wrote, as graft summarize --out does.", show_default=False
+            metavar="[NAME=]FILE", help="Summaries of a system, as graft summarize --out writes.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page; its key lies beside it.")] = Path("rate.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page; its key is written beside it.")] = Path(
+        "rate.html"
+    ),
     documents: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many to draw; by default all that every system has.")
+        int | None, typer.Option(min=1, metavar="N", help="Documents to sample; by default all that every system has.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of what is drawn, and of the orders.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of the sample and of the orders.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -29,30 +31,28 @@ def rate(
     configure_logging()
     from graftlm.pipelines import pipeline
 
-    room = pipeline("summarize.rating")
-    items, notes = room.load_rating_items(room.parse_systems(summaries), documents, seed)
-    page, key = room.rating_page(items, seed).write(out)
-    for text in notes:
-        logger(quiet)(f"note: {text}")
-    logger(quiet)(f"note: {key} says who wrote what: keep it, and send raters the page alone.")
-    print_result(
-        {"page": str(page), "key": str(key), "documents": len(items), "notes": notes}, as_json, lambda: typer.echo(page)
-    )
+    api = pipeline("summarize.rating")
+    items, notes = api.load_rating_items(api.parse_systems(summaries), documents, seed)
+    page, key = api.rating_page(items, seed).write(out)
+    for note in (*notes, f"{key} says who wrote what: keep it, and send raters the page alone."):
+        logger(quiet)(f"note: {note}")
+    result = {"page": str(page), "key": str(key), "documents": len(items), "notes": notes}
+    print_result(result, as_json, lambda: typer.echo(page))
 
 
 def ratings(
     key: Annotated[Path, typer.Argument(metavar="KEY", help="The key beside the page.", show_default=False)],
     files: Annotated[
-        list[Path], typer.Argument(metavar="RATINGS", help="What raters saved, a file each.", show_default=False)
+        list[Path], typer.Argument(metavar="RATINGS", help="Files that raters downloaded.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("runs/ratings"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")] = Path("runs/ratings"),
     as_json: AsJson = False,
 ) -> None:
-    """Show raters' means for each system, and how they agree."""
+    """Show the mean ratings of each system, and the agreement of the raters."""
     configure_logging()
     from graftlm.evaluation import write_report
     from graftlm.pipelines import pipeline
 
-    found = pipeline("summarize.rating").Ratings.read(key, files).results()
-    write_report(found, out)
-    print_report(found, out, as_json)
+    results = pipeline("summarize.rating").Ratings.load(key, files).results()
+    write_report(results, out)
+    print_report(results, out, as_json)

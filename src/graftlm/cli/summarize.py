@@ -1,4 +1,4 @@
-"""The verb that summarises documents."""
+"""The verb `summarize`."""
 
 from __future__ import annotations
 
@@ -16,99 +16,99 @@ from graftlm.cli.common import Device, Quiet, Trust, configure_logging, logger, 
 def summarize(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="FILE", help="Plain text, Markdown, HTML, LaTeX or PDF; several, and folders, are fine."
-        ),
+        typer.Argument(metavar="FILE", help="Plain text, Markdown, HTML, LaTeX or PDF files, or folders of them."),
     ],
     budget: Annotated[
         str,
-        typer.Option(metavar="N[s|c|t]", help="The extract at most: sentences, characters, or the writer's tokens."),
+        typer.Option(metavar="N[s|c|t]", help="Limit of the extract: sentences, characters, or the writer's tokens."),
     ] = "10s",
     selector: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A trained selector's folder; by default LexRank chooses.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default LexRank selects.")
     ] = None,
     writer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A model's or graft's folder; by default the extract is the summary."),
+        typer.Option(metavar="DIR", help="Folder of a model or graft; by default the extract is the summary."),
     ] = None,
-    length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that the writer writes, at most.")] = 160,
+    length: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of the summary.")] = 160,
     method: Annotated[
-        str, typer.Option(metavar="HOW", help="How it chooses tokens: greedy, beam or sample.")
+        str, typer.Option(metavar="NAME", help="Decoding of the writer: greedy, beam or sample.")
     ] = "greedy",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the choices of sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of sample.")] = 0,
     language: Annotated[
         str | None,
-        typer.Option(metavar="CODE", help="As de; by default told by the script, Latin counting as English."),
+        typer.Option(
+            metavar="CODE", help="Language, as de; by default detected from the script, with Latin as English."
+        ),
     ] = None,
     batch: Annotated[
-        bool, typer.Option("--batch", help="One line of JSON for each document; a bad one is named, and passed over.")
+        bool, typer.Option("--batch", help="Print one line of JSON for each document; errors do not stop the batch.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of --batch: append the lines there, and go on where the last run stopped."),
+        typer.Option(metavar="FILE", help="Append the lines of a batch to this file; a later run continues it."),
     ] = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with spans, and nothing else.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Summarise documents, and say where each sentence came from."""
+    """Summarize documents, and show where each sentence came from."""
     configure_logging()
     from graftlm.pipelines import pipeline
 
-    room = pipeline("summarize")
-    decoding = room.SummaryDecoding.parse(
+    api, log = pipeline("summarize"), logger(quiet)
+    decoding = api.SummaryDecoding.parse(
         {"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize"
     )
-    options: dict[str, Any] = {"budget": room.Budget.read(budget), "language": language}
+    arguments: dict[str, Any] = {"budget": api.Budget.read(budget), "language": language}
     if selector is not None:
-        options["selector"] = room.load_selector(selector, device=device)
+        arguments["selector"] = api.load_selector(selector, device=device)
     if writer is not None:
-        options["writer"] = room.load_writer(writer, decoding, device=device, trust_remote_code=trust_remote_code)
-    paths = list(room.find_documents(files))
+        arguments["writer"] = api.load_writer(writer, decoding, device=device, trust_remote_code=trust_remote_code)
+    paths = list(api.find_documents(files, warn=lambda text: log(f"warning: {text}")))
     if out is not None:
-        asked = {"budget": str(options["budget"]), "language": language}
-        asked |= {"selector": selector and str(selector), "writer": writer and str(writer)}
-        asked |= decoding.model_dump(mode="json") if writer is not None else {}
-        left = room.pending(out, paths, asked)
-        return _keep(room.append_summaries(out, left, asked, **options), len(left), out, quiet)
-    if batch:
-        return _finish(map(_print, room.summarize_many(paths, **options)), logger(quiet))
-    found = [room.summarize(path, **options) for path in paths]
-    print_result([summary.to_json() for summary in found], as_json, lambda: _show(found, room, logger(quiet)))
-    return None
+        options = {"budget": str(arguments["budget"]), "language": language}
+        options |= {"selector": selector and str(selector), "writer": writer and str(writer)}
+        options |= decoding.model_dump(mode="json") if writer is not None else {}
+        pending = api.pending_documents(out, paths, options)
+        rows = api.append_summaries(out, pending, options, **arguments)
+        _consume(_with_progress(rows, len(pending), quiet), log)
+        typer.echo(out)
+    elif batch:
+        _consume(map(_print_row, api.summarize_many(paths, **arguments)), log)
+    else:
+        summaries = [api.summarize(path, **arguments) for path in paths]
+        rows = [summary.to_json() for summary in summaries]
+        print_result(rows, as_json, lambda: _print_summaries(summaries, api, log))
 
 
-def _print(done: Any) -> Any:
-    """A line for a document as soon as it is done."""
-    row = done.to_json()
+def _print_row(result: Any) -> Any:
+    row = result.to_json()
     typer.echo(json.dumps(row))
     return row
 
 
-def _keep(rows: Any, total: int, out: Path, quiet: bool) -> None:
-    """Rows that are written to a file, with a progress bar."""
+def _with_progress(rows: Any, total: int, quiet: bool) -> Iterable[Any]:
     from rich.progress import track
 
-    _finish(track(rows, "summarising", total=total, disable=quiet or not sys.stderr.isatty()), logger(quiet))
-    typer.echo(out)
+    return track(rows, "summarizing", total=total, disable=quiet or not sys.stderr.isatty())
 
 
-def _finish(rows: Iterable[Any], say: Any) -> None:
-    """Exit with 2 when a document failed."""
+def _consume(rows: Iterable[Any], log: Any) -> None:
+    """Run through the rows, and exit with 2 if a document failed."""
     errors = ["error" in row for row in rows]
     if any(errors):
-        say(f"error: {sum(errors)} of {len(errors)} documents have no summary: the key error of their lines says why.")
+        log(f"error: {sum(errors)} of {len(errors)} documents have no summary: the key error of their lines says why.")
         raise typer.Exit(2)
 
 
-def _show(found: list[Any], room: Any, say: Any) -> None:
-    for summary in found:
-        for text in summary.notes:
-            say(f"note: {text}")
-        if len(found) > 1:
-            typer.echo(f"{summary.document.where}\n")
-        for line in room.format_summary(summary):
+def _print_summaries(summaries: list[Any], api: Any, log: Any) -> None:
+    for summary in summaries:
+        for note in summary.notes:
+            log(f"note: {note}")
+        if len(summaries) > 1:
+            typer.echo(f"{summary.document.name}\n")
+        for line in api.format_summary(summary):
             typer.echo(line)
-        if summary is not found[-1]:
+        if summary is not summaries[-1]:
             typer.echo("")

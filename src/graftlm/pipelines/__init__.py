@@ -1,4 +1,4 @@
-"""What happens around generation: select and then write, ask and then answer. Each folder is a room."""
+"""Pipelines around generation: `summarize` selects before it writes, `clarify` asks before it writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def pipeline(name: str) -> Any:
-    """The public names of the room `name`, imported when needed; the command line knows no more of rooms."""
+    """Import the package of a pipeline by name. The command line uses it, so it imports no pipeline by itself."""
     return import_module(f"{__name__}.{name}")
 
 

@@ -172,6 +172,6 @@ class SummaryWriter(LanguageModelWriter):
     def window(self) -> int:
         return min(self.layout.window or self._context, self._context)
 
-    def continuation(self, prompt: list[int]) -> tuple[str, bool]:
+    def complete(self, prompt: list[int]) -> tuple[str, bool]:
         found = self._errand.ask(prompt, self.decoding.max_new_tokens)
         return found.text, found.cut

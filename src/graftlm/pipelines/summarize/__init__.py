@@ -1,7 +1,13 @@
-"""Summaries of long documents: select what matters, then write, and say where each sentence came from."""
+"""Summaries of long documents: select sentences, write the summary, and keep the source of each sentence."""
 
 from graftlm.pipelines.summarize.baselines import LeadSelector, SumySelector
-from graftlm.pipelines.summarize.batch import SummaryFailure, append_summaries, find_documents, pending, summarize_many
+from graftlm.pipelines.summarize.batch import (
+    SummaryFailure,
+    append_summaries,
+    find_documents,
+    pending_documents,
+    summarize_many,
+)
 from graftlm.pipelines.summarize.document import Section, Sentence, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.readers import read_document, read_text
@@ -13,8 +19,7 @@ from graftlm.pipelines.summarize.selector_training import (
     selector_example,
     train_selector,
 )
-from graftlm.pipelines.summarize.show import format_summary
-from graftlm.pipelines.summarize.summary import SentenceLink, Summary, summarize
+from graftlm.pipelines.summarize.summary import SentenceLink, Summary, format_summary, summarize
 from graftlm.pipelines.summarize.writer import (
     AbstractiveWriter,
     LanguageModelWriter,
@@ -52,7 +57,7 @@ __all__ = [
     "load_writer",
     "oracle_extract",
     "oracle_labels",
-    "pending",
+    "pending_documents",
     "read_document",
     "read_text",
     "select",

@@ -1,8 +1,7 @@
-"""Selectors that learn nothing: the first sentences, and sumy's LexRank, LSA and SumBasic.
+"""Untrained selectors: the first sentences, given sentences, and sumy's LexRank, LSA and SumBasic.
 
-LexRank is what chooses for a user who names no trained selector. sumy compares each sentence with each other in Python;
-here the same numbers come from one matrix product. Documents of more than `BLOCK` sentences are ranked block by block,
-and the best of the blocks among themselves, so that memory is bounded.
+LexRank is the default selector. sumy compares each pair of sentences in Python; here one matrix product gives the same
+numbers. Long documents are ranked in blocks, then the best sentences of all blocks together, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.selection import RankedSentence
 from graftlm.pipelines.summarize.text import import_extra, split_words
 
-BLOCK = 1000
-Kind = Literal["lexrank", "lsa", "sumbasic"]
-_NAMES: dict[Kind, str] = {"lexrank": "LexRank", "lsa": "LSA", "sumbasic": "SumBasic"}
-_LANGUAGES = {
+BLOCK_SIZE = 1000
+SumyMethod = Literal["lexrank", "lsa", "sumbasic"]
+_LABELS: dict[SumyMethod, str] = {"lexrank": "LexRank", "lsa": "LSA", "sumbasic": "SumBasic"}
+_SUMY_LANGUAGES = {
     "cs": "czech", "de": "german", "en": "english", "es": "spanish", "fr": "french", "it": "italian",
     "pt": "portuguese", "sk": "slovak",
 }  # fmt: skip
@@ -32,128 +31,124 @@ _LANGUAGES = {
 
 @dataclass(frozen=True)
 class LeadSelector:
-    """The first sentences."""
+    """Ranks sentences in document order."""
 
     name: str = "Lead"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """All that may be taken, in order; the score falls from 0."""
-        return [RankedSentence(index, -float(place)) for place, index in enumerate(document.selectable)]
+        """Return all selectable sentences in order."""
+        return FixedSelector(document.selectable).rank(document)
 
 
 @dataclass(frozen=True)
 class FixedSelector:
-    """Sentences that were chosen before, such as those of the oracle, in the order given."""
+    """Returns given sentences in the given order, such as an oracle extract."""
 
     indices: Sequence[int]
     name: str = "gold extract"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """The given sentences."""
-        return [RankedSentence(index, -float(place)) for place, index in enumerate(self.indices)]
+        """Return the given sentences; scores fall from 0."""
+        return [RankedSentence(index, -float(rank)) for rank, index in enumerate(self.indices)]
 
 
 @dataclass(frozen=True)
 class SumySelector:
-    """A summariser of sumy, with its stop words and stemmer where it knows the language.
+    """A summarizer of sumy, with stop words and a stemmer for the languages that sumy knows.
 
     Attributes:
-        kind: lexrank, lsa or sumbasic.
-        block: sentences that are ranked at a time.
-        exact: let sumy compare sentences itself, pair by pair.
+        method: summarizer.
+        block_size: number of sentences ranked at a time.
+        pairwise: for LexRank, compare pairs of sentences with sumy's own code instead of a matrix product.
     """
 
-    kind: Kind = "lexrank"
-    block: int = BLOCK
-    exact: bool = False
+    method: SumyMethod = "lexrank"
+    block_size: int = BLOCK_SIZE
+    pairwise: bool = False
 
     @property
     def name(self) -> str:
-        return f"{_NAMES[self.kind]} (sumy)"
+        return f"{_LABELS[self.method]} (sumy)"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """All sentences with words; from a long document the best of each block, half a block in all."""
-        summariser, build = _summariser(self.kind, document.language, self.exact), _model()
-        left = document.selectable
-        texts = {index: document.sentences[index].text for index in left}
-        while len(left) > self.block:
-            blocks = [left[first : first + self.block] for first in range(0, len(left), self.block)]
-            share = max(self.block // 2 // len(blocks), 1)
-            ranks = [_rank(summariser, build, block, texts)[:share] for block in blocks]
-            left = sorted(ranked.index for block in ranks for ranked in block)
-        return _rank(summariser, build, left, texts)
+        """Rank all selectable sentences; of a long document only the best of each block, half a block in all."""
+        summarizer, build = _summarizer(self.method, document.language, self.pairwise), _document_builder()
+        candidates = document.selectable
+        texts = {index: document.sentences[index].text for index in candidates}
+        while len(candidates) > self.block_size:
+            blocks = [candidates[i : i + self.block_size] for i in range(0, len(candidates), self.block_size)]
+            share = max(self.block_size // 2 // len(blocks), 1)
+            best = [_rank(summarizer, build, block, texts)[:share] for block in blocks]
+            candidates = sorted(ranked.index for block in best for ranked in block)
+        return _rank(summarizer, build, candidates, texts)
 
 
 def _rank(
-    summariser: Any, build: Callable[[list[str]], Any], indices: list[int], texts: dict[int, str]
+    summarizer: Any, build: Callable[[list[str]], Any], indices: list[int], texts: dict[int, str]
 ) -> list[RankedSentence]:
-    """Sentences by a summariser's rating; it hands them to the `count` that it is given, best first.
+    """Rank sentences by a summarizer's rating. sumy passes its rated sentences, best first, to a `count` function."""
+    infos: list[Any] = []
 
-    Where no sentence is like another the ratings are nan, and the document's order stays.
-    """
-    found: list[Any] = []
-
-    def keep(infos: list[Any]) -> list[Any]:
-        found.extend(infos)
-        return infos
+    def collect(rated: list[Any]) -> list[Any]:
+        infos.extend(rated)
+        return rated
 
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
-        warnings.simplefilter("ignore")  # that there are fewer words than sentences
-        summariser(build([texts[index] for index in indices]), keep)
-    if not found:  # of stop words alone
+        warnings.simplefilter("ignore")  # sumy warns when there are fewer words than sentences
+        summarizer(build([texts[index] for index in indices]), collect)
+    if not infos:  # all words are stop words
         return [RankedSentence(index, 0.0) for index in indices]
-    return [
-        RankedSentence(indices[info.order], 0.0 if math.isnan(info.rating) else float(info.rating)) for info in found
-    ]
+    # Ratings are nan when no two sentences share a word; document order stays.
+    ratings = [0.0 if math.isnan(info.rating) else float(info.rating) for info in infos]
+    return [RankedSentence(indices[info.order], rating) for info, rating in zip(infos, ratings, strict=True)]
 
 
-class _Words:
-    """As sumy asks for a tokenizer."""
+class _SumyTokenizer:
+    """The tokenizer interface that sumy expects."""
 
     def to_words(self, sentence: str) -> list[str]:
         return split_words(sentence) or [sentence]
 
 
 @cache
-def _model() -> Callable[[list[str]], Any]:
-    """Builds sumy's model of a document from sentences."""
+def _document_builder() -> Callable[[list[str]], Any]:
+    """Return a function that builds sumy's document from sentences."""
     dom: Any = import_extra("sumy.models.dom", "Ranking sentences")
-    tokenizer = _Words()
-
-    def build(sentences: list[str]) -> Any:
-        return dom.ObjectDocumentModel([dom.Paragraph([dom.Sentence(text, tokenizer) for text in sentences])])
-
-    return build
+    tokenizer = _SumyTokenizer()
+    return lambda sentences: dom.ObjectDocumentModel(
+        [dom.Paragraph([dom.Sentence(text, tokenizer) for text in sentences])]
+    )
 
 
 @cache
-def _summariser(kind: Kind, language: str, exact: bool) -> Any:
+def _summarizer(method: SumyMethod, language: str, pairwise: bool) -> Any:
     stemmers: Any = import_extra("sumy.nlp.stemmers", "Ranking sentences")
     utils: Any = import_extra("sumy.utils", "Ranking sentences")
-    known = _LANGUAGES.get(language)
-    made = _class(kind, exact)(stemmers.Stemmer(known) if known else stemmers.null_stemmer)
-    if known:
-        made.stop_words = utils.get_stop_words(known)
-    return made
+    sumy_language = _SUMY_LANGUAGES.get(language)
+    stemmer = stemmers.Stemmer(sumy_language) if sumy_language else stemmers.null_stemmer
+    summarizer = _summarizer_class(method, pairwise)(stemmer)
+    if sumy_language:
+        summarizer.stop_words = utils.get_stop_words(sumy_language)
+    return summarizer
 
 
-def _class(kind: Kind, exact: bool) -> Any:
-    if kind == "lsa":
+def _summarizer_class(method: SumyMethod, pairwise: bool) -> Any:
+    if method == "lsa":
         return import_extra("sumy.summarizers.lsa", "Ranking sentences").LsaSummarizer
-    if kind == "sumbasic":
+    if method == "sumbasic":
         return import_extra("sumy.summarizers.sum_basic", "Ranking sentences").SumBasicSummarizer
-    theirs: Any = import_extra("sumy.summarizers.lex_rank", "Ranking sentences").LexRankSummarizer
-    return theirs if exact else _matrix_form(theirs)
+    lexrank: Any = import_extra("sumy.summarizers.lex_rank", "Ranking sentences").LexRankSummarizer
+    return lexrank if pairwise else _matrix_lexrank(lexrank)
 
 
-def _matrix_form(theirs: Any) -> Any:
-    """sumy's LexRank with the comparisons of all pairs as one product of matrices."""
+def _matrix_lexrank(base: Any) -> Any:
+    """Return sumy's LexRank with one matrix product in place of the comparison of all pairs."""
 
-    class LexRank(theirs):
+    class MatrixLexRank(base):
         @staticmethod
         def _compute_idf(sentences: list[list[str]]) -> dict[str, float]:
-            held = Counter(term for sentence in sentences for term in set(sentence))
-            return {term: math.log(len(sentences) / (1 + count)) for term, count in held.items()}
+            document_counts = Counter(term for sentence in sentences for term in set(sentence))
+            return {term: math.log(len(sentences) / (1 + count)) for term, count in document_counts.items()}
 
         def _create_matrix(self, sentences: Any, threshold: float, tf_metrics: Any, idf_metrics: Any) -> Any:
             columns = {term: column for column, term in enumerate(idf_metrics)}
@@ -163,7 +158,7 @@ def _matrix_form(theirs: Any) -> Any:
                     weights[row, columns[term]] = frequency * idf_metrics[term]
             norms = np.sqrt(np.square(weights).sum(axis=1, keepdims=True))
             weights = np.divide(weights, norms, out=np.zeros_like(weights), where=norms > 0)
-            near = (weights @ weights.T > threshold).astype(float)
-            return near / np.maximum(near.sum(axis=1, keepdims=True), 1)
+            edges = (weights @ weights.T > threshold).astype(float)
+            return edges / np.maximum(edges.sum(axis=1, keepdims=True), 1)
 
-    return LexRank
+    return MatrixLexRank

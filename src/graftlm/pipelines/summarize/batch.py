@@ -1,15 +1,15 @@
-"""Summaries of many documents: one document in memory at a time, and a file that an interrupted run goes on with.
+"""Summaries of many documents: one document in memory at a time, and a JSON lines file that a later run continues.
 
-A row is one document's JSON: its summary, or under the key `error` what stands in its way. In a file, rows also say
-what was asked for and which state of the document they are of, so that a later run can tell what still stands.
+A row is the JSON of one document's summary, or has the key `error`. In a file, a row also has the options of the run
+and the state of the document's file, so a later run can tell which rows are still valid.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,116 +17,128 @@ from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize.readers import SUFFIXES
 from graftlm.pipelines.summarize.summary import Summary, summarize
 
-Row = dict[str, Any]
-_LARGE = 1_000_000  # bytes
+SummaryRow = dict[str, Any]
+_LARGE_FILE = 1_000_000  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryFailure:
-    """A document of many that has no summary, and why."""
+    """A document without a summary, and the error."""
 
     document: str
     error: str
 
-    def to_json(self) -> Row:
-        """All of it."""
-        return {"document": self.document, "error": self.error}
+    def to_json(self) -> SummaryRow:
+        """Return all fields."""
+        return asdict(self)
 
 
-def summarize_many(paths: Iterable[Path], **options: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summaries of many files, one at a time; only one document is held in memory.
+def summarize_many(paths: Iterable[Path], **arguments: Any) -> Iterator[Summary | SummaryFailure]:
+    """Summarize files one at a time; only one document is in memory.
 
     Args:
-        paths: of the files.
-        options: as for `summarize`.
+        paths: the files.
+        arguments: arguments of `summarize`.
     """
     for path in paths:
-        yield _attempt(path, options)
-        _forget(path)
+        yield _summarize_or_fail(path, arguments)
+        _free_memory(path)
 
 
-def _attempt(path: Path, options: Mapping[str, Any]) -> Summary | SummaryFailure:
+def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
     try:
-        return summarize(path, **options)
+        return summarize(path, **arguments)
     except GraftError as error:
         return SummaryFailure(str(path), str(error))
-    except Exception as error:  # whatever a library stumbles over in one file, the others don't wait for it
+    except Exception as error:  # an unexpected error in one file must not stop the others
         cause = str(error).splitlines()[0].rstrip(".") if str(error) else "no more is known"
         return SummaryFailure(
             str(path),
-            f"{path} could not be summarised ({type(error).__name__}: {cause}), which is a mistake of ours or of a "
-            "library: leave it out, and report it.",
+            f"{path} could not be summarized ({type(error).__name__}: {cause}), which is a bug here or in a library: "
+            "leave it out, and report it.",
         )
 
 
-def find_documents(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files, and in the place of a folder all documents below it, by name; each once.
+def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
+    """Yield files, and all documents below folders in the order of their names; each file once.
+
+    Args:
+        paths: files and folders.
+        warn: receives one sentence for each file below a folder that is skipped because no reader knows its suffix.
+            Hidden files are skipped without a warning.
 
     Raises:
         DataError: a folder has no document.
     """
-    given: set[Path] = set()
+    seen: set[Path] = set()
     for path in paths:
-        found = _below(path) if path.is_dir() else [path]
-        yield from (file for file in found if file not in given)
-        given.update(found)
+        files = _documents_below(path, warn) if path.is_dir() else [path]
+        yield from (file for file in files if file not in seen)
+        seen.update(files)
 
 
-def _below(folder: Path) -> list[Path]:
-    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not found:
+def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    documents = [file for file in files if file.suffix.lower() in SUFFIXES]
+    for file in files:
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.suffix.lower() not in SUFFIXES and not hidden:
+            warn(f"{file} is skipped: no reader knows files that end in {file.suffix or file.name}.")
+    if not documents:
         raise DataError(f"{folder} has no document: files ending in {' '.join(SUFFIXES)} are expected.")
-    return found
+    return documents
 
 
-def pending(out: Path, paths: Iterable[Path], asked: Mapping[str, Any]) -> list[Path]:
-    """The documents that have no summary in a file yet, once lines that no longer stand are taken out of it.
+def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, Any]) -> list[Path]:
+    """Return the documents without a valid row in a file, after removing invalid rows from the file.
 
-    A line that an interruption cut off goes, as do those with an error and those of documents that were changed since.
+    A row is invalid if it is cut off, has an error, or is older than its document's last change.
 
     Args:
         out: the file, which need not exist.
-        paths: of all documents; rows of others stay in the file.
-        asked: what was asked for; a file holds summaries of one kind only.
+        paths: all documents. Rows of other documents stay in the file.
+        options: JSON of the run's options. All rows of a file have the same options.
 
     Raises:
         DataError: the file holds something else.
-        RecipeError: its summaries were asked for otherwise.
+        RecipeError: the rows of the file have other options.
     """
-    wanted = {str(path): path for path in paths}
-    done = _keep(out, asked, wanted) if out.is_file() else set()
-    return [path for name, path in wanted.items() if name not in done]
+    by_name = {str(path): path for path in paths}
+    done = _keep_valid_rows(out, options, by_name) if out.is_file() else set()
+    return [path for name, path in by_name.items() if name not in done]
 
 
-def append_summaries(out: Path, paths: Iterable[Path], asked: Mapping[str, Any], **options: Any) -> Iterator[Row]:
-    """Append a row for each document to a file, and give it when it is written.
+def append_summaries(
+    out: Path, paths: Iterable[Path], options: Mapping[str, Any], **arguments: Any
+) -> Iterator[SummaryRow]:
+    """Append a row for each document to a file, and yield the row when it is written.
 
     Args:
         out: the file.
-        paths: of the documents.
-        asked: what was asked for, as for `pending`.
-        options: as for `summarize`.
+        paths: the documents.
+        options: JSON of the run's options, as for `pending_documents`.
+        arguments: arguments of `summarize`.
 
     Raises:
-        DataError: the file can't be written to.
+        DataError: the file can't be written.
     """
-    with _opened(out) as file:
+    with _open_for_append(out) as file:
         for path in paths:
-            about = {"asked": dict(asked), "file": stamp(path)}
-            row = _attempt(path, options).to_json() | about
+            state = {"options": dict(options), "file": _file_state(path)}
+            row = _summarize_or_fail(path, arguments).to_json() | state
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             yield row
-            _forget(path)
+            _free_memory(path)
 
 
-def _forget(path: Path) -> None:
-    """Take a large document out of memory at once; libraries leave circles behind that hold it for a while."""
-    if stamp(path).get("bytes", 0) >= _LARGE:
+def _free_memory(path: Path) -> None:
+    """Collect a large document at once: parsers leave reference cycles behind that keep it in memory."""
+    if _file_state(path).get("bytes", 0) >= _LARGE_FILE:
         gc.collect()
 
 
-def _opened(out: Path) -> BinaryIO:
+def _open_for_append(out: Path) -> BinaryIO:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return out.open("ab")
@@ -134,22 +146,22 @@ def _opened(out: Path) -> BinaryIO:
         raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
 
 
-def stamp(path: Path) -> dict[str, int]:
-    """What tells a file's states apart: size and time of change, in nanoseconds; nothing where there is none."""
+def _file_state(path: Path) -> dict[str, int]:
+    """Return size and modification time in nanoseconds, or nothing for a missing file."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return {}
-    return {"bytes": found.st_size, "modified": found.st_mtime_ns}
+    return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
-def _keep(out: Path, asked: Mapping[str, Any], paths: Mapping[str, Path]) -> set[str]:
-    """Write the file anew with the rows that stand, one a document; gives their documents."""
+def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, Path]) -> set[str]:
+    """Rewrite the file with its valid rows, one for each document; returns their documents."""
     draft = out.with_name(f".{out.name}.part")
     done: set[str] = set()
     try:
         with out.open("rb") as old, draft.open("wb") as new:
-            for name, line in _standing(out, old, asked, paths):
+            for name, line in _valid_rows(out, old, options, paths):
                 if name not in done:
                     new.write(line)
                     done.add(name)
@@ -159,33 +171,33 @@ def _keep(out: Path, asked: Mapping[str, Any], paths: Mapping[str, Path]) -> set
     return done
 
 
-def _standing(
-    out: Path, file: BinaryIO, asked: Mapping[str, Any], paths: Mapping[str, Path]
+def _valid_rows(
+    out: Path, file: BinaryIO, options: Mapping[str, Any], paths: Mapping[str, Path]
 ) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
-            return  # cut off: the last one
-        row = _row(line, f"{out} line {number}")
-        _check_asked(out, row["asked"], asked)
+            return  # an interruption cut the last line off
+        row = _parse_row(line, f"{out} line {number}")
+        _check_options(out, row["options"], options)
         path = paths.get(row["document"])
-        if path is None or ("error" not in row and row["file"] == stamp(path)):
+        if path is None or ("error" not in row and row["file"] == _file_state(path)):
             yield row["document"], line
 
 
-def _row(line: bytes, where: str) -> Row:
+def _parse_row(line: bytes, name: str) -> SummaryRow:
     try:
         row = json.loads(line)
-        if isinstance(row["document"], str) and isinstance(row["asked"], dict) and isinstance(row["file"], dict):
+        if isinstance(row["document"], str) and isinstance(row["options"], dict) and isinstance(row["file"], dict):
             return row
     except (ValueError, KeyError, TypeError):
         pass
-    raise DataError(f"{where} is no row of graft summarize --batch: name another file for the summaries.") from None
+    raise DataError(f"{name} is no row of graft summarize --batch: name another file for the summaries.") from None
 
 
-def _check_asked(out: Path, had: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    for name in {**asked, **had}:
-        if had.get(name) != asked.get(name):
+def _check_options(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    for name in {**new, **old}:
+        if old.get(name) != new.get(name):
             raise RecipeError(
-                f"{out} holds summaries with {name} {had.get(name)}, and {asked.get(name)} is asked for: name another "
-                "file, or ask for the same."
+                f"{out} holds summaries with {name} {old.get(name)}, but this run has {name} {new.get(name)}: name "
+                "another file, or use the same options."
             )

@@ -1,7 +1,7 @@
-"""A document as the pipeline sees it: sections and sentences, each of which knows its characters in the source.
+"""Documents of the pipeline: sections and sentences, each with its character span in the source.
 
-Readers give blocks of pieces; a piece is readable text and the span of the source that it stands for. Sentences are
-found in the readable text of a block and carried back to the source, so markup may stand inside a sentence's span.
+A reader yields blocks. A block is a list of text spans: readable text and the characters of the source that it stands
+for. Sentences are split in the readable text and mapped back to the source, so a span may contain markup.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NUMBERING = re.compile(
     r"^\s*(?:(?:chapter|section|appendix)\s+)?(?:[\dA-Z]{1,2}(?:\.\d+)*|[IVXLC]+)?[.):\s]*", re.IGNORECASE
 )
 _INTRODUCTIONS = ("introduction", "einleitung", "introducción", "introduzione", "introdução", "inleiding", "indledning")
-_OPENINGS = ("motivation", "overview", "background")
-_SOURCES = ("references", "bibliography", "works cited", "literature cited")
+_INTRODUCTION_FALLBACKS = ("motivation", "overview", "background")
+_REFERENCES = ("references", "bibliography", "works cited", "literature cited")
 _LETTER = re.compile(r"[^\W\d_]")
-_IDEOGRAPHS = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
-_BROKEN = re.compile(rf"(?<=[{_IDEOGRAPHS}])[ \t]*[\r\n]\s*(?=[{_IDEOGRAPHS}])")
+_CJK = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
+_CJK_LINE_BREAK = re.compile(rf"(?<=[{_CJK}])[ \t]*[\r\n]\s*(?=[{_CJK}])")
 _LIGATURES = str.maketrans(
     {"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl", "ﬅ": "st", "ﬆ": "st", "\u00ad": None}
 )
@@ -31,42 +31,46 @@ _LIGATURES = str.maketrans(
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """Readable text and the span of the source that it stands for.
+    """Readable text and the source characters `start` to `end` that it stands for.
 
-    Text as long as its span stands for it character by character; other text stands for the span as a whole.
+    A literal span has as many characters as its text, one for each. Any other text stands for its span as a whole.
     """
 
     text: str
     start: int
     end: int
 
+    @property
+    def is_literal(self) -> bool:
+        return len(self.text) == self.end - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """A paragraph, or with a `level` of 1 and more a heading; `page` counts from 1 where there are pages."""
+    """A paragraph, or a heading if `level` is at least 1. `page` counts from 1 in a PDF."""
 
-    pieces: tuple[TextSpan, ...]
+    spans: tuple[TextSpan, ...]
     level: int = 0
     page: int | None = None
 
     @property
     def text(self) -> str:
-        """Its readable text, line breaks and all."""
-        return "".join(piece.text for piece in self.pieces)
+        """The readable text, line breaks included."""
+        return "".join(span.text for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One sentence, and where it stands.
+    """A sentence and its position.
 
     Attributes:
-        text: as it reads: without markup, ligatures such as ﬁ and soft hyphens, white space as single spaces, and none
-            where a line breaks within Chinese or Japanese.
-        source: its characters in the source, as they are there.
-        start: of `source`, counted in characters of the source file's text; in a PDF, of the page's text.
-        end: one behind the last of them.
+        text: readable text: no markup, ligatures or soft hyphens, and single spaces. Line breaks within Chinese and
+            Japanese text are removed.
+        source: the same characters as the source has them.
+        start: position of `source` in the text of the file; in a PDF, in the text of its page.
+        end: position after the last character.
         section: index of its section.
-        page: in a PDF, counted from 1.
+        page: page number from 1; None outside PDF files.
     """
 
     text: str
@@ -77,14 +81,14 @@ class Sentence:
     page: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Text and place; `page` only where there are pages."""
-        place = {"start": self.start, "end": self.end} | ({} if self.page is None else {"page": self.page})
-        return {"text": self.text, "source": self.source, **place}
+        """Return text and position; `page` only for PDF files."""
+        position = {"start": self.start, "end": self.end} | ({} if self.page is None else {"page": self.page})
+        return {"text": self.text, "source": self.source, **position}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and the sentences below it, up to the next heading of any level: `first` to one before `end`."""
+    """A heading and the sentences `first` to `end` (exclusive) before the next heading of any level."""
 
     title: str
     level: int
@@ -94,126 +98,128 @@ class Section:
 
 @dataclass(frozen=True)
 class SourceDocument:
-    """A text that was read.
+    """A document that a reader has parsed.
 
     Attributes:
-        where: the file, or what else it is known by.
-        pages: the source's text: one string, or in a PDF one for each page.
-        sections: the text before the first heading is a section without a title.
-        sentences: all of them, in order.
-        language: the code that its sentences were split by.
+        name: file path, or another name for messages.
+        pages: the source text: one string, or one a page for PDF files.
+        sections: sections in order; text before the first heading is a section without a title.
+        sentences: all sentences in order.
+        language: language code that the sentences were split by.
     """
 
-    where: str
+    name: str
     pages: tuple[str, ...]
     sections: tuple[Section, ...]
     sentences: tuple[Sentence, ...]
     language: str
 
     @property
+    def text(self) -> str:
+        """All sentences, joined by spaces."""
+        return " ".join(sentence.text for sentence in self.sentences)
+
+    @property
     def introduction(self) -> range | None:
-        """The sentences of its introduction, subsections included; None where no heading says that there is one."""
-        for names in (_INTRODUCTIONS, _OPENINGS):
+        """Indices of the sentences of the introduction, subsections included; None without such a heading."""
+        for titles in (_INTRODUCTIONS, _INTRODUCTION_FALLBACKS):
             for index, section in enumerate(self.sections):
-                if plain_title(section.title) in names and section.level:
-                    found = range(section.first, self._end_of(index))
-                    if found:
-                        return found
+                if section.level and normalize_title(section.title) in titles:
+                    sentences = range(section.first, self._subtree_end(index))
+                    if sentences:
+                        return sentences
         return None
 
-    def _end_of(self, index: int) -> int:
-        """One behind the last sentence of a section and all below it."""
+    def _subtree_end(self, index: int) -> int:
+        """Return the index after the last sentence of a section and its subsections."""
         level = self.sections[index].level
-        for section in self.sections[index + 1 :]:
-            if section.level <= level:
-                return section.first
-        return len(self.sentences)
+        following = (section.first for section in self.sections[index + 1 :] if section.level <= level)
+        return next(following, len(self.sentences))
 
     @property
     def selectable(self) -> list[int]:
-        """Indices of sentences that a summary may take: those with a letter, outside the list of references."""
-        closed = {index for index, section in enumerate(self.sections) if plain_title(section.title) in _SOURCES}
+        """Indices of the sentences that a summary may use: those with a letter, outside the references."""
+        excluded = {
+            index for index, section in enumerate(self.sections) if normalize_title(section.title) in _REFERENCES
+        }
         return [
             index
             for index, sentence in enumerate(self.sentences)
-            if sentence.section not in closed and _LETTER.search(sentence.text)
+            if sentence.section not in excluded and _LETTER.search(sentence.text)
         ]
 
 
-def plain_title(title: str) -> str:
-    """A heading in lower case without its number: `2.1 Background:` gives `background`."""
+def normalize_title(title: str) -> str:
+    """Return a heading in lower case without its number: `2.1 Background:` becomes `background`."""
     words = title.strip().rstrip(".: ").casefold()
-    return words if words in (*_INTRODUCTIONS, *_OPENINGS, *_SOURCES) else _NUMBERING.sub("", words, count=1)
+    known = (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_REFERENCES)
+    return words if words in known else _NUMBERING.sub("", words, count=1)
 
 
 def build_document(
-    where: str, pages: Sequence[str], blocks: Iterable[TextBlock], language: str | None = None
+    name: str, pages: Sequence[str], blocks: Iterable[TextBlock], language: str | None = None
 ) -> SourceDocument:
-    """Split blocks into sentences and sections.
+    """Split blocks into sections and sentences.
 
     Args:
-        where: for messages.
-        pages: the source's text, which the spans of blocks point into.
-        blocks: in order; those of pages name them.
-        language: a code such as de; None tells it by the script, and takes Latin script for English.
+        name: name for messages.
+        pages: source text that the spans refer to.
+        blocks: blocks in order.
+        language: code such as `de`; None detects it from the script, with Latin script as English.
 
     Raises:
-        DataError: there is no sentence, or nothing marks sentences in the text's script.
+        DataError: there is no sentence, or the script has no punctuation that ends sentences.
     """
-    found = [block for block in blocks if block.text.strip()]
-    language = language or detect_language((block.text for block in found), where)
+    blocks = [block for block in blocks if block.text.strip()]
+    language = language or detect_language((block.text for block in blocks), name)
     sentences: list[Sentence] = []
-    heads: list[tuple[str, int, int]] = []
-    for block in found:
+    headings: list[tuple[str, int, int]] = []  # title, level, first sentence
+    for block in blocks:
         if block.level:
-            heads.append((_in_one_line(block.text), block.level, len(sentences)))
+            headings.append((_normalize_text(block.text), block.level, len(sentences)))
         else:
-            if not heads:
-                heads.append(("", 0, 0))
-            sentences.extend(_sentences(block, pages, language, len(heads) - 1))
+            if not headings:
+                headings.append(("", 0, 0))
+            sentences.extend(_split_block(block, pages[(block.page or 1) - 1], language, len(headings) - 1))
     if not sentences:
-        raise DataError(f"{where} has no sentence to summarise: a text with words is expected.")
-    ends = [first for _, _, first in heads[1:]] + [len(sentences)]
-    sections = (Section(*head, end) for head, end in zip(heads, ends, strict=True))
-    return SourceDocument(where, tuple(pages), tuple(sections), tuple(sentences), language)
+        raise DataError(f"{name} has no sentence to summarize: a text with words is expected.")
+    ends = [first for _, _, first in headings[1:]] + [len(sentences)]
+    sections = (Section(*heading, end) for heading, end in zip(headings, ends, strict=True))
+    return SourceDocument(name, tuple(pages), tuple(sections), tuple(sentences), language)
 
 
-def _sentences(block: TextBlock, pages: Sequence[str], language: str, section: int) -> Iterable[Sentence]:
-    text, locate = block.text, _Locator(block.pieces)
-    source = pages[(block.page or 1) - 1]
+def _split_block(block: TextBlock, source: str, language: str, section: int) -> Iterable[Sentence]:
+    text, offsets = block.text, _SourceOffsets(block.spans)
     for first, last in split_sentences(text, language):
-        start, end = locate.start(first), locate.end(last - 1)
-        yield Sentence(_in_one_line(text[first:last]), source[start:end], start, end, section, block.page)
+        start, end = offsets.start(first), offsets.end(last - 1)
+        yield Sentence(_normalize_text(text[first:last]), source[start:end], start, end, section, block.page)
 
 
-def _in_one_line(text: str) -> str:
-    return " ".join(_BROKEN.sub("", text.translate(_LIGATURES)).split())
+def _normalize_text(text: str) -> str:
+    return " ".join(_CJK_LINE_BREAK.sub("", text.translate(_LIGATURES)).split())
 
 
-class _Locator:
-    """Places in a block's readable text -> places in the source."""
+class _SourceOffsets:
+    """Maps positions in a block's readable text to positions in the source."""
 
-    def __init__(self, pieces: Sequence[TextSpan]) -> None:
-        self._pieces = [piece for piece in pieces if piece.text]
-        self._firsts: list[int] = []
+    def __init__(self, spans: Sequence[TextSpan]) -> None:
+        self._spans = [span for span in spans if span.text]
+        self._starts: list[int] = []  # of each span, in the readable text
         length = 0
-        for piece in self._pieces:
-            self._firsts.append(length)
-            length += len(piece.text)
+        for span in self._spans:
+            self._starts.append(length)
+            length += len(span.text)
 
-    def start(self, place: int) -> int:
-        piece, inside = self._at(place)
-        return piece.start + inside if _is_literal(piece) else piece.start
+    def start(self, position: int) -> int:
+        """Return where the character at `position` begins."""
+        span, offset = self._span_at(position)
+        return span.start + offset if span.is_literal else span.start
 
-    def end(self, place: int) -> int:
-        """One behind the character at `place`."""
-        piece, inside = self._at(place)
-        return piece.start + inside + 1 if _is_literal(piece) else piece.end
+    def end(self, position: int) -> int:
+        """Return the source position after the character at `position`."""
+        span, offset = self._span_at(position)
+        return span.start + offset + 1 if span.is_literal else span.end
 
-    def _at(self, place: int) -> tuple[TextSpan, int]:
-        index = bisect.bisect_right(self._firsts, place) - 1
-        return self._pieces[index], place - self._firsts[index]
-
-
-def _is_literal(piece: TextSpan) -> bool:
-    return len(piece.text) == piece.end - piece.start
+    def _span_at(self, position: int) -> tuple[TextSpan, int]:
+        index = bisect.bisect_right(self._starts, position) - 1
+        return self._spans[index], position - self._starts[index]

@@ -1,10 +1,10 @@
-"""Measures of a summary: ROUGE beside a reference, what it copies and from where, and what its source does not say."""
+"""Metrics of summaries: ROUGE against a reference, copied n-grams by origin, and support in the source."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -14,51 +14,50 @@ import numpy as np
 from graftlm.evaluation import Interval
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
 
-LONGEST = 25  # n-grams of copy curves
+MAX_NGRAM = 25  # of copy curves
 ORIGINS = ("extract", "introduction", "rest")
-ROUGE = ("rouge1", "rouge2", "rouge3", "rougeL")
-_THEIRS = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
+_ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
-_OPENING = " \t\r\n\"'“‘(["
-_STOPS = ".!?:。！？"
+_OPENING_MARKS = " \t\r\n\"'“‘(["
+_SENTENCE_ENDS = ".!?:。！？"
 
 
 @cache
-def _scorer() -> Any:
-    theirs: Any = import_extra("rouge_score.rouge_scorer", "ROUGE")
-    return theirs.RougeScorer(list(_THEIRS.values()), use_stemmer=True)
+def _rouge_scorer() -> Any:
+    scorers: Any = import_extra("rouge_score.rouge_scorer", "ROUGE")
+    return scorers.RougeScorer(list(_ROUGE_TYPES.values()), use_stemmer=True)
 
 
 def rouge(summary: Sequence[str], reference: Sequence[str]) -> dict[str, float]:
-    """F1 of ROUGE-1, 2, 3 and L, in percent, with Porter's stemmer, by rouge-score.
+    """Return F1 of ROUGE-1, 2, 3 and L in percent, by rouge-score with Porter's stemmer.
 
     Args:
-        summary: its sentences.
-        reference: likewise. ROUGE-L is that of whole summaries, the union over sentences (`rougeLsum`).
+        summary: sentences of the summary.
+        reference: sentences of the reference. ROUGE-L is the union over sentences (`rougeLsum`).
     """
-    found = _scorer().score("\n".join(reference), "\n".join(summary))
-    return {ours: 100 * float(found[theirs].fmeasure) for ours, theirs in _THEIRS.items()}
+    scores = _rouge_scorer().score("\n".join(reference), "\n".join(summary))
+    return {name: 100 * float(scores[rouge_type].fmeasure) for name, rouge_type in _ROUGE_TYPES.items()}
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, samples: int = 1000) -> Interval:
-    """The mean, and the ends of its 95% interval over documents drawn again with replacement (percentiles).
+    """Return the mean with its 95% percentile bootstrap interval.
 
-    The intervals of rouge-score's aggregator, with a seed of their own instead of numpy's global state.
+    The intervals are those of rouge-score's aggregator, with a seed in place of numpy's global state.
     """
-    found = np.asarray(values, dtype=float)
-    drawn = np.random.default_rng(seed).integers(len(found), size=(samples, len(found)))
-    low, high = np.percentile(found[drawn].mean(axis=1), [2.5, 97.5])
-    mean = float(found.mean())
+    array = np.asarray(values, dtype=float)
+    draws = np.random.default_rng(seed).integers(len(array), size=(samples, len(array)))
+    low, high = np.percentile(array[draws].mean(axis=1), [2.5, 97.5])
+    mean = float(array.mean())
     return Interval(mean=mean, low=min(float(low), mean), high=max(float(high), mean))
 
 
 @dataclass(frozen=True, slots=True)
 class CopyShare:
-    """Of a summary's n-grams of one length, the share that stands in the source, by where it stands there.
+    """Share of a summary's n-grams that occur in the source, in total and by origin.
 
-    An n-gram counts for the first of extract, introduction and the rest that has it, so the three add up to `copied`.
+    An n-gram counts for the first of extract, introduction and rest that has it. The three shares sum to `copied`.
     """
 
     n: int
@@ -69,46 +68,46 @@ class CopyShare:
 
 
 def copy_shares(
-    summary: str, document: str, extract: str = "", introduction: str = "", longest: int = LONGEST
+    summary: str, document: str, extract: str = "", introduction: str = "", max_ngram: int = MAX_NGRAM
 ) -> list[CopyShare]:
-    """Shares for n = 1 to `longest`, or to the summary's length where that is smaller."""
+    """Return the shares for n = 1 to `max_ngram`, or to the length of a shorter summary."""
     words = split_words(summary)
-    runs = [_runs(words, split_words(text)) for text in (extract, introduction, document)]
-    return [_share(runs, n, len(words) - n + 1) for n in range(1, min(longest, len(words)) + 1)]
+    runs = [_copied_runs(words, split_words(text)) for text in (extract, introduction, document)]
+    return [_copy_share(runs, n, len(words) - n + 1) for n in range(1, min(max_ngram, len(words)) + 1)]
 
 
-def _runs(words: Sequence[str], source: Sequence[str]) -> list[int]:
-    """For each place among the words, how many words from there on stand in the source in a row.
+def _copied_runs(words: Sequence[str], source: Sequence[str]) -> list[int]:
+    """Return for each position the number of words from there that occur in the source as one run.
 
-    From the last to the first: words i and s are equal, so their run is one longer than that of i + 1 and s + 1.
+    Positions are visited from last to first: if word i equals source word s, its run is 1 + the run at i + 1, s + 1.
     """
-    places: dict[str, list[int]] = {}
-    for place, word in enumerate(source):
-        places.setdefault(word, []).append(place)
-    found, after = [], dict[int, int]()
+    positions: dict[str, list[int]] = {}
+    for position, word in enumerate(source):
+        positions.setdefault(word, []).append(position)
+    longest, runs = [], dict[int, int]()
     for word in reversed(words):
-        after = {place: 1 + after.get(place + 1, 0) for place in places.get(word, ())}
-        found.append(max(after.values(), default=0))
-    return found[::-1]
+        runs = {position: 1 + runs.get(position + 1, 0) for position in positions.get(word, ())}
+        longest.append(max(runs.values(), default=0))
+    return longest[::-1]
 
 
-def _share(runs: Sequence[Sequence[int]], n: int, count: int) -> CopyShare:
-    """Of the `count` n-grams, each of which stands in the sources whose run is as long."""
-    found = Counter(next((place for place, own in enumerate(runs) if own[i] >= n), -1) for i in range(count))
-    shares = [found[place] / count for place in range(len(runs))]
-    return CopyShare(n, (count - found[-1]) / count, *shares)
+def _copy_share(runs: Sequence[Sequence[int]], n: int, count: int) -> CopyShare:
+    """Return the share of the `count` n-grams by their first origin; an origin has an n-gram if its run is n long."""
+    origins = Counter(next((index for index, run in enumerate(runs) if run[i] >= n), -1) for i in range(count))
+    shares = [origins[index] / count for index in range(len(runs))]
+    return CopyShare(n, (count - origins[-1]) / count, *shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Faithfulness:
-    """How much of a summary stands in its source: shares from 0 to 1, None where there is nothing to look for.
+    """Shares (0 to 1) of a summary's items that occur in its source; None if the summary has no such item.
 
     Attributes:
-        words: of its words.
-        bigrams: of its pairs of words; what is missing is new decoding, or made up.
-        numbers: of its numbers, as written.
-        names: of its names: words with a capital letter that do not begin a sentence.
-        missing: numbers and names that the source does not have.
+        words: share of the words.
+        bigrams: share of the pairs of words. A missing pair is new wording or a fabrication.
+        numbers: share of the numbers, as written.
+        names: share of the names: capitalized words that do not begin a sentence.
+        missing: numbers and names that the source lacks.
     """
 
     words: float | None
@@ -118,50 +117,48 @@ class Faithfulness:
     missing: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all fields."""
         return asdict(self) | {"missing": list(self.missing)}
 
 
 def faithfulness(summary: str, source: str) -> Faithfulness:
-    """What of a summary stands in its source."""
-    words, known = split_words(summary), split_words(source)
-    numbers, names = _NUMBER.findall(summary), names_of(summary)
-    there = {*_NUMBER.findall(source), *known}
-    missing = [item for item in (*numbers, *names) if item not in there and item.casefold() not in there]
+    """Look up a summary's words, pairs of words, numbers and names in its source."""
+    words, source_words = split_words(summary), split_words(source)
+    numbers, names = _NUMBER.findall(summary), capitalized_names(summary)
+    source_items = {*_NUMBER.findall(source), *source_words}
+    missing = [item for item in (*numbers, *names) if not {item, item.casefold()} & source_items]
     return Faithfulness(
-        words=_known_share(words, set(known)),
-        bigrams=_known_share(ngrams(words, 2), set(ngrams(known, 2))),
-        numbers=_known_share(numbers, there),
-        names=_known_share([name.casefold() for name in names], there),
+        words=_share(words, set(source_words)),
+        bigrams=_share(ngrams(words, 2), set(ngrams(source_words, 2))),
+        numbers=_share(numbers, source_items),
+        names=_share([name.casefold() for name in names], source_items),
         missing=tuple(dict.fromkeys(missing)),
     )
 
 
-def names_of(text: str) -> list[str]:
-    """Words with a capital letter that do not begin a sentence; a heuristic, for scripts that have capitals."""
-    found = (match for match in _WORD.finditer(text) if match.group()[0].isupper() and match.group() != "I")
-    return [match.group() for match in found if not _begins(text, match.start())]
+def capitalized_names(text: str) -> list[str]:
+    """Return capitalized words that do not begin a sentence: a heuristic for names in scripts with capitals."""
+    words = (match for match in _WORD.finditer(text) if match.group()[0].isupper() and match.group() != "I")
+    return [match.group() for match in words if not _begins_sentence(text, match.start())]
 
 
-def _begins(text: str, place: int) -> bool:
-    """Whether nothing but a full stop, quotes and white space stands before a place."""
-    before = text[max(place - 8, 0) : place].rstrip(_OPENING)
-    return before[-1:] in _STOPS  # nothing at all counts too
+def _begins_sentence(text: str, position: int) -> bool:
+    before = text[max(position - 8, 0) : position].rstrip(_OPENING_MARKS)
+    return before[-1:] in _SENTENCE_ENDS  # "" is in every string: the beginning of the text counts
 
 
-def _known_share(wanted: Sequence[Any], known: Iterable[Any]) -> float | None:
-    have = set(known)
-    return sum(item in have for item in wanted) / len(wanted) if wanted else None
+def _share(items: Sequence[Any], known: Collection[Any]) -> float | None:
+    return sum(item in known for item in items) / len(items) if items else None
 
 
 def mean_copy_shares(documents: Iterable[Sequence[CopyShare]]) -> dict[int, Mapping[str, float]]:
-    """The mean of copy shares over documents, by n; documents with fewer words do not count for large n."""
-    rows: dict[int, list[CopyShare]] = {}
+    """Return the mean shares over documents, by n. Documents shorter than n words are left out for that n."""
+    by_n: dict[int, list[CopyShare]] = {}
     for shares in documents:
         for share in shares:
-            rows.setdefault(share.n, []).append(share)
+            by_n.setdefault(share.n, []).append(share)
     columns = ("copied", *ORIGINS)
     return {
-        n: {column: float(np.mean([getattr(share, column) for share in found])) for column in columns}
-        for n, found in rows.items()
+        n: {column: float(np.mean([getattr(share, column) for share in shares])) for column in columns}
+        for n, shares in by_n.items()
     }

@@ -1,4 +1,4 @@
-"""Selection: a selector ranks sentences, a hard budget says how many of them there may be."""
+"""Sentence selection: a selector ranks sentences; a hard budget limits the extract."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from graftlm.config import Config
 from graftlm.errors import RecipeError
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 
-Unit = Literal["sentences", "characters", "tokens"]
+BudgetUnit = Literal["sentences", "characters", "tokens"]
 _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|c|characters?|t|tokens?)?\s*", re.IGNORECASE)
-_PATIENCE = 200  # sentences that may turn out too long before what is left of a budget stays unused
-_UNITS: dict[str, Unit] = {"s": "sentences", "c": "characters", "t": "tokens"}
+_UNITS: dict[str, BudgetUnit] = {"s": "sentences", "c": "characters", "t": "tokens"}
+_MAX_REJECTED = 200  # sentences tried without success before the rest of a budget stays unused
 
 
 @dataclass(frozen=True, slots=True)
 class RankedSentence:
-    """A sentence's index in the document, and how much it matters to the selector, in the selector's own unit."""
+    """Index of a sentence in its document, and its score in the selector's own unit; higher is better."""
 
     index: int
     score: float
 
 
 class Selector(Protocol):
-    """What chooses sentences."""
+    """Ranks the sentences of a document."""
 
     @property
     def name(self) -> str:
-        """As it is told to the user."""
+        """Name for people."""
         ...
 
     def rank(self, document: SourceDocument) -> Sequence[RankedSentence]:
-        """Sentences of `document.selectable`, what matters most first; those it would never take are left out."""
+        """Return sentences of `document.selectable`, best first. A selector may leave sentences out."""
         ...
 
 
 class Budget(Config):
-    """How large an extract may be; it is never larger.
+    """Upper limit of an extract.
 
     Args:
-        amount: how many.
-        unit: of what; characters are those of the sentences as they read, joined by single spaces.
+        amount: the limit.
+        unit: its unit. Characters are those of the extract, with single spaces between sentences.
     """
 
     amount: int = Field(10, ge=1)
-    unit: Unit = "sentences"
+    unit: BudgetUnit = "sentences"
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """A budget as the command line takes it: `10`, `10s`, `1200 characters`, `300t`.
+        """Parse a budget of the command line: `10`, `10s`, `1200 characters`, `300t`.
 
         Raises:
-            RecipeError: it is none.
+            RecipeError: the text is no budget.
         """
         match = _BUDGET.fullmatch(text)
         if match is None or int(match[1]) < 1:
@@ -72,16 +72,16 @@ class Budget(Config):
 
 @dataclass(frozen=True)
 class Extract:
-    """Sentences of a document, in its order.
+    """Selected sentences of a document, in document order.
 
     Attributes:
-        document: where they come from.
-        indices: of the sentences.
-        scores: what the selector gave each.
-        selector: its name.
-        budget: what was allowed.
-        used: how much of it they take, in its unit.
-        notes: what the user should know, a sentence each.
+        document: the document.
+        indices: indices of the sentences.
+        scores: score of each sentence.
+        selector: name of the selector.
+        budget: the limit.
+        used: size of the extract in the budget's unit.
+        notes: remarks for the user, one sentence each.
     """
 
     document: SourceDocument
@@ -94,16 +94,16 @@ class Extract:
 
     @property
     def sentences(self) -> list[Sentence]:
-        """The chosen sentences."""
+        """The selected sentences."""
         return [self.document.sentences[index] for index in self.indices]
 
     @property
     def text(self) -> str:
-        """As one paragraph."""
+        """The selected sentences as one paragraph."""
         return " ".join(sentence.text for sentence in self.sentences)
 
     def to_json(self) -> dict[str, Any]:
-        """The sentences with their places, and how they were chosen."""
+        """Return the sentences with their positions and scores, the selector and the budget."""
         sections = self.document.sections
         rows = [
             {"index": index, **sentence.to_json(), "section": sections[sentence.section].title, "score": score}
@@ -116,66 +116,66 @@ class Extract:
 def select(
     document: SourceDocument, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
 ) -> Extract:
-    """Take sentences as they are ranked, as long as they fit; one that does not fit is passed over, as is a repetition.
+    """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
 
     Args:
         document: the document.
-        selector: ranks its sentences.
-        budget: never exceeded.
-        count_tokens: how many tokens a text has, for a budget in tokens.
+        selector: ranks the sentences.
+        budget: upper limit of the extract.
+        count_tokens: returns the number of tokens of a text; needed for a budget in tokens.
 
     Raises:
-        RecipeError: the budget is in tokens, and nothing counts them; or no sentence fits into it.
+        RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
     """
-    grown = _growth(budget, count_tokens)
-    taken: dict[int, float] = {}
+    measure = _size_function(budget, count_tokens)
+    scores: dict[int, float] = {}
     texts: dict[int, str] = {}
-    had: set[str] = set()
-    used = passed = 0
+    seen: set[str] = set()
+    used = rejected = 0
     for ranked in selector.rank(document):
         text = document.sentences[ranked.index].text
-        if text in had:
+        if text in seen:
             continue
-        needed = grown(used, texts, ranked.index, text)
-        if needed > budget.amount:
-            passed += 1
-            if passed == _PATIENCE:
+        size = measure(used, texts, ranked.index, text)
+        if size > budget.amount:
+            rejected += 1
+            if rejected == _MAX_REJECTED:
                 break
             continue
-        taken[ranked.index], texts[ranked.index], used = ranked.score, text, needed
-        had.add(text)
+        scores[ranked.index], texts[ranked.index], used = ranked.score, text, size
+        seen.add(text)
         if used == budget.amount:
             break
-    if not taken and passed:
+    if not scores and rejected:
         raise RecipeError(
-            f"No sentence of {document.where} fits into a budget of {budget}: allow more, or count in sentences."
+            f"No sentence of {document.name} fits into a budget of {budget}: allow more, or count in sentences."
         )
-    order = tuple(sorted(taken))
-    notes = _notes(document, order)
-    return Extract(document, order, tuple(taken[index] for index in order), selector.name, budget, used, notes)
+    indices = tuple(sorted(scores))
+    notes = _notes(document, indices)
+    return Extract(document, indices, tuple(scores[index] for index in indices), selector.name, budget, used, notes)
 
 
-Growth = Callable[[int, dict[int, str], int, str], int]
+# Size of the extract with one more sentence, from: its size so far, its texts by index, the new index and text.
+_SizeFunction = Callable[[int, dict[int, str], int, str], int]
 
 
-def _growth(budget: Budget, count_tokens: Callable[[str], int] | None) -> Growth:
-    """How much of the budget is used with one more sentence: of what is used, the texts, its index and its text."""
+def _size_function(budget: Budget, count_tokens: Callable[[str], int] | None) -> _SizeFunction:
     if budget.unit == "sentences":
         return lambda used, texts, index, text: used + 1
     if budget.unit == "characters":
         return lambda used, texts, index, text: used + len(text) + bool(texts)
     if count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in characters.")
-    return lambda used, texts, index, text: count_tokens(_joined(texts | {index: text}))
+    return lambda used, texts, index, text: count_tokens(_join(texts | {index: text}))
 
 
-def _joined(texts: dict[int, str]) -> str:
+def _join(texts: dict[int, str]) -> str:
     return " ".join(texts[index] for index in sorted(texts))
 
 
-def _notes(document: SourceDocument, order: tuple[int, ...]) -> tuple[str, ...]:
+def _notes(document: SourceDocument, indices: tuple[int, ...]) -> tuple[str, ...]:
     if len(document.sentences) == 1:
-        return (f"{document.where} is one sentence long: its summary is that sentence.",)
-    if len(order) == len(document.sentences):
-        return (f"{document.where} is no longer than the summary asked for: the extract is all of it.",)
+        return (f"{document.name} is one sentence long: its summary is that sentence.",)
+    if len(indices) == len(document.sentences):
+        return (f"{document.name} is no longer than the requested summary: the extract is all of it.",)
     return ()

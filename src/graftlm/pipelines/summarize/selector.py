@@ -1,11 +1,12 @@
-"""Trained selectors: a model that ranks sentences, and what turns sentences into its inputs.
+"""Trained selectors: a `SentenceSelector` model with its tokenizer or frozen sentence encoder.
 
-On disk a folder as transformers writes it (`config.json`, `model.safetensors`), with a `tokenizer.json` where it reads
-tokens, and `selector.json`, which says what it was trained on.
+A saved selector is a folder: `config.json` and `model.safetensors` as transformers writes them, `tokenizer.json` if the
+model reads tokens, and `selector.json` with the record of its training.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import uuid
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -35,9 +35,9 @@ class TrainedSelector:
 
     Args:
         model: the model.
-        tokenizer: where it reads tokens.
-        name: as it is told to the user.
-        record: what it was trained on, as JSON.
+        tokenizer: tokenizer of a model that reads tokens.
+        name: name for people.
+        record: JSON record of the training.
     """
 
     def __init__(
@@ -49,40 +49,38 @@ class TrainedSelector:
     ) -> None:
         self.model, self.tokenizer, self.name, self.record = model, tokenizer, name, record or {}
 
-    def inputs(self, sentences: Sequence[str]) -> Tensor:
-        """What the model reads: token ids, (N, T), or vectors, (N, v)."""
+    def model_inputs(self, sentences: Sequence[str]) -> Tensor:
+        """Return the model's inputs: padded token ids, (N, T), or sentence embeddings, (N, v)."""
         config = self.model.config
-        if config.reads == "vectors":
-            assert config.encoder is not None, "a selector that reads vectors names their encoder"
-            return sentence_embeddings(sentences, config.encoder, str(self.model.device))
-        assert self.tokenizer is not None, "a selector that reads tokens has a tokenizer"
+        if config.input_type == "embeddings":
+            assert config.sentence_encoder is not None, "the config of a selector of embeddings names their encoder"
+            return sentence_embeddings(sentences, config.sentence_encoder, str(self.model.device))
+        assert self.tokenizer is not None, "a selector of tokens has a tokenizer"
         rows = self.tokenizer(list(sentences), add_special_tokens=False)["input_ids"] if sentences else []
-        cut = [row[: config.max_tokens] for row in rows]
-        ids = torch.full((len(cut), max(map(len, cut), default=1) or 1), config.vocab_size)
-        for place, row in enumerate(cut):
-            ids[place, : len(row)] = torch.tensor(row, dtype=torch.long)
+        rows = [row[: config.max_tokens] for row in rows]
+        ids = torch.full((len(rows), max(map(len, rows), default=1) or 1), config.vocab_size)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
         return ids.to(self.model.device)
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """All sentences that may be taken; of a document longer than the model reads, piece by piece.
+        """Rank all selectable sentences. A long document is ranked in windows of `max_sentences`.
 
-        The first of every piece comes before the second of any, and so on, as scores of different pieces don't compare.
+        Scores of different windows are not comparable. The best sentence of every window therefore comes first, then
+        the second best of every window, and so on.
         """
         selectable, size = document.selectable, self.model.config.max_sentences
-        pieces = [selectable[first : first + size] for first in range(0, len(selectable), size)]
-        ranked = [self._rank(document, piece) for piece in pieces]
-        longest = max(map(len, ranked), default=0)
-        return [piece[place] for place in range(longest) for piece in ranked if place < len(piece)]
+        windows = [selectable[first : first + size] for first in range(0, len(selectable), size)]
+        rounds = itertools.zip_longest(*(self._rank_window(document, window) for window in windows))
+        return [ranked for candidates in rounds for ranked in candidates if ranked is not None]
 
-    def _rank(self, document: SourceDocument, indices: Sequence[int]) -> list[RankedSentence]:
+    def _rank_window(self, document: SourceDocument, indices: Sequence[int]) -> list[RankedSentence]:
         self.model.eval()
-        choice = self.model.choose(self.inputs([document.sentences[index].text for index in indices]))
-        return [
-            RankedSentence(indices[place], score) for place, score in zip(choice.indices, choice.scores, strict=True)
-        ]
+        output = self.model.rank(self.model_inputs([document.sentences[index].text for index in indices]))
+        return [RankedSentence(indices[i], score) for i, score in zip(output.indices, output.scores, strict=True)]
 
     def save(self, folder: str | Path) -> Path:
-        """Write it: all of it or nothing.
+        """Write the selector to a folder, completely or not at all.
 
         Raises:
             ArtifactError: the folder holds something else.
@@ -106,27 +104,19 @@ class TrainedSelector:
 
 
 def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSelector:
-    """A selector that `TrainedSelector.save` wrote.
+    """Load a selector that `TrainedSelector.save` wrote.
 
     Raises:
-        ArtifactError: the folder is no whole selector.
+        ArtifactError: the folder holds no complete selector.
     """
     folder = Path(folder)
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
-        config = SentenceSelectorConfig.from_pretrained(folder)
-        loading: Any = SentenceSelector.from_pretrained  # a pair, with output_loading_info
-        model, found = loading(
-            folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-        if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
-            raise ValueError("its tensors are not those of its config")
-        tokenizer = None
-        if config.reads == "tokens":
-            tokenizer = as_tokenizer(Tokenizer.from_file(str(folder / TOKENIZER_NAME)))
+        model = _load_model(folder)
+        tokenizer = _load_tokenizer(folder) if model.config.input_type == "tokens" else None
     except GraftError as error:
         raise ArtifactError(f"{folder} is no whole selector ({str(error).rstrip('.')}): train it again.") from None
-    except Exception as error:  # tokenizers raises nothing narrower, and transformers many things
+    except Exception as error:  # tokenizers raises plain exceptions, and transformers many kinds
         if isinstance(error, MemoryError | AssertionError):
             raise
         cause = "it does not exist" if not folder.exists() else _cause(error)
@@ -137,6 +127,21 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
     return TrainedSelector(model.eval(), tokenizer, str(folder), record)
 
 
+def _load_model(folder: Path) -> SentenceSelector:
+    config = SentenceSelectorConfig.from_pretrained(folder)
+    from_pretrained: Any = SentenceSelector.from_pretrained  # returns a pair with output_loading_info
+    model, info = from_pretrained(
+        folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
+    )
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        raise ValueError("its tensors are not those of its config")
+    return model
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER_NAME), clean_up_tokenization_spaces=False)
+
+
 def _cause(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name} is missing" if error.filename else "a file is missing"
@@ -145,25 +150,21 @@ def _cause(error: Exception) -> str:
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
-def as_tokenizer(pieces: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer without special tokens."""
-    return PreTrainedTokenizerFast(tokenizer_object=pieces, clean_up_tokenization_spaces=False)
-
-
 def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:
-    """Vectors of sentences by a frozen sentence-transformers model, (N, v) float32.
+    """Embed sentences with a frozen sentence-transformers model; returns (N, v) in float32.
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
         BackboneError: the encoder can't be loaded.
     """
-    model = _encoder(encoder, device)
-    found = model.encode(list(sentences), convert_to_tensor=True, show_progress_bar=False, batch_size=64)
-    return found.to(device=device, dtype=torch.float32).clone()  # of inference mode no more
+    embeddings = _load_encoder(encoder, device).encode(
+        list(sentences), convert_to_tensor=True, show_progress_bar=False, batch_size=64
+    )
+    return embeddings.to(device=device, dtype=torch.float32).clone()  # a clone is no inference tensor
 
 
 @cache
-def _encoder(name: str, device: str) -> Any:
+def _load_encoder(name: str, device: str) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError:
@@ -173,8 +174,3 @@ def _encoder(name: str, device: str) -> Any:
     except (OSError, ValueError) as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise BackboneError(f"The encoder {name} can't be loaded ({cause}): name another.") from None
-
-
-def vector_size(encoder: str) -> int:
-    """Width of an encoder's vectors."""
-    return sentence_embeddings(["one"], encoder).shape[1]

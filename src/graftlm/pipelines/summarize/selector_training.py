@@ -1,4 +1,7 @@
-"""Training of selectors on oracle extracts: one small loop, Adam, early stopping on held-out documents."""
+"""Training of selectors on oracle extracts: Adam, with early stopping on validation documents.
+
+Shape suffixes: B documents, N sentences.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,42 @@ from graftlm.errors import DataError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
-from graftlm.pipelines.summarize.selector import TrainedSelector, vector_size
+from graftlm.pipelines.summarize.selector import TrainedSelector, sentence_embeddings
 from graftlm.training.language_model import train_tokenizer
 
 
 @dataclass(frozen=True)
 class SelectorExample:
-    """A document's sentences that may be taken, and which of them its summary rests on, as places among them."""
+    """The selectable sentences of a document, and the positions among them of the target extract."""
 
     sentences: tuple[str, ...]
-    chosen: tuple[int, ...]
+    extract: tuple[int, ...]
 
 
-def selector_example(document: SourceDocument, summary: Sequence[str], each: int = 2) -> SelectorExample:
-    """An example whose extract is the oracle's: for each sentence of a human summary the `each` nearest."""
+def selector_example(document: SourceDocument, summary: Sequence[str], per_sentence: int = 2) -> SelectorExample:
+    """Return an example with the oracle extract: the `per_sentence` best matches of each sentence of a summary."""
     sentences = tuple(document.sentences[index].text for index in document.selectable)
-    return SelectorExample(sentences, tuple(oracle_extract(sentences, summary, each)))
+    return SelectorExample(sentences, tuple(oracle_extract(sentences, summary, per_sentence)))
 
 
 class SelectorTrainingConfig(Config):
-    """How a selector is trained; the defaults are those of the thesis.
+    """Training of a selector; defaults are those of the thesis.
 
     Args:
-        kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies vectors of a frozen encoder.
-        encoder: of `modern`, a sentence-transformers model's name or folder.
-        steps: updates, at most.
-        batch_size: documents in each.
-        learning_rate: of Adam.
-        weight_decay: its L2 penalty.
-        evaluate_every: updates between looks at the held-out documents.
-        patience: looks without improvement before training stops.
-        seed: of fresh weights, order and dropout.
+        kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies embeddings of a frozen encoder.
+        sentence_encoder: for `modern`, name or folder of a sentence-transformers model.
+        steps: maximum number of updates.
+        batch_size: documents in a batch.
+        learning_rate: learning rate of Adam.
+        weight_decay: L2 penalty of Adam.
+        evaluate_every: updates between evaluations on the validation documents.
+        patience: evaluations without improvement before training stops.
+        seed: seed of initialization, order and dropout.
         model: changes to the model's config, such as {"hidden_size": 64}.
     """
 
     kind: Literal["classifier", "pointer", "modern"] = "pointer"
-    encoder: str | None = None
+    sentence_encoder: str | None = None
     steps: int = Field(20_000, ge=1)
     batch_size: int = Field(32, ge=1)
     learning_rate: float = Field(1e-3, gt=0)
@@ -66,141 +69,148 @@ class SelectorTrainingConfig(Config):
 
 def train_selector(
     train: Sequence[SelectorExample],
-    held_out: Sequence[SelectorExample],
+    validation: Sequence[SelectorExample],
     training: SelectorTrainingConfig | None = None,
     *,
     device: str = "cpu",
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> TrainedSelector:
-    """Train a selector; the weights with the lowest loss on held-out documents are kept.
+    """Train a selector and keep the weights with the lowest validation loss.
 
-    Sentences behind the first `max_sentences` of a document are not seen in training, nor is their part of the extract.
+    Training reads the first `max_sentences` sentences of a document; the rest of its extract is ignored.
 
     Args:
-        train: documents to learn from.
-        held_out: documents that say when to stop.
-        training: how.
-        device: where.
-        say: told the losses.
+        train: training examples.
+        validation: examples for early stopping.
+        training: hyperparameters.
+        device: device of the model.
+        log: receives a line with the losses at each evaluation.
 
     Raises:
-        DataError: there is nothing to learn from.
-        RecipeError: a value of the model's config does not fit.
+        DataError: no example of `train` or of `validation` has an extract.
+        RecipeError: a value of the model's config is invalid.
     """
     training = training or SelectorTrainingConfig()
-    selector = _fresh(train, training, device)
-    batches = [[_ready(selector, example) for example in part] for part in (train, held_out)]
-    rows, kept = ([row for row in part if len(row[1])] for part in batches)
-    if not rows or not kept:
-        raise DataError("There is no document with an extract to learn from, or none held out: give both.")
-    losses = _train(selector, rows, kept, training, say)
+    selector = _new_selector(train, training, device)
+    encoded = ([_encode(selector, example) for example in part] for part in (train, validation))
+    train_rows, validation_rows = ([row for row in part if row.extract] for part in encoded)
+    if not train_rows or not validation_rows:
+        raise DataError("There is no document with an extract to learn from, or none for validation: give both.")
+    losses = _train(selector.model, train_rows, validation_rows, training, log)
     selector.record = {
         "training": training.model_dump(mode="json"),
-        "documents": len(rows),
-        "held_out": len(kept),
+        "documents": len(train_rows),
+        "validation_documents": len(validation_rows),
         "losses": losses,
     }
     return selector
 
 
-def _fresh(train: Sequence[SelectorExample], training: SelectorTrainingConfig, device: str) -> TrainedSelector:
-    """A selector with fresh weights, and a tokenizer learned from the documents where it reads tokens."""
+def _new_selector(train: Sequence[SelectorExample], training: SelectorTrainingConfig, device: str) -> TrainedSelector:
+    """Return an untrained selector. A model that reads tokens gets a tokenizer trained on the examples."""
     values = dict(training.model)
-    values["extract_size"] = max(1, round(sum(len(one.chosen) for one in train) / max(len(train), 1)))
+    values["extract_size"] = max(1, round(sum(len(example.extract) for example in train) / max(len(train), 1)))
     tokenizer = None
     if training.kind == "modern":
-        if training.encoder is None:
+        if training.sentence_encoder is None:
             raise DataError("A modern selector needs an encoder: name a sentence-transformers model.")
-        modern = {"reads": "vectors", "document": "transformer", "head": "classifier", "encoder": training.encoder}
-        modern |= {"hidden_size": 96, "dropout": 0.2, "vector_size": vector_size(training.encoder)}
-        values = modern | values
+        width = sentence_embeddings(["text"], training.sentence_encoder).shape[1]
+        modern = {"input_type": "embeddings", "document_encoder": "transformer", "head": "classifier"}
+        modern |= {"sentence_encoder": training.sentence_encoder, "sentence_embedding_size": width}
+        values = modern | {"hidden_size": 96, "dropout": 0.2} | values
     else:
-        pieces = int(values.pop("vocab_size", 40_000))
-        tokenizer = train_tokenizer((" ".join(one.sentences) for one in train), pieces)
+        vocab_size = int(values.pop("vocab_size", 40_000))
+        tokenizer = train_tokenizer((" ".join(example.sentences) for example in train), vocab_size)
         values = {"head": training.kind, "vocab_size": len(tokenizer)} | values
     torch.manual_seed(training.seed)
     model = SentenceSelector(SentenceSelectorConfig(**values)).to(device)  # type: ignore[arg-type]  # checked there
     return TrainedSelector(model, tokenizer, f"Sent-{training.kind}")
 
 
-Row = tuple[Tensor, tuple[int, ...], int]
+@dataclass(frozen=True)
+class _EncodedExample:
+    """Model inputs of the sentences of one document, and the positions of its extract."""
+
+    inputs: Tensor
+    extract: tuple[int, ...]
 
 
-def _ready(selector: TrainedSelector, example: SelectorExample) -> Row:
-    """Inputs, the places of the extract, and how many sentences there are; cut to what the model reads."""
-    most = selector.model.config.max_sentences
-    inputs = selector.inputs(example.sentences[:most])
-    return inputs, tuple(place for place in example.chosen if place < most), len(inputs)
+def _encode(selector: TrainedSelector, example: SelectorExample) -> _EncodedExample:
+    limit = selector.model.config.max_sentences
+    inputs = selector.model_inputs(example.sentences[:limit])
+    return _EncodedExample(inputs, tuple(position for position in example.extract if position < limit))
 
 
 def _train(
-    selector: TrainedSelector,
-    rows: Sequence[Row],
-    kept: Sequence[Row],
+    model: SentenceSelector,
+    train: Sequence[_EncodedExample],
+    validation: Sequence[_EncodedExample],
     training: SelectorTrainingConfig,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[list[float]]:
-    """Steps and losses: of the step, and of the held-out documents."""
-    model = selector.model
+    """Train the model in place; returns [step, training loss, validation loss] of each evaluation."""
     adam = torch.optim.Adam(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
-    order, best, waited = _orders(rows, training), (math.inf, deepcopy(model.state_dict())), 0
-    losses: list[list[float]] = []
+    batches, losses = _batches(train, training), []
+    best_loss, best_state, stale = math.inf, deepcopy(model.state_dict()), 0
     for step in range(1, training.steps + 1):
         model.train()
-        loss = model(*_collate(model, next(order)))
+        loss = model(*_collate(model, next(batches)))
         adam.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
-        torch.clear_autocast_cache()  # an autocast around all of this keeps the weights that it first saw
-        if step % training.evaluate_every == 0 or step == training.steps:
-            found = _loss(model, kept, training.batch_size)
-            losses.append([step, loss.item(), found])
-            say(f"step {step}: loss {loss.item():.4f}, held out {found:.4f}")
-            waited = 0 if found < best[0] else waited + 1
-            best = (found, deepcopy(model.state_dict())) if found < best[0] else best
-            if waited == training.patience:
-                break
-    model.load_state_dict(best[1])
+        torch.clear_autocast_cache()  # an enclosing autocast would keep copies of the old weights
+        if step % training.evaluate_every and step != training.steps:
+            continue
+        validation_loss = _mean_loss(model, validation, training.batch_size)
+        losses.append([step, loss.item(), validation_loss])
+        log(f"step {step}: loss {loss.item():.4f}, validation {validation_loss:.4f}")
+        stale += 1
+        if validation_loss < best_loss:
+            best_loss, best_state, stale = validation_loss, deepcopy(model.state_dict()), 0
+        if stale == training.patience:
+            break
+    model.load_state_dict(best_state)
     model.eval()
     return losses
 
 
-def _orders(rows: Sequence[Row], training: SelectorTrainingConfig) -> Iterator[list[Row]]:
-    """Batches without end, in a new order in each pass."""
-    chance = random.Random(training.seed)
-    waiting: list[Row] = []
+def _batches(examples: Sequence[_EncodedExample], training: SelectorTrainingConfig) -> Iterator[list[_EncodedExample]]:
+    """Yield batches forever, in a new order at each epoch."""
+    rng = random.Random(training.seed)
+    queue: list[_EncodedExample] = []
     while True:
-        while len(waiting) < training.batch_size:
-            waiting += chance.sample(list(rows), len(rows))
-        yield waiting[: training.batch_size]
-        waiting = waiting[training.batch_size :]
+        while len(queue) < training.batch_size:
+            queue += rng.sample(list(examples), len(examples))
+        yield queue[: training.batch_size]
+        queue = queue[training.batch_size :]
 
 
 @torch.inference_mode()
-def _loss(model: SentenceSelector, rows: Sequence[Row], size: int) -> float:
-    """The mean over documents."""
+def _mean_loss(model: SentenceSelector, examples: Sequence[_EncodedExample], batch_size: int) -> float:
+    """Return the mean loss of a document."""
     model.eval()
-    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
-    return sum(float(model(*_collate(model, part))) * len(part) for part in parts) / len(rows)
+    batches = [examples[first : first + batch_size] for first in range(0, len(examples), batch_size)]
+    return sum(float(model(*_collate(model, batch))) * len(batch) for batch in batches) / len(examples)
 
 
-def _collate(model: SentenceSelector, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, mask and targets of some documents."""
-    config = model.config
-    longest = max(count for _, _, count in rows)
-    wide = max(inputs.shape[1] for inputs, _, _ in rows)
-    padding = config.vocab_size if config.reads == "tokens" else 0
-    inputs = rows[0][0].new_full((len(rows), longest, wide), padding)
-    mask_BN = torch.zeros(len(rows), longest, dtype=torch.bool, device=inputs.device)
-    steps = max(len(chosen) for _, chosen, _ in rows)
+def _collate(model: SentenceSelector, examples: Sequence[_EncodedExample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return padded inputs, (B, N, T or v), the sentence mask, (B, N), and the head's targets."""
+    config, device = model.config, examples[0].inputs.device
+    sentences = max(len(example.inputs) for example in examples)
+    width = max(example.inputs.shape[1] for example in examples)
+    padding = config.vocab_size if config.input_type == "tokens" else 0
+    inputs = examples[0].inputs.new_full((len(examples), sentences, width), padding)
+    mask_BN = torch.zeros(len(examples), sentences, dtype=torch.bool, device=device)
     pointer = config.head == "pointer"
-    targets = torch.full((len(rows), steps if pointer else longest), -1 if pointer else 0, device=inputs.device)
-    for place, (own, chosen, count) in enumerate(rows):
-        inputs[place, :count, : own.shape[1]] = own
-        mask_BN[place, :count] = True
+    steps = max(len(example.extract) for example in examples) if pointer else sentences
+    targets = torch.full((len(examples), steps), -1 if pointer else 0, device=device)
+    for row, example in enumerate(examples):
+        count, own_width = example.inputs.shape
+        inputs[row, :count, :own_width] = example.inputs
+        mask_BN[row, :count] = True
         if pointer:
-            targets[place, : len(chosen)] = torch.tensor(chosen, device=inputs.device)
+            targets[row, : len(example.extract)] = torch.tensor(example.extract, device=device)
         else:
-            targets[place, list(chosen)] = 1
+            targets[row, list(example.extract)] = 1
     return inputs, mask_BN, targets

@@ -1,15 +1,15 @@
-"""From a file to a summary that can be checked: read, select, write, link."""
+"""The pipeline: read a document, select sentences, write the summary, link it to the extract, format it for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.baselines import SumySelector
-from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 from graftlm.pipelines.summarize.metrics import Faithfulness, faithfulness
 from graftlm.pipelines.summarize.readers import read_document
 from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
@@ -17,16 +17,17 @@ from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.pipelines.summarize.writer import AbstractiveWriter
 
 DEFAULT_NOTE = "No trained selector is named: LexRank of sumy, which is not trained, chose the sentences."
+_MIN_OVERLAP = 0.3  # F1 of words from which the nearest extracted sentence counts as support
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceLink:
-    """A sentence of a written summary, and the extracted sentence that is nearest to it.
+    """A sentence of a written summary and the extracted sentence with the most similar words.
 
     Attributes:
-        text: the summary's sentence.
-        index: of the nearest extracted sentence in the document; None where they share no word.
-        overlap: F1 of their words, 0 to 1.
+        text: the sentence of the summary.
+        index: index of the extracted sentence in the document; None if no word is shared.
+        overlap: F1 of the two sets of words, 0 to 1.
     """
 
     text: str
@@ -34,21 +35,21 @@ class SentenceLink:
     overlap: float
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all fields."""
         return {"text": self.text, "nearest": self.index, "overlap": self.overlap}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summarize` gives.
+    """The result of `summarize`.
 
     Attributes:
-        extract: the sentences that were selected.
-        text: the summary: what the writer wrote, or the extract.
-        writer: its name; None where the extract is the summary.
-        links: for each written sentence the selected one nearest to it; none without a writer.
-        faithfulness: what of the text stands in the document.
-        notes: what the user should know, a sentence each.
+        extract: the selected sentences.
+        text: the summary: the written text, or the extract.
+        writer: name of the writer; None if the extract is the summary.
+        links: a link for each written sentence; empty without a writer.
+        faithfulness: support of the text in the document.
+        notes: remarks for the user, one sentence each.
     """
 
     extract: Extract
@@ -60,13 +61,13 @@ class Summary:
 
     @property
     def document(self) -> SourceDocument:
-        """What was summarised."""
+        """The summarized document."""
         return self.extract.document
 
     def to_json(self) -> dict[str, Any]:
-        """Summary, provenance and figures."""
+        """Return the summary with its extract, links, metrics and notes."""
         return {
-            "document": self.document.where,
+            "document": self.document.name,
             "summary": self.text,
             "writer": self.writer,
             "extract": self.extract.to_json(),
@@ -85,59 +86,111 @@ def summarize(
     budget: Budget | None = None,
     language: str | None = None,
 ) -> Summary:
-    """Summarise a document, and say where each sentence comes from.
+    """Summarize a document with the source of each sentence.
 
     Args:
-        document: one that was read, or a file.
-        selector: ranks sentences; None takes LexRank, and a note says so.
-        writer: writes the summary from the extract; None gives the extract itself.
-        budget: of the extract; by default ten sentences.
-        language: of a file, as for `read_document`.
+        document: a document or a file.
+        selector: ranks the sentences; None takes LexRank, and a note says so.
+        writer: writes the summary from the extract; None returns the extract itself.
+        budget: limit of the extract; None allows ten sentences.
+        language: language of a file, as for `read_document`.
 
     Raises:
-        DataError: the file can't be read as a document.
-        RecipeError: the budget does not fit.
+        DataError: the file can't be read, or has no words.
+        RecipeError: no sentence fits into the budget.
     """
     if not isinstance(document, SourceDocument):
         document = read_document(document, language)
-    chosen = selector or SumySelector()
-    count = writer.count_tokens if writer is not None else None
-    extract = select(document, chosen, budget or Budget(), count)
+    count_tokens = writer.count_tokens if writer is not None else None
+    extract = select(document, selector or SumySelector(), budget or Budget(), count_tokens)
     if not extract.indices:
-        raise DataError(f"{document.where} has no sentence with a letter in it: a text with words is expected.")
-    notes = extract.notes if selector is not None else (DEFAULT_NOTE, *extract.notes)
-    source = " ".join(sentence.text for sentence in document.sentences)
+        raise DataError(f"{document.name} has no sentence with a letter in it: a text with words is expected.")
+    notes = [*_reading_notes(document), *extract.notes]
+    if selector is None:
+        notes.insert(0, DEFAULT_NOTE)
     if writer is None:
         text, links = extract.text, ()
     else:
-        written = writer.write(extract)
-        text, links = written.text, link(written.text, extract)
-        notes = (*notes, *_notes(document, text, source), *written.notes)
-    name = writer.name if writer is not None else None
-    return Summary(extract, text, name, links, faithfulness(text, source), notes)
+        output = writer.write(extract)
+        text, links = output.text, link_sentences(output.text, extract)
+        notes += [*_writing_notes(document, text), *output.notes]
+    writer_name = writer.name if writer is not None else None
+    return Summary(extract, text, writer_name, links, faithfulness(text, document.text), tuple(notes))
 
 
-def _notes(document: SourceDocument, written: str, source: str) -> tuple[str, ...]:
-    """What the user should know about a written summary."""
+def _reading_notes(document: SourceDocument) -> list[str]:
+    if document.name.lower().endswith(".rst"):
+        return [
+            f"{document.name} is read as plain text, as there is no reader of reStructuredText: its directives and "
+            "fields may count as sentences."
+        ]
+    return []
+
+
+def _writing_notes(document: SourceDocument, text: str) -> list[str]:
     notes = []
     if document.introduction is None:
         notes.append(
-            f"{document.where} has no heading that names an introduction: the writer reads its first sentences instead."
+            f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
         )
-    if len(written) > len(source):
-        notes.append(f"The summary is longer than {document.where} itself: ask for fewer tokens.")
-    return tuple(notes)
+    if len(text) > len(document.text):
+        notes.append(f"The summary is longer than {document.name} itself: ask for fewer tokens.")
+    return notes
 
 
-def link(text: str, extract: Extract) -> tuple[SentenceLink, ...]:
-    """Each sentence of a summary, and the extracted sentence whose words are nearest to its own."""
+def link_sentences(text: str, extract: Extract) -> tuple[SentenceLink, ...]:
+    """Link each sentence of a summary to the extracted sentence with the most similar words."""
     sentences = [text[start:end] for start, end in split_sentences(text, extract.document.language)]
     sources = [(index, set(split_words(extract.document.sentences[index].text))) for index in extract.indices]
-    return tuple(_nearest(" ".join(sentence.split()), sources) for sentence in sentences)
+    return tuple(_link(" ".join(sentence.split()), sources) for sentence in sentences)
 
 
-def _nearest(sentence: str, sources: Sequence[tuple[int, set[str]]]) -> SentenceLink:
+def _link(sentence: str, sources: Sequence[tuple[int, set[str]]]) -> SentenceLink:
     words = set(split_words(sentence))
-    overlaps = [(2 * len(words & known) / max(len(words) + len(known), 1), -index) for index, known in sources]
-    overlap, index = max(overlaps, default=(0.0, 0))
+    overlaps = [(2 * len(words & other) / max(len(words) + len(other), 1), -index) for index, other in sources]
+    overlap, index = max(overlaps, default=(0.0, 0))  # ties go to the earlier sentence
     return SentenceLink(sentence, -index if overlap else None, overlap)
+
+
+def format_summary(summary: Summary) -> Iterator[str]:
+    """Yield lines for people: the summary with references in brackets, then the passages with their positions."""
+    numbers = {index: number for number, index in enumerate(summary.extract.indices, start=1)}
+    if summary.writer is None:
+        yield from (f"{sentence.text} [{number}]" for number, sentence in enumerate(summary.extract.sentences, start=1))
+    for link in summary.links:
+        yield f"{link.text} [{numbers[link.index] if _is_supported(link) else '?'}]"
+    yield ""
+    for number, sentence in enumerate(summary.extract.sentences, start=1):
+        yield f"[{number}] {_location(summary.document, sentence)}"
+        if summary.writer is not None:
+            yield f"    {sentence.text}"
+    if summary.writer is not None:
+        yield ""
+        yield from _support_lines(summary)
+
+
+def _is_supported(link: SentenceLink) -> bool:
+    return link.index is not None and link.overlap >= _MIN_OVERLAP
+
+
+def _location(document: SourceDocument, sentence: Sentence) -> str:
+    """Return page, characters and section title of a sentence."""
+    page = "" if sentence.page is None else f"page {sentence.page}, "
+    title = document.sections[sentence.section].title
+    return f"{page}characters {sentence.start}–{sentence.end}" + (f", {title}" if title else "")
+
+
+def _support_lines(summary: Summary) -> Iterator[str]:
+    support = summary.faithfulness
+    shares = {
+        "words": support.words,
+        "pairs of words": support.bigrams,
+        "numbers": support.numbers,
+        "names": support.names,
+    }
+    parts = ", ".join(f"{share:.0%} of its {items}" for items, share in shares.items() if share is not None)
+    yield f"The source has {parts}." if parts else "The summary has no words to look for in the source."
+    if support.missing:
+        yield f"Not in the source: {', '.join(support.missing)}."
+    if not all(map(_is_supported, summary.links)):
+        yield "[?]: no extracted sentence is near."

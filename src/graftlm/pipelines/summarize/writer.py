@@ -1,8 +1,8 @@
-"""Writing: a causal language model continues introduction, extract and a summary mark with the summary.
+"""Writers: a causal language model writes the summary after introduction, extract and a summary mark.
 
-The layout is introduction | extract | summary mark | summary | rest of the document. In training the rest is text of
-the domain in windows of its own; in use it is not there. Marks are plain strings; a model that was trained on the
-layout has them beside it in `layout.json`, and another one gets words that it may understand.
+The layout of a document is introduction | extract | summary mark | summary | rest of the document. The rest is used in
+training only, in windows of its own. Marks are plain strings. A model that was trained on a layout has it beside it as
+`layout.json`; other models get marks in plain English.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.artifact import backbone_of, is_model, load_graft
-from graftlm.backbone import UNLIMITED, max_sequence_length, padding_id
+from graftlm.backbone import UNLIMITED, leading_bos, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts import GraftedModel
@@ -26,19 +26,19 @@ from graftlm.pipelines.summarize.selection import Extract
 from graftlm.pipelines.summarize.text import split_sentences
 
 LAYOUT_NAME = "layout.json"
-_WINDOW = 1024  # where the model does not say how long it can read
-_OPENING_SENTENCES = 30  # stand in for an introduction that no heading names
+_DEFAULT_WINDOW = 1024  # for models without a maximum sequence length
+_LEAD_SENTENCES = 30  # used as the introduction of a document without such a heading
 
 
 class PromptLayout(Config):
-    """What stands before each part.
+    """The strings before each part of a document, and the window.
 
     Args:
-        introduction: before the introduction.
-        extract: before the extracted sentences; None for a model that reads the introduction alone.
-        summary: before the summary.
-        rest: before the rest of the document, in training.
-        window: tokens of a window.
+        introduction: string before the introduction.
+        extract: string before the extract; None for a model that reads the introduction only.
+        summary: string before the summary.
+        rest: string before the rest of the document, in training.
+        window: maximum number of tokens of prompt and summary; None takes the model's maximum.
     """
 
     introduction: str = ""
@@ -49,15 +49,15 @@ class PromptLayout(Config):
 
 
 class SummaryDecoding(Config):
-    """How a summary is written.
+    """Decoding of summaries.
 
     Args:
-        method: greedy takes the likeliest token, beam follows several continuations, sample chooses at random.
-        max_new_tokens: of the summary; never exceeded.
-        top_k: of sampling: among how many of the likeliest tokens.
-        temperature: of sampling.
-        num_beams: of beam search.
-        seed: of sampling.
+        method: `greedy`, `beam` search or `sample`.
+        max_new_tokens: maximum number of tokens of a summary.
+        top_k: for `sample`, number of most likely tokens to sample from.
+        temperature: for `sample`, softmax temperature.
+        num_beams: for `beam`, number of beams.
+        seed: for `sample`, random seed.
     """
 
     method: Literal["greedy", "beam", "sample"] = "greedy"
@@ -67,49 +67,49 @@ class SummaryDecoding(Config):
     num_beams: int = Field(4, ge=2)
     seed: int = Field(0, ge=0)
 
-    def arguments(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them."""
-        chosen: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.method == "sample"}
-        chosen["num_beams"] = self.num_beams if self.method == "beam" else 1
+    def generate_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of transformers' `generate`."""
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.method == "sample"}
+        arguments["num_beams"] = self.num_beams if self.method == "beam" else 1
         if self.method == "sample":
-            chosen |= {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0}
-        return chosen
+            arguments |= {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0}
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class WriterOutput:
-    """A summary, and what the user should know about how it came about, a sentence each."""
+    """A written summary, and remarks for the user, one sentence each."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 class AbstractiveWriter(Protocol):
-    """What writes a summary from an extract."""
+    """Writes a summary from an extract."""
 
     @property
     def name(self) -> str:
-        """As it is told to the user."""
+        """Name for people."""
         ...
 
     def count_tokens(self, text: str) -> int:
-        """How many of its tokens a text has."""
+        """Return the number of the writer's tokens in a text."""
         ...
 
     def write(self, extract: Extract) -> WriterOutput:
-        """The summary."""
+        """Write the summary."""
         ...
 
 
 class LanguageModelWriter:
-    """Any causal language model, bare or grafted.
+    """Writes summaries with a causal language model, with or without a graft.
 
     Args:
         model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's.
-        name: as it is told to the user.
-        layout: as the model was trained; None takes words, and a note says so.
-        decoding: how tokens are chosen.
+        tokenizer: tokenizer of the model.
+        name: name for people.
+        layout: layout that the model was trained on; None takes marks in plain English, and a note says so.
+        decoding: decoding of summaries.
     """
 
     def __init__(
@@ -121,43 +121,43 @@ class LanguageModelWriter:
         decoding: SummaryDecoding | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.layout, self._trained = layout or PromptLayout(), layout is not None
+        self.layout, self._is_trained = layout or PromptLayout(), layout is not None
         self.decoding = decoding or SummaryDecoding()
 
     @property
     def window(self) -> int:
-        """How many tokens prompt and summary may have."""
+        """Maximum number of tokens of prompt and summary together."""
         limit = max_sequence_length(self.model)
-        return min(self.layout.window or UNLIMITED, _WINDOW if limit == UNLIMITED else limit)
+        return min(self.layout.window or UNLIMITED, _DEFAULT_WINDOW if limit == UNLIMITED else limit)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text has, without those that the tokenizer adds."""
-        return len(self._ids(text))
+        """Return the number of tokens of a text, without special tokens."""
+        return len(self._tokenize(text))
 
     def write(self, extract: Extract) -> WriterOutput:
-        """Write a summary of at most `decoding.max_new_tokens`; it ends with a whole sentence where it has one.
+        """Write a summary of at most `decoding.max_new_tokens`. A sentence that the limit cuts off is dropped.
 
         Raises:
-            RecipeError: the window has no room for a summary and one extracted sentence.
+            RecipeError: one extracted sentence and the summary do not fit into the window.
         """
-        prompt, notes = self.prompt(extract)
-        text, cut = self.continuation(prompt)
+        prompt, notes = self.build_prompt(extract)
+        text, truncated = self.complete(prompt)
         text = text.strip()
-        if cut:
+        if truncated:
             text = drop_partial_sentence(text, extract.document.language)
-        if not self._trained:
+        if not self._is_trained:
             notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
         if not text:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
         return WriterOutput(text or extract.text, tuple(notes))
 
-    def continuation(self, prompt: list[int]) -> tuple[str, bool]:
-        """What the model writes after the ids of a prompt, and whether it stopped at its limit of tokens."""
-        return self.continuations([prompt])[0]
+    def complete(self, prompt: list[int]) -> tuple[str, bool]:
+        """Return the model's completion of a prompt, and whether the token limit truncated it."""
+        return self.complete_batch([prompt])[0]
 
     @torch.inference_mode()
-    def continuations(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
-        """The same for several prompts in one pass; a sample is then another one than that of its prompt alone."""
+    def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
+        """Complete several prompts at once. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
         padding = padding_id(self.tokenizer)
@@ -168,77 +168,77 @@ class LanguageModelWriter:
             input_ids=torch.tensor(rows, device=self.model.device),
             attention_mask=torch.tensor(mask, device=self.model.device),
             pad_token_id=padding,
-            **self.decoding.arguments(),
+            **self.decoding.generate_arguments(),
         )
-        return [self._read(new) for new in output[:, longest:].tolist()]
+        return [self._decode(ids) for ids in output[:, longest:].tolist()]
 
-    def _read(self, new: list[int]) -> tuple[str, bool]:
-        """The text of new tokens, and whether nothing ended it before the limit."""
-        ends = self.tokenizer.eos_token_id
-        if ends in new:
-            new = new[: new.index(ends) + 1]
-        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        return text, len(new) == self.decoding.max_new_tokens and new[-1] != ends
+    def _decode(self, ids: list[int]) -> tuple[str, bool]:
+        """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
+        eos = self.tokenizer.eos_token_id
+        if eos in ids:
+            ids = ids[: ids.index(eos) + 1]
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return text, len(ids) == self.decoding.max_new_tokens and ids[-1] != eos
 
-    def prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
-        """Token ids of introduction, extract and summary mark, and notes on what had to be left out.
+    def build_prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
+        """Return token ids of introduction, extract and summary mark, and notes on what was left out.
 
-        The extract comes first: of the introduction only as much stays as the window has room for.
+        The extract has priority: the introduction is cut to the tokens that remain.
 
         Raises:
-            RecipeError: the window has no room for a summary and one extracted sentence.
+            RecipeError: one extracted sentence and the summary do not fit into the window.
         """
         layout, notes = self.layout, []
-        room = self.window - self.decoding.max_new_tokens - len(self._start()) - len(self._ids(layout.summary))
-        middle = self._extract(extract, room, notes) if layout.extract is not None else []
-        if room < 1:
-            raise self._too_narrow("an introduction")
-        opening = self._ids(layout.introduction + introduction_text(extract.document))[: room - len(middle)]
-        return [*self._start(), *opening, *middle, *self._ids(layout.summary)], notes
+        bos = leading_bos(self.tokenizer)
+        start, mark = [] if bos is None else [bos], self._tokenize(layout.summary)
+        available = self.window - self.decoding.max_new_tokens - len(start) - len(mark)
+        extract_ids = self._extract_ids(extract, available, notes) if layout.extract is not None else []
+        if available < 1:
+            raise self._window_error("an introduction")
+        introduction_ids = self._tokenize(layout.introduction + introduction_text(extract.document))
+        return [*start, *introduction_ids[: available - len(extract_ids)], *extract_ids, *mark], notes
 
-    def _extract(self, extract: Extract, room: int, notes: list[str]) -> list[int]:
-        """Token ids of as many extracted sentences as there is room for, the weightiest; a note where some are not."""
-        kept = list(zip(extract.indices, extract.scores, strict=True))
-        middle = self._joined(extract, [index for index, _ in kept])
-        while len(middle) > room and kept:
-            kept.remove(min(kept, key=lambda pair: pair[1]))
-            middle = self._joined(extract, [index for index, _ in kept])
+    def _extract_ids(self, extract: Extract, available: int, notes: list[str]) -> list[int]:
+        """Return token ids of the extract without the lowest-scored sentences that do not fit; add a note if any."""
+        scores = dict(zip(extract.indices, extract.scores, strict=True))
+        lowest_first = iter(sorted(scores, key=scores.__getitem__))
+        kept = list(extract.indices)
+        ids = self._join(extract, kept)
+        while len(ids) > available and kept:
+            kept.remove(next(lowest_first))
+            ids = self._join(extract, kept)
         if not kept:
-            raise self._too_narrow("one extracted sentence")
+            raise self._window_error("one extracted sentence")
         if len(kept) < len(extract.indices):
             notes.append(f"{self.name} could read {len(kept)} of the {len(extract.indices)} extracted sentences.")
-        return middle
+        return ids
 
-    def _joined(self, extract: Extract, indices: Sequence[int]) -> list[int]:
+    def _join(self, extract: Extract, indices: Sequence[int]) -> list[int]:
         sentences = extract.document.sentences
-        return self._ids(f"{self.layout.extract}{' '.join(sentences[index].text for index in indices)}")
+        return self._tokenize(f"{self.layout.extract}{' '.join(sentences[index].text for index in indices)}")
 
-    def _too_narrow(self, what: str) -> RecipeError:
+    def _window_error(self, part: str) -> RecipeError:
         return RecipeError(
-            f"{self.name} reads {self.window} tokens, which has no room for {what} and "
+            f"{self.name} reads {self.window} tokens, which has no room for {part} and "
             f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
         )
 
-    def _start(self) -> list[int]:
-        start = self.tokenizer.bos_token_id
-        return [start] if isinstance(start, int) else []
-
-    def _ids(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def introduction_text(document: SourceDocument) -> str:
-    """The introduction; where no heading names one, the first sentences."""
+    """Return the introduction, or the first sentences of a document without one."""
     return " ".join(document.sentences[index].text for index in introduction_range(document))
 
 
 def introduction_range(document: SourceDocument) -> range:
-    """Its sentences."""
-    return document.introduction or range(min(_OPENING_SENTENCES, len(document.sentences)))
+    """Return the indices of the sentences of `introduction_text`."""
+    return document.introduction or range(min(_LEAD_SENTENCES, len(document.sentences)))
 
 
 def drop_partial_sentence(text: str, language: str = "en") -> str:
-    """A text that was cut off, without the sentence that was; all of it where there is but one."""
+    """Return a truncated text without its last, unfinished sentence; a single sentence is kept."""
     ends = [end for _, end in split_sentences(text, language)]
     return text[: ends[-2]] if len(ends) > 1 and text[-1:] not in '.!?。！？"”)' else text
 
@@ -250,24 +250,24 @@ def load_writer(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
-    """A model's folder or name, or a graft's folder, as a writer.
+    """Load a writer from a model's folder or hub name, or from a graft's folder.
 
     Raises:
-        ArtifactError: the folder is no whole graft.
+        ArtifactError: the graft is incomplete.
         BackboneError: the model can't be loaded.
         DataError: its `layout.json` can't be read.
     """
-    live = backbone_of(folder, None, device=device, trust_remote_code=trust_remote_code)
-    model: Any = live.model if is_model(folder) else GraftedModel(live, {"graft": load_graft(folder, live)})
+    backbone = backbone_of(folder, None, device=device, trust_remote_code=trust_remote_code)
+    model: Any = backbone.model if is_model(folder) else GraftedModel(backbone, {"graft": load_graft(folder, backbone)})
     model.eval()
-    return LanguageModelWriter(model, live.need_tokenizer(), str(folder), read_layout(folder), decoding)
+    return LanguageModelWriter(model, backbone.need_tokenizer(), str(folder), read_layout(folder), decoding)
 
 
 def read_layout(folder: str | Path) -> PromptLayout | None:
-    """The layout that a model was trained on, from `layout.json` beside it; None where there is none.
+    """Read the layout that a model was trained on; None without a `layout.json`.
 
     Raises:
-        DataError: it can't be read.
+        DataError: the file can't be read.
     """
     path = Path(folder) / LAYOUT_NAME
     try:

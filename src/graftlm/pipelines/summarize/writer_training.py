@@ -1,9 +1,9 @@
-"""Training of writers: a causal language model learns the layout introduction, extract, mark, summary; and the rest.
+"""Training of writers: a causal language model learns the layout introduction, extract, mark, summary.
 
-A lesson is what the writer reads in use, with the summary that a person wrote behind it, in one window. The rest of the
-documents makes windows of its own, as text of the domain. Everything is predicted, the introduction too.
+An example is the prompt of a document with its human summary, in one window. The rest of the documents fills windows
+of its own, as domain text. The loss covers all tokens, the introduction included.
 
-Shapes: B documents, T tokens.
+Shape suffixes: B documents, T tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from graftlm.backbone import padding_id
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
-from graftlm.data import Document as Text
+from graftlm.data import Document as TrainingText
 from graftlm.data.packing import filled, row_end
 from graftlm.errors import DataError
 from graftlm.io import write_atomically
@@ -29,12 +29,12 @@ from graftlm.pipelines.summarize.writer import LAYOUT_NAME, LanguageModelWriter,
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
 
-MODEL = "model"  # in the folder of a training
+MODEL = "model"  # subfolder of a training run
 
 
 @dataclass(frozen=True)
 class WriterExample:
-    """What was selected of a document, and the summary that a person wrote of it."""
+    """The extract of a document and its human summary."""
 
     extract: Extract
     summary: str
@@ -42,7 +42,7 @@ class WriterExample:
 
 @dataclass(frozen=True)
 class SummaryLikelihood:
-    """How likely a writer finds a summary: nats in all, and over how many tokens, its end among them."""
+    """Negative log-likelihood of a summary in nats, and its number of tokens with the final EOS."""
 
     nats: float
     tokens: int
@@ -50,70 +50,69 @@ class SummaryLikelihood:
 
 def train_writer(
     writer: LanguageModelWriter,
-    lessons: Sequence[WriterExample],
+    examples: Sequence[WriterExample],
     training: TrainingConfig,
     out: str | Path,
     *,
     rest_fraction: float = 0.5,
     progress: bool = True,
 ) -> Path:
-    """Train a writer's model in place on its layout; an interrupted run goes on from its last checkpoint.
+    """Train all weights of a writer's model on its layout. An interrupted run resumes from its last checkpoint.
 
     Args:
-        writer: all of its model's weights train; its window is the length of rows, of which `decoding.max_new_tokens`
-            are kept for the summary.
-        lessons: documents to learn from.
-        training: the numbers of the run.
+        writer: the writer. Rows have the length of its window; `decoding.max_new_tokens` of them are for the summary.
+        examples: training examples.
+        training: hyperparameters.
         out: folder of the history, the checkpoints and the finished model.
-        rest_fraction: of the rows, those of the rest of the documents; 1 reads nothing else.
+        rest_fraction: fraction of rows from the rest of the documents; 1 trains on nothing else.
         progress: show a progress bar.
 
     Returns:
-        the folder of model, tokenizer and layout, which `load_writer` reads.
+        The folder of model, tokenizer and layout, for `load_writer`.
 
     Raises:
         DataError: there is nothing to learn from.
-        RecipeError: the window has no room for a lesson, or the model none for the window.
+        RecipeError: an example does not fit into the window, or the window exceeds the model's maximum.
     """
     check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
-    shares = {OLD: rest_fraction, NEW: 1 - rest_fraction}
-    rows = {
-        OLD: rest_rows(writer, [lesson.extract.document for lesson in lessons]) if rest_fraction else None,
-        NEW: example_rows(writer, lessons) if rest_fraction < 1 else None,
-    }
-    domains = {domain: found for domain, found in rows.items() if found is not None}
-    mixture = Mixture(domains, shares, training.batch_size, training.seed)
+    sources: dict[int, TokenBlocks] = {}
+    if rest_fraction:
+        sources[OLD] = rest_rows(writer, [example.extract.document for example in examples])
+    if rest_fraction < 1:
+        sources[NEW] = example_rows(writer, examples)
+    mixture = Mixture(sources, {OLD: rest_fraction, NEW: 1 - rest_fraction}, training.batch_size, training.seed)
     identity = {"layout": writer.layout.model_dump(mode="json")}
     train(LanguageModel(writer.model), mixture, training, out, identity=identity, progress=progress)
     writer.model.eval()
-    return save_writer(writer, Path(out) / MODEL)
+    return _save_writer(writer, Path(out) / MODEL)
 
 
-def save_writer(writer: LanguageModelWriter, folder: Path) -> Path:
-    """Write a writer's model, its tokenizer and its layout, window and all."""
+def _save_writer(writer: LanguageModelWriter, folder: Path) -> Path:
+    """Write the model, its tokenizer and its layout with the window."""
     save_model(writer.model, writer.tokenizer, folder)
     layout = writer.layout.model_copy(update={"window": writer.window})
     write_atomically(folder / LAYOUT_NAME, layout.model_dump_json(indent=2).encode())
     return folder
 
 
-def example_rows(writer: LanguageModelWriter, lessons: Sequence[WriterExample]) -> TokenBlocks:
-    """Lessons as rows of the writer's window, as many in each as it has room for; none sees another.
+def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> TokenBlocks:
+    """Pack whole examples into rows of the writer's window. Attention does not cross examples.
 
     Raises:
-        DataError: there is none.
-        RecipeError: the window has no room for one.
+        DataError: there is no example.
+        RecipeError: an example does not fit into the window.
     """
-    if not lessons:
+    if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
-    tokens = [np.array([*prompt, *summary], dtype=np.int32) for prompt, summary in _all_parts(writer, lessons)]
-    for ids in tokens:
-        ids[0] = ~ids[0]  # where a document begins
-    rows = list(_filled(np.concatenate(tokens), writer.window))
+    pairs = (_prompt_and_summary(writer, example) for example in examples)
+    streams = [np.array([*prompt, *summary], dtype=np.int32) for prompt, summary in pairs]
+    for ids in streams:
+        ids[0] = ~ids[0]  # marks the start of a document
+    rows = list(_split_rows(np.concatenate(streams), writer.window))
     return TokenBlocks(np.stack(rows), boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
-def _filled(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:
+def _split_rows(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:
     start = 0
     while start < len(stream):
         stop = start + row_end(stream[start : start + length + 1], length, "whole")
@@ -121,54 +120,51 @@ def _filled(stream: np.ndarray, length: int) -> Iterator[np.ndarray]:
         start = stop
 
 
-def parts_of(writer: LanguageModelWriter, lesson: WriterExample) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and summary; the summary ends with the end of a text, unless it is cut to fit."""
-    prompt, _ = writer.prompt(lesson.extract)
-    ids = list(writer.tokenizer(lesson.summary, add_special_tokens=False, verbose=False)["input_ids"])
-    end = writer.tokenizer.eos_token_id
-    return prompt, [*ids, *([end] if isinstance(end, int) else [])][: writer.decoding.max_new_tokens]
-
-
-def _all_parts(writer: LanguageModelWriter, lessons: Sequence[WriterExample]) -> Iterator[tuple[list[int], list[int]]]:
-    return (parts_of(writer, lesson) for lesson in lessons)
+def _prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
+    """Return token ids of prompt and summary. The summary ends with EOS, or is cut to `max_new_tokens`."""
+    prompt, _ = writer.build_prompt(example.extract)
+    ids = list(writer.tokenizer(example.summary, add_special_tokens=False, verbose=False)["input_ids"])
+    eos = writer.tokenizer.eos_token_id
+    return prompt, [*ids, *([eos] if isinstance(eos, int) else [])][: writer.decoding.max_new_tokens]
 
 
 def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
-    """What of documents is not in their introductions, as rows of the writer's window.
+    """Pack the documents without their introductions into rows of the writer's window.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no text.
     """
-    texts = (Text(writer.layout.rest + rest_text(document), document.where) for document in documents)
+    texts = (TrainingText(writer.layout.rest + rest_text(document), document.name) for document in documents)
     return pack(texts, writer.tokenizer, writer.window, boundaries="whole", name="The rest of the documents")
 
 
 def rest_text(document: SourceDocument) -> str:
-    """The sentences that are not in the introduction."""
-    opening = set(introduction_range(document))
-    return " ".join(one.text for index, one in enumerate(document.sentences) if index not in opening)
+    """Return the sentences outside the introduction."""
+    introduction = introduction_range(document)
+    return " ".join(sentence.text for index, sentence in enumerate(document.sentences) if index not in introduction)
 
 
 @torch.inference_mode()
 def summary_likelihoods(
-    writer: LanguageModelWriter, lessons: Sequence[WriterExample], batch_size: int = 8
+    writer: LanguageModelWriter, examples: Sequence[WriterExample], batch_size: int = 8
 ) -> list[SummaryLikelihood]:
-    """−Σ log p of each human summary, cut as in training, after what the writer reads before it."""
+    """Return −Σ log p of each human summary, cut as in training, given its prompt."""
     writer.model.eval()
-    pairs = list(_all_parts(writer, lessons))
+    pairs = [_prompt_and_summary(writer, example) for example in examples]
     batches = (pairs[first : first + batch_size] for first in range(0, len(pairs), batch_size))
-    return [found for batch in batches for found in _likelihoods(writer.model, batch)]
+    return [likelihood for batch in batches for likelihood in _batch_likelihoods(writer.model, batch)]
 
 
-def _likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
-    """Of one batch; padding stands at the end, where no token before it sees it."""
+def _batch_likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
+    """Score one batch. Padding is at the end, where causal attention ignores it."""
     longest = max(len(prompt) + len(summary) for prompt, summary in pairs)
     ids_BT = torch.zeros(len(pairs), longest, dtype=torch.long)
     for row, (prompt, summary) in enumerate(pairs):
         ids_BT[row, : len(prompt) + len(summary)] = torch.tensor(prompt + summary)
     ids_BT = ids_BT.to(model.device)
-    logits = model(input_ids=ids_BT, use_cache=False).logits.float()
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
     for row, (prompt, summary) in enumerate(pairs):
         first, last = len(prompt), len(prompt) + len(summary)
-        nats = functional.cross_entropy(logits[row, first - 1 : last - 1], ids_BT[row, first:last], reduction="sum")
+        logits = logits_BTV[row, first - 1 : last - 1]
+        nats = functional.cross_entropy(logits, ids_BT[row, first:last], reduction="sum")
         yield SummaryLikelihood(float(nats), len(summary))

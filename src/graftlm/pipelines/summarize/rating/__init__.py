@@ -1,9 +1,14 @@
-"""Human evaluation of summaries: a page that collects ratings, and what they say."""
+"""Human evaluation of summaries: a page that collects ratings, and the results of the ratings."""
 
-from graftlm.pipelines.summarize.rating.agreement import ordinal_alpha
-from graftlm.pipelines.summarize.rating.page import CRITERIA, RatingItem, RatingPage, rating_page
-from graftlm.pipelines.summarize.rating.ratings import Ratings
-from graftlm.pipelines.summarize.rating.sources import load_rating_items, parse_systems
+from graftlm.pipelines.summarize.rating.page import (
+    CRITERIA,
+    RatingItem,
+    RatingPage,
+    load_rating_items,
+    parse_systems,
+    rating_page,
+)
+from graftlm.pipelines.summarize.rating.ratings import Ratings, ordinal_alpha
 
 __all__ = [
     "CRITERIA",

@@ -1,69 +1,69 @@
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const place = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 const STORE = `graft-rate-${data.page}`;
 const state = { rater: "", at: 0, theme: null, ratings: {} };
 const CRITERIA = Object.keys(data.criteria);
-const total = data.documents.reduce((sum, one) => sum + one.summaries.length, 0) * CRITERIA.length;
+const total = data.documents.reduce((sum, entry) => sum + entry.summaries.length, 0) * CRITERIA.length;
 
-/* What was chosen before comes back, as far as it fits this page. */
+/* Restore the ratings that the browser stored, as far as they fit this page. */
 function restore() {
-  let kept = null;
+  let stored = null;
   try {
-    kept = JSON.parse(localStorage.getItem(STORE));
+    stored = JSON.parse(localStorage.getItem(STORE));
   } catch {
     return;
   }
-  if (kept === null || typeof kept !== "object") return;
-  if (typeof kept.rater === "string") state.rater = kept.rater;
-  if (Number.isInteger(kept.at) && data.documents[kept.at]) state.at = kept.at;
-  if (kept.theme === "dark" || kept.theme === "light") state.theme = kept.theme;
-  for (const one of data.documents.flatMap((document) => document.summaries)) {
+  if (stored === null || typeof stored !== "object") return;
+  if (typeof stored.rater === "string") state.rater = stored.rater;
+  if (Number.isInteger(stored.at) && data.documents[stored.at]) state.at = stored.at;
+  if (stored.theme === "dark" || stored.theme === "light") state.theme = stored.theme;
+  for (const summary of data.documents.flatMap((entry) => entry.summaries)) {
     for (const name of CRITERIA) {
-      const value = kept.ratings?.[one.id]?.[name];
-      if (Number.isInteger(value) && value >= 1 && value <= data.scale) choose(one.id, name, value);
+      const value = stored.ratings?.[summary.id]?.[name];
+      if (Number.isInteger(value) && value >= 1 && value <= data.scale) setRating(summary.id, name, value);
     }
   }
 }
 
-function keep() {
+function save() {
   try {
     localStorage.setItem(STORE, JSON.stringify(state));
   } catch {
-    say("This browser keeps nothing for this page: download your ratings before you close or reload it.");
+    showMessage("This browser keeps nothing for this page: download your ratings before you close or reload it.");
   }
 }
 
-const say = (text) => { place("message").textContent = text; };
+const showMessage = (text) => { byId("message").textContent = text; };
 
-function choose(id, name, value) {
+function setRating(id, name, value) {
   state.ratings[id] = { ...state.ratings[id], [name]: value };
 }
 
-const made = (summaries) =>
-  summaries.reduce((sum, one) => sum + Object.keys(state.ratings[one.id] ?? {}).length, 0);
+const countRatings = (summaries) =>
+  summaries.reduce((sum, summary) => sum + Object.keys(state.ratings[summary.id] ?? {}).length, 0);
 
-function element(name, attributes = {}, ...inside) {
-  const found = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.append(...inside);
-  return found;
+function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
 }
 
-function scale(summary, name) {
+function ratingRow(summary, name) {
   const ends = { 1: "worst", [data.scale]: "best" };
   const row = element("div", { class: "scale" });
   for (let value = 1; value <= data.scale; value += 1) {
     const input = element("input", { type: "radio", name: `${summary.id} ${name}`, value: String(value) });
     input.checked = state.ratings[summary.id]?.[name] === value;
     input.addEventListener("change", () => {
-      choose(summary.id, name, value);
-      keep();
-      count();
+      setRating(summary.id, name, value);
+      save();
+      showProgress();
     });
-    const told = ends[value] ? element("i", {}, ` ${ends[value]}`) : "";
-    row.append(element("label", {}, input, element("span", {}, String(value), told)));
+    const label = ends[value] ? element("i", {}, ` ${ends[value]}`) : "";
+    row.append(element("label", {}, input, element("span", {}, String(value), label)));
   }
   const [title, question] = data.criteria[name];
   return element("fieldset", {}, element("legend", {}, title, " ", element("small", {}, question)), row);
@@ -71,46 +71,46 @@ function scale(summary, name) {
 
 function show(focus) {
   const current = data.documents[state.at];
-  place("document-title").textContent = `Document ${state.at + 1} of ${data.documents.length}`;
+  byId("document-title").textContent = `Document ${state.at + 1} of ${data.documents.length}`;
   const language = current.language ? { lang: current.language } : {};
-  place("text").replaceChildren(...current.passages.flatMap(([title, text]) => [
+  byId("text").replaceChildren(...current.passages.flatMap(([title, text]) => [
     ...(title ? [element("h3", { dir: "auto", ...language }, title)] : []),
     ...(text ? [element("p", { dir: "auto", ...language }, text)] : []),
   ]));
-  place("summaries").replaceChildren(...current.summaries.map((summary, index) => {
+  byId("summaries").replaceChildren(...current.summaries.map((summary, index) => {
     const name = `summary-${index}`;
     const title = element("h2", { id: name }, `Summary ${String.fromCharCode(65 + index)}`);
     const text = element("p", { dir: "auto", ...language }, summary.text);
-    return element("article", { "aria-labelledby": name }, title, text, ...CRITERIA.map((one) => scale(summary, one)));
+    return element("article", { "aria-labelledby": name }, title, text, ...CRITERIA.map((criterion) => ratingRow(summary, criterion)));
   }));
-  place("before").disabled = state.at === 0;
-  place("after").disabled = state.at === data.documents.length - 1;
-  place("document").scrollTop = 0;
-  count();
+  byId("before").disabled = state.at === 0;
+  byId("after").disabled = state.at === data.documents.length - 1;
+  byId("document").scrollTop = 0;
+  showProgress();
   if (focus) {
     scrollTo(0, 0);
-    place("document-title").focus();
+    byId("document-title").focus();
   }
 }
 
-function count() {
-  const all = data.documents.flatMap((one) => one.summaries);
-  place("progress").textContent = `${made(all)} of ${total} ratings made.`;
-  place("place").replaceChildren(...data.documents.map((one, index) => {
-    const whole = made(one.summaries) === one.summaries.length * CRITERIA.length;
-    return element("option", { value: String(index) }, `${index + 1}${whole ? " ✓" : ""}`);
+function showProgress() {
+  const all = data.documents.flatMap((entry) => entry.summaries);
+  byId("progress").textContent = `${countRatings(all)} of ${total} ratings made.`;
+  byId("document-select").replaceChildren(...data.documents.map((entry, index) => {
+    const complete = countRatings(entry.summaries) === entry.summaries.length * CRITERIA.length;
+    return element("option", { value: String(index) }, `${index + 1}${complete ? " ✓" : ""}`);
   }));
-  place("place").value = String(state.at);
+  byId("document-select").value = String(state.at);
 }
 
-function go(to) {
-  state.at = Math.min(Math.max(to, 0), data.documents.length - 1);
-  keep();
+function goTo(index) {
+  state.at = Math.min(Math.max(index, 0), data.documents.length - 1);
+  save();
   show(true);
 }
 
-/* In a row of ratings, a digit chooses and goes on to the next row. */
-function type(event) {
+/* In a row of ratings, a digit sets the rating and focuses the next row. */
+function handleKey(event) {
   const row = event.target.closest?.("fieldset");
   const value = Number(event.key);
   if (!row || event.ctrlKey || event.altKey || event.metaKey) return;
@@ -120,48 +120,48 @@ function type(event) {
   const rows = [...document.querySelectorAll("fieldset")];
   const next = rows[rows.indexOf(row) + 1];
   if (next) (next.querySelector("input:checked") ?? next.querySelector("input")).focus();
-  else (place("after").disabled ? place("download") : place("after")).focus();
+  else (byId("after").disabled ? byId("download") : byId("after")).focus();
 }
 
-function paint() {
+function applyTheme() {
   const dark = state.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.documentElement.dataset.theme = dark;
-  place("theme").textContent = dark === "dark" ? "Light colours" : "Dark colours";
+  byId("theme").textContent = dark === "dark" ? "Light colors" : "Dark colors";
 }
 
 function download() {
   const rater = state.rater.trim();
   if (!rater) {
-    say("Enter your name first: it tells your ratings from those of others.");
-    place("rater").focus();
+    showMessage("Enter your name first: it tells your ratings from those of others.");
+    byId("rater").focus();
     return;
   }
-  const found = { form: data.form, page: data.page, rater, ratings: state.ratings };
-  const link = element("a", { download: `ratings-${data.page}-${rater.replace(/[^\p{L}\p{N}]+/gu, "-")}.json` });
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(found, null, 1) + "\n"], { type: "application/json" }));
+  const ratings = { format: data.format, page: data.page, rater, ratings: state.ratings };
+  const link = element("a", { download: `ratings-${data.page}-${rater.rebyId(/[^\p{L}\p{N}]+/gu, "-")}.json` });
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(ratings, null, 1) + "\n"], { type: "application/json" }));
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-  const missing = total - made(data.documents.flatMap((one) => one.summaries));
-  say(missing ? `Saved; ${missing} of ${total} ratings are still missing.` : "Saved, with all ratings.");
+  const missing = total - countRatings(data.documents.flatMap((entry) => entry.summaries));
+  showMessage(missing ? `Saved; ${missing} of ${total} ratings are still missing.` : "Saved, with all ratings.");
 }
 
 restore();
-paint();
-place("rater").value = state.rater;
-place("rater").addEventListener("input", () => {
-  state.rater = place("rater").value;
-  say("");
-  keep();
+applyTheme();
+byId("rater").value = state.rater;
+byId("rater").addEventListener("input", () => {
+  state.rater = byId("rater").value;
+  showMessage("");
+  save();
 });
-place("before").addEventListener("click", () => go(state.at - 1));
-place("after").addEventListener("click", () => go(state.at + 1));
-place("place").addEventListener("change", () => go(Number(place("place").value)));
-place("download").addEventListener("click", download);
-place("theme").addEventListener("click", () => {
+byId("before").addEventListener("click", () => goTo(state.at - 1));
+byId("after").addEventListener("click", () => goTo(state.at + 1));
+byId("document-select").addEventListener("change", () => goTo(Number(byId("document-select").value)));
+byId("download").addEventListener("click", download);
+byId("theme").addEventListener("click", () => {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  keep();
-  paint();
+  save();
+  applyTheme();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
-addEventListener("keydown", type);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+addEventListener("keydown", handleKey);
 show(false);

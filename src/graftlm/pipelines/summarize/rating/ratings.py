@@ -1,24 +1,25 @@
-"""What raters said: means with intervals, and how far they agree."""
+"""Results of ratings: mean ratings with intervals, and the agreement of the raters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row
 from graftlm.evaluation.results import Metric
 from graftlm.pipelines.summarize.metrics import bootstrap
-from graftlm.pipelines.summarize.rating.agreement import ordinal_alpha
-from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORM, RATINGS_FORM
+from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 
-_WHERE = "Table 2.7: news articles, other systems of these kinds"
+_PAPER_SOURCE = "Table 2.7: news articles, other systems of these kinds"
 PAPER = [
-    PaperRow(id=name, metrics=dict(zip(CRITERIA, figures, strict=True)), where=_WHERE)
-    for name, figures in {
+    PaperRow(id=name, metrics=dict(zip(CRITERIA, values, strict=True)), where=_PAPER_SOURCE)
+    for name, values in {
         "human": (3.73, 3.98, 3.19, 3.59),
         "tlm_ie_gm": (3.78, 3.75, 3.09, 3.59),
         "tlm_i": (3.77, 3.90, 3.11, 3.50),
@@ -33,97 +34,123 @@ class Ratings:
     """Ratings of one page.
 
     Attributes:
-        key: of the page.
-        by_rater: rater -> summary's id -> criterion -> rating; what was not rated is not there.
+        key: key of the page.
+        by_rater: rater -> summary id -> criterion -> rating, without missing ratings.
     """
 
     key: dict[str, Any]
     by_rater: dict[str, dict[str, dict[str, int]]]
 
     @classmethod
-    def read(cls, key: Path, ratings: Sequence[Path]) -> Ratings:
-        """Read the key of a page, and the files that its raters downloaded.
+    def load(cls, key: Path, files: Sequence[Path]) -> Ratings:
+        """Load the key of a page and the files that its raters downloaded.
 
         Raises:
-            DataError: a file is none of these, of another page, or of a rater who has another file.
+            DataError: a file has another form, belongs to another page, or is the second file of a rater.
         """
-        known = _read(key, KEY_FORM, "the key of a page that graft rate wrote")
-        found: dict[str, dict[str, dict[str, int]]] = {}
-        files: dict[str, Path] = {}
-        for path in ratings:
-            one = _read(path, RATINGS_FORM, "the ratings that such a page saves")
-            if one.get("page") != known.get("page"):
+        page_key = _read_json(key, KEY_FORMAT, "the key of a page that graft rate wrote")
+        by_rater: dict[str, dict[str, dict[str, int]]] = {}
+        file_of: dict[str, Path] = {}
+        for path in files:
+            values = _read_json(path, RATINGS_FORMAT, "the ratings that such a page saves")
+            if values.get("page") != page_key.get("page"):
                 raise DataError(f"{path} has ratings of another page than {key}: name the key of its own page.")
-            rater = str(one.get("rater"))
-            if rater in found:
-                raise DataError(f"{files[rater]} and {path} are both of {rater}: give one file for each rater.")
-            files[rater] = path
-            found[rater] = _checked(path, one.get("ratings"), known)
-        return cls(known, found)
+            rater = str(values.get("rater"))
+            if rater in by_rater:
+                raise DataError(f"{file_of[rater]} and {path} are both of {rater}: give one file for each rater.")
+            file_of[rater] = path
+            by_rater[rater] = _check_ratings(path, values.get("ratings"), page_key)
+        return cls(page_key, by_rater)
 
-    def of(self, criterion: str) -> dict[str, list[int]]:
-        """For each summary the ratings that it got."""
+    def by_summary(self, criterion: str) -> dict[str, list[int]]:
+        """Return the ratings of each summary."""
         return {
-            summary: [
-                given[summary][criterion] for given in self.by_rater.values() if criterion in given.get(summary, {})
-            ]
+            summary: [rows[summary][criterion] for rows in self.by_rater.values() if criterion in rows.get(summary, {})]
             for summary in self.key["summaries"]
         }
 
     def results(self) -> Results:
-        """A row for each system, with intervals over documents drawn again, and one with the raters' agreement.
+        """Return a row of mean ratings for each system, and one with the agreement of the raters.
 
-        A summary counts by the mean of its ratings. Agreement is Krippendorff's alpha for ordered values.
+        A summary counts with the mean of its ratings. Intervals are bootstrap intervals over documents. Agreement is
+        Krippendorff's alpha for ordinal values.
         """
-        rows = [Row(id=system, label=system, metrics=self._means(system)) for system in self._systems()]
-        alphas = {name: ordinal_alpha(self.of(name).values()) for name in CRITERIA}
-        told: dict[str, Metric] = {name: alpha for name, alpha in alphas.items() if alpha is not None}
-        if told:
-            rows.append(Row(id="agreement", label="agreement (Krippendorff's α, ordinal)", metrics=told))
-        named = {row.id for row in rows}
-        paper = [row for row in PAPER if row.id in named]
+        systems = sorted({system for row in self.key["summaries"].values() for system in row["systems"]})
+        rows = [Row(id=system, label=system, metrics=self._mean_ratings(system)) for system in systems]
+        alphas = {name: ordinal_alpha(self.by_summary(name).values()) for name in CRITERIA}
+        agreement: dict[str, Metric] = {name: alpha for name, alpha in alphas.items() if alpha is not None}
+        if agreement:
+            rows.append(Row(id="agreement", label="agreement (Krippendorff's α, ordinal)", metrics=agreement))
+        paper = [row for row in PAPER if row.id in systems]
         return Results.here("ratings", rows, seeds=[int(self.key["seed"])], paper=paper, details=self._details())
 
-    def _systems(self) -> list[str]:
-        return sorted({system for one in self.key["summaries"].values() for system in one["systems"]})
-
-    def _means(self, system: str) -> dict[str, Metric]:
-        own = [summary for summary, one in self.key["summaries"].items() if system in one["systems"]]
+    def _mean_ratings(self, system: str) -> dict[str, Metric]:
+        summaries = [summary for summary, row in self.key["summaries"].items() if system in row["systems"]]
         metrics: dict[str, Metric] = {}
         for name in CRITERIA:
-            given = self.of(name)
-            means = [sum(given[summary]) / len(given[summary]) for summary in own if given[summary]]
+            ratings = self.by_summary(name)
+            means = [sum(ratings[summary]) / len(ratings[summary]) for summary in summaries if ratings[summary]]
             if means:
                 metrics[name] = bootstrap(means)
         return metrics
 
     def _details(self) -> dict[str, Any]:
         summaries = self.key["summaries"]
-        made = sum(len(row) for given in self.by_rater.values() for row in given.values())
+        count = sum(len(row) for rows in self.by_rater.values() for row in rows.values())
         return {
             "raters": sorted(self.by_rater),
-            "documents": len({one["document"] for one in summaries.values()}),
+            "documents": len({row["document"] for row in summaries.values()}),
             "summaries": len(summaries),
-            "ratings": made,
-            "missing": len(summaries) * len(CRITERIA) * len(self.by_rater) - made,
+            "ratings": count,
+            "missing": len(summaries) * len(CRITERIA) * len(self.by_rater) - count,
             "scale": self.key["scale"],
         }
 
 
-def _read(path: Path, form: str, expected: str) -> dict[str, Any]:
+def ordinal_alpha(units: Iterable[Sequence[float]]) -> float | None:
+    """Return Krippendorff's alpha for ordinal ratings: 1 is full agreement, 0 is chance, below 0 is less than chance.
+
+    *Computing Krippendorff's Alpha-Reliability* (Krippendorff, 2011), for L distinct values in order:
+
+        α = 1 − (n − 1) · Σ_ck o_ck δ²_ck / Σ_ck n_c n_k δ²_ck
+        o_ck = Σ_u (pairs of values c and k in unit u) / (m_u − 1),   n_c = Σ_k o_ck,   n = Σ_c n_c
+        δ_ck = Σ_{g=c..k} n_g − (n_c + n_k) / 2, the distance of their middle ranks
+
+    The maintained packages with this measure are under the GPL, so it is written here.
+
+    Args:
+        units: the m_u ratings of each rated unit. Units with fewer than two ratings are ignored.
+
+    Returns:
+        α; None if no unit has two ratings or all ratings are equal.
+    """
+    paired = [unit for unit in units if len(unit) > 1]
+    values = sorted({value for unit in paired for value in unit})
+    o_LL = np.zeros((len(values), len(values)))
+    for unit in paired:
+        count_L = np.array([list(unit).count(value) for value in values], dtype=float)
+        o_LL += (np.outer(count_L, count_L) - np.diag(count_L)) / (len(unit) - 1)
+    n_L = o_LL.sum(axis=1)
+    rank_L = n_L.cumsum() - n_L / 2
+    distance_LL = np.square(rank_L[:, None] - rank_L)
+    expected = float((np.outer(n_L, n_L) * distance_LL).sum())
+    return 1 - float((n_L.sum() - 1) * (o_LL * distance_LL).sum() / expected) if expected else None
+
+
+def _read_json(path: Path, file_format: str, expected: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} can't be read ({error.strerror}): check the file.") from None
     except ValueError:
         values = None
-    of_form = isinstance(values, dict) and values.get("form") == form
-    if not isinstance(values, dict) or not of_form or (form == KEY_FORM and "summaries" not in values):
+    is_valid = isinstance(values, dict) and values.get("format") == file_format
+    if not is_valid or (file_format == KEY_FORMAT and "summaries" not in values):
         raise DataError(f"{path} is no such file: {expected} is expected.")
     return values
 
 
-def _checked(path: Path, ratings: Any, key: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _check_ratings(path: Path, ratings: Any, key: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     if not isinstance(ratings, dict) or not all(isinstance(row, dict) for row in ratings.values()):
         raise DataError(f"{path} has no ratings of summaries: save them from the page again.")
     for summary, row in ratings.items():

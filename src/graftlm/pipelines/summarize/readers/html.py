@@ -1,4 +1,4 @@
-"""HTML, by the standard library's parser, which alone tells the place of every piece of text."""
+"""HTML reader. The standard library's parser is used because it reports the position of each piece of text."""
 
 from __future__ import annotations
 
@@ -9,89 +9,89 @@ from html.parser import HTMLParser
 
 from graftlm.pipelines.summarize.document import TextBlock, TextSpan
 
-_SKIPPED = {
+_SKIPPED_TAGS = {
     "script", "style", "head", "nav", "header", "footer", "aside", "table", "pre", "code-block", "svg", "math", "form",
     "button", "select", "textarea", "noscript", "template", "figure", "iframe",
 }  # fmt: skip
-_HEADINGS = {f"h{level}": level for level in range(1, 7)}
-_INLINE = {
+_HEADING_LEVELS = {f"h{level}": level for level in range(1, 7)}
+_INLINE_TAGS = {
     "a", "abbr", "b", "bdi", "bdo", "cite", "code", "data", "del", "dfn", "em", "font", "i", "ins", "kbd", "mark", "q",
     "s", "samp", "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "img", "label",
 }  # fmt: skip
-_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+_VOID_TAGS = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
 
 def html_blocks(text: str) -> Iterator[TextBlock]:
-    """Paragraphs and headings; scripts, navigation, tables and code are left out."""
-    reader = _Reader(text)
-    reader.feed(text)
-    reader.close()
-    return iter(reader.blocks())
+    """Yield paragraphs and headings. Scripts, navigation, tables and code are skipped."""
+    parser = _HtmlBlockParser(text)
+    parser.feed(text)
+    parser.close()
+    return iter(parser.finish())
 
 
-class _Reader(HTMLParser):
-    """Collects pieces of text, and closes a block at each tag that is not within a line."""
+class _HtmlBlockParser(HTMLParser):
+    """Collects text spans and closes a block at each tag that is not inline."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=False)
         self._text = text
-        self._lines = [0] + [match.end() for match in re.finditer("\n", text)]
+        self._line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
         self._blocks: list[TextBlock] = []
-        self._pieces: list[TextSpan] = []
+        self._spans: list[TextSpan] = []
         self._level = 0
-        self._hidden: list[str] = []
+        self._open_skipped_tags: list[str] = []
 
-    def blocks(self) -> list[TextBlock]:
-        """All blocks, the open one too."""
-        self._close()
+    def finish(self) -> list[TextBlock]:
+        """Close the open block and return all blocks."""
+        self._close_block()
         return self._blocks
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _SKIPPED:
-            self._close()
-            self._hidden.append(tag)
+        if tag in _SKIPPED_TAGS:
+            self._close_block()
+            self._open_skipped_tags.append(tag)
         elif tag == "br":
-            place = self._place()
-            self._add(TextSpan("\n", place, place + len(self.get_starttag_text() or "")))
-        elif tag not in _INLINE:
-            self._close()
-            self._level = _HEADINGS.get(tag, 0)
+            start = self._offset()
+            self._add(TextSpan("\n", start, start + len(self.get_starttag_text() or "")))
+        elif tag not in _INLINE_TAGS:
+            self._close_block()
+            self._level = _HEADING_LEVELS.get(tag, 0)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _VOID:
+        if tag in _VOID_TAGS:
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in self._hidden:
-            while self._hidden.pop() != tag:
+        if tag in self._open_skipped_tags:
+            while self._open_skipped_tags.pop() != tag:
                 pass
-        elif tag not in _INLINE and tag not in _VOID:
-            self._close()
+        elif tag not in _INLINE_TAGS and tag not in _VOID_TAGS:
+            self._close_block()
 
     def handle_data(self, data: str) -> None:
-        self._add(TextSpan(data, self._place(), self._place() + len(data)))
+        self._add(TextSpan(data, self._offset(), self._offset() + len(data)))
 
     def handle_entityref(self, name: str) -> None:
-        self._reference(f"&{name}")
+        self._add_reference(f"&{name}")
 
     def handle_charref(self, name: str) -> None:
-        self._reference(f"&#{name}")
+        self._add_reference(f"&#{name}")
 
-    def _reference(self, written: str) -> None:
-        start = self._place()
-        end = start + len(written)
+    def _add_reference(self, reference: str) -> None:
+        start = self._offset()
+        end = start + len(reference)
         end += self._text[end : end + 1] == ";"
         self._add(TextSpan(html.unescape(self._text[start:end]), start, end))
 
-    def _add(self, piece: TextSpan) -> None:
-        if not self._hidden:
-            self._pieces.append(piece)
+    def _add(self, span: TextSpan) -> None:
+        if not self._open_skipped_tags:
+            self._spans.append(span)
 
-    def _close(self) -> None:
-        if self._pieces:
-            self._blocks.append(TextBlock(tuple(self._pieces), self._level))
-        self._pieces, self._level = [], 0
+    def _close_block(self) -> None:
+        if self._spans:
+            self._blocks.append(TextBlock(tuple(self._spans), self._level))
+        self._spans, self._level = [], 0
 
-    def _place(self) -> int:
+    def _offset(self) -> int:
         line, column = self.getpos()
-        return self._lines[line - 1] + column
+        return self._line_starts[line - 1] + column
