@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -194,6 +195,17 @@ def test_bad_input_gets_one_sentence(graft: Graft, trained: str, bad: Path, case
     assert outcome.err.endswith(".\n")
 
 
+def test_a_missing_recipe_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom graftlm.cli import main\nsys.argv = ['graft', 'train', 'missing.yaml']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    status = end.code\n"
+        "print(status, sorted({'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & {*sys.modules}))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stderr.startswith("error: There is no file missing.yaml: ")
+    assert child.stdout == "2 []\n"
+
+
 def test_a_prompt_that_is_not_utf_8(graft: Graft, trained: str) -> None:
     outcome = graft("generate", trained, "-", stdin=b"caf\xe9")
     assert outcome == (2, "", "error: The prompt is not UTF-8 text (byte 3 is 0xe9): convert it first.\n")
@@ -291,14 +303,14 @@ def test_a_file_that_may_not_grow_gets_one_sentence(graft: Graft) -> None:
     assert outcome.err.count("\n") == 1
 
 
-def test_a_place_that_may_not_be_written(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_may_not_be_written(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/else")
 
     monkeypatch.setattr("graftlm.runs.recipe.run_recipe", refuse)
     monkeypatch.delitem(__import__("graftlm").__dict__, "run_recipe", raising=False)
     outcome = graft("train", "recipe.yaml")
-    sentence = "error: somewhere/else can't be read or written (Permission denied): mend that, or name another place.\n"
+    sentence = "error: somewhere/else can't be read or written (Permission denied): fix that, or name another path.\n"
     assert outcome == (2, "", sentence)
 
 

@@ -40,7 +40,7 @@ def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start,
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=300)
     assert (first.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "interrupted: the same command goes on where it stopped."
+    assert err.splitlines()[-1] == "interrupted: the same command resumes the run."
     assert "Traceback" not in err
 
     done = history.read_text().count("\n")

@@ -87,7 +87,11 @@ def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Pa
         ),
         (("eval", "GRAFT", "--rows", "gone=a.csv"), "", "The graft has no task 'gone'"),
         (("eval", "GRAFT", "--rows", "topic=gone.csv"), "", "There is no file gone.csv: check test of the task topic."),
-        (("eval", "GRAFT", "--rows", "topic=a.csv", "--text", "b.txt"), "", "--rows stands alone"),
+        (
+            ("eval", "GRAFT", "--rows", "topic=a.csv", "--text", "b.txt"),
+            "",
+            "--rows can't be combined with --text, --examples or --tasks: run",
+        ),
         (("eval", "GRAFT", "--text", "old=old/test.txt"), "", "measure it on rows of its tasks (--rows NAME=FILE)."),
     ],
 )

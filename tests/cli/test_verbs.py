@@ -129,6 +129,30 @@ def test_generate_bare_is_the_backbone(graft: Graft, trained: str, home: Path) -
     assert json.loads(found.out)["text"] == expected.text
 
 
+def test_generate_traces_gates(graft: Graft, trained: str, home: Path) -> None:
+    page = ("--trace-html", "runs/trace.html", "--json")
+    document = json.loads(graft("generate", trained, "le renard", "--max-new-tokens", "5", *page).out)
+    assert [token["values"].keys() for token in document["trace"]] == [{"open"}] * document["tokens"]
+    assert "".join(token["text"] for token in document["trace"]) == document["text"]
+    assert all(0 <= token["values"]["open"] <= 1 for token in document["trace"])
+    assert "<title>Trace: le renard</title>" in (home / "runs/trace.html").read_text(encoding="utf-8")
+    assert "open  " in graft("generate", trained, "le renard", "--max-new-tokens", "5", "--trace").out
+
+
+def test_a_trace_is_that_of_the_positions_that_predict(home: Path, trained: str) -> None:
+    from graftlm import GraftedModel, load_backbone, load_graft
+    from graftlm.generation.generate import Decoding, generate_text
+
+    backbone = load_backbone(home / "llama")
+    with GraftedModel(backbone, {"graft": load_graft(home / trained, backbone)}) as model:
+        tokenizer = backbone.need_tokenizer()
+        generation = generate_text(model, tokenizer, "le renard", Decoding(max_new_tokens=4), trace=True)
+        ids = tokenizer("le renard", return_tensors="pt")["input_ids"]
+        first = model.forward_traces(input_ids=ids, use_cache=False)[1]["graft"].values[0, -1, 0]
+    assert generation.trace is not None
+    assert generation.trace[0].values["open"] == pytest.approx(float(first), abs=1e-6)
+
+
 def test_inspect_says_what_the_files_say(graft: Graft, trained: str, home: Path) -> None:
     document = json.loads(graft("inspect", trained, "--json").out)
     manifest = read_manifest(home / trained)

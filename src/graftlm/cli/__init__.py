@@ -1,6 +1,6 @@
 """The command line: one function per verb, no logic.
 
-Results go to stdout; progress, notes and errors to stderr. What takes long to import waits until a verb needs it.
+Results go to stdout; progress, notes and errors to stderr. Each verb imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, demo, grafts, rating, serve, summarize, tasks, training
+from graftlm.cli import about, clarify, grafts, serve, summarize, training
 from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
-_RESUMED = ("train", "compare", "demo")
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
+_RESUMABLE = ("train", "compare", "demo")
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
 class _Verbs(TyperGroup):
-    """Turns what the user can mend into one line and an exit code."""
+    """Turns a user's mistake into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -30,15 +30,15 @@ class _Verbs(TyperGroup):
             log(f"error: {error}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            again = ": the same command goes on where it stopped" if ctx.invoked_subcommand in _RESUMED else ""
-            log(f"interrupted{again}.")
+            hint = ": the same command resumes the run" if ctx.invoked_subcommand in _RESUMABLE else ""
+            log(f"interrupted{hint}.")
             raise typer.Exit(130) from None
         except OSError as error:
-            if error.errno not in _DISK:
+            if error.errno not in _DISK_ERRORS:
                 raise
             log(
                 f"error: {error.filename or 'A file'} can't be read or written ({error.strerror}): "
-                "mend that, or name another place."
+                "fix that, or name another path."
             )
             raise typer.Exit(2) from None
 
@@ -46,15 +46,15 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     cls=_Verbs,
     name="graft",
-    help="Teach a frozen language model something new, and show what it kept.",
+    help="Teach a frozen language model something new, and measure what it forgot.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"graftlm {__version__}")
         raise typer.Exit
 
@@ -72,21 +72,21 @@ app.command()(training.train)
 app.command()(training.compare)
 app.command(name="eval")(grafts.evaluate)
 app.command()(grafts.generate)
-app.command()(tasks.predict)
+app.command()(grafts.predict)
 app.command()(grafts.inspect)
 app.command()(summarize.summarize)
-app.command()(rating.rate)
-app.command()(rating.ratings)
+app.command()(summarize.rate)
+app.command()(summarize.ratings)
 app.command()(clarify.clarify)
 app.command()(serve.serve)
-app.command()(demo.demo)
+app.command()(training.demo)
 app.command()(about.methods)
 app.command()(about.schema)
 
 
 def main() -> None:
-    """Run the command line; exits with 2 for what the user can mend, and with 130 when interrupted."""
+    """Run the command line; exits with 2 for a user's mistake and with 130 when interrupted."""
     try:
         app()
-    except KeyboardInterrupt:  # before a verb began, or again while it stopped
+    except KeyboardInterrupt:  # before a verb begins, or again while it stops
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""`python -m graftlm.cli`, for launchers that take a module, is `graft`."""
+"""`python -m graftlm.cli` runs `graft`, for launchers that take a module."""
 
 from graftlm.cli import main
 

@@ -1,4 +1,4 @@
-"""Verbs that say what there is: the kinds of graft, and the keys of recipes."""
+"""Verbs that list what the installed library offers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,29 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, configure_logging, display, print_result, stdout_console
+from graftlm.cli.common import AsJson, configure_logging, print_result
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the kinds of graft, and the keys of each."""
+    """List the kinds of graft with their config keys."""
     configure_logging()
-    from graftlm.generation.inspect import methods as registered
+    from graftlm.cli.display import print_methods
+    from graftlm.generation.inspect import methods as registered_methods
 
-    found = registered()
-    print_result(
-        [one.model_dump(mode="json") for one in found],
-        as_json,
-        lambda: display().print_methods(found, stdout_console()),
-    )
+    listed = registered_methods()
+    print_result([method.model_dump(mode="json") for method in listed], as_json, lambda: print_methods(listed))
 
 
 def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As it is anyway.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schema to a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The schema is printed as JSON in any case.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
     configure_logging()
     from graftlm.io import write_atomically
     from graftlm.runs.recipe import recipe_schema
 
-    text = json.dumps(recipe_schema(), indent=2)
     if out is None:
         return print_result(recipe_schema(), True, typer.echo)
-    path = write_atomically(out, text.encode() + b"\n")
+    path = write_atomically(out, json.dumps(recipe_schema(), indent=2).encode() + b"\n")
     return print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))

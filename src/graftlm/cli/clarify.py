@@ -12,36 +12,36 @@ from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, 
 
 def clarify(
     text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="What to write anew; - reads stdin.", show_default=False)
+        str | None, typer.Argument(metavar="[TEXT]", help="Text to rewrite; - reads stdin.", show_default=False)
     ] = None,
-    to: Annotated[str | None, typer.Option(metavar="LANG", help="Language to write in: es, fr, de or ja.")] = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="A server of OpenAI's protocol.")] = None,
+    to: Annotated[str | None, typer.Option(metavar="LANG", help="Target language: es, fr, de or ja.")] = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The server's model.")] = None,
     backbone: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Instead of a server: a model on this machine, or a graft.")
+        str | None, typer.Option(metavar="DIR", help="Local model or graft, instead of a server.")
     ] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What to do, as rewrite, or a YAML file; by default translate.")
+        str | None, typer.Option(metavar="NAME", help="Task, as in rewrite, or a YAML file; translate by default.")
     ] = None,
-    budget: Annotated[int | None, typer.Option(min=0, metavar="N", help="Questions, at most; by default 1.")] = None,
+    budget: Annotated[int | None, typer.Option(min=0, metavar="N", help="Maximum questions; 1 by default.")] = None,
     ask_above: Annotated[
-        float | None, typer.Option(min=0, metavar="BITS", help="Ask only what is expected to bring more than this.")
+        float | None, typer.Option(min=0, metavar="BITS", help="Minimum expected information gain of a question.")
     ] = None,
-    rules: Annotated[bool, typer.Option("--rules", help="Ask only where rules find something ambiguous.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Ask only where rules detect an ambiguity.")] = False,
     answer: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Answers, in order, instead of asking you.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Answer to the next question. Repeatable.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model knows that answers instead of you.")
+        str | None, typer.Option(metavar="TEXT", help="Context from which the model answers the questions.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the conversation there, and go on with what is there.")
+        Path | None, typer.Option(metavar="FILE", help="Save the conversation to a file, or resume the one in it.")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds without a word from the server.")] = 60.0,
-    retries: Annotated[int, typer.Option(min=0, metavar="N", help="After what may pass.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a reply.")] = 256,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds to wait for data from the server.")] = 60.0,
+    retries: Annotated[int, typer.Option(min=0, metavar="N", help="Retries after temporary errors.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum new tokens per reply.")] = 256,
     key_variable: Annotated[
-        str, typer.Option(metavar="NAME", help="The environment variable with the server's key.")
+        str, typer.Option(metavar="NAME", help="Environment variable with the server's API key.")
     ] = "OPENAI_API_KEY",
     device: Device = None,
     trust_remote_code: Trust = False,
@@ -53,19 +53,19 @@ def clarify(
     from graftlm.generation.generate import read_prompt
     from graftlm.pipelines import pipeline
 
-    room = pipeline("clarify")
+    package = pipeline("clarify")
     query = None if text is None else read_prompt(text)
-    conversation = room.begin(query, resume, template=template, target=to, budget=budget, threshold=ask_above)
+    conversation = package.begin(query, resume, template=template, target=to, budget=budget, threshold=ask_above)
     served = {"endpoint": endpoint, "model": model, "timeout": timeout, "retries": retries}
     local = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
     more = {"max_new_tokens": max_new_tokens, "key_variable": key_variable}
-    writer = room.ModelChoice.parse(served | local | more, where="graft clarify").open()
-    user = room.user_of(answer, context, writer, None if as_json else room.typed)
-    detector = room.first_pass if rules else None
-    with room.Shown(conversation, lambda piece: typer.echo(piece, nl=False)) as shown:
-        chain = room.Chain(writer, user, detector=detector, on_text=None if as_json else shown)
-        found = chain.run(conversation, keep=resume)
-        print_result(room.document(found), as_json, lambda: shown.end(found.written.output if found.written else ""))
+    writer = package.ModelChoice.parse(served | local | more, where="graft clarify").open()
+    user = package.user_of(answer, context, writer, None if as_json else package.typed)
+    detector = package.first_pass if rules else None
+    with package.Shown(conversation, lambda chunk: typer.echo(chunk, nl=False)) as shown:
+        chain = package.Chain(writer, user, detector=detector, on_text=None if as_json else shown)
+        done = chain.run(conversation, keep=resume)
+        print_result(package.document(done), as_json, lambda: shown.end(done.written.output if done.written else ""))
     if not quiet and not as_json:
-        for line in room.tale(found):
+        for line in package.tale(done):
             log(line)

@@ -1,10 +1,9 @@
-"""What verbs share: the options that several have, and how they print."""
+"""Options that several verbs share, and how verbs print."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,37 +13,40 @@ import typer
 if TYPE_CHECKING:
     from graftlm.evaluation import Results
 
+
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Change keys of the recipe, as training.steps=200.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Override recipe keys, as in training.steps=200.", show_default=False),
 ]
 RunFolder = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where results go; by default the recipe's out.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Output folder; by default the recipe's out.")
 ]
 GraftFolder = Annotated[Path, typer.Argument(metavar="GRAFT", help="A graft's folder.", show_default=False)]
 BackboneName = Annotated[
     str | None,
     typer.Option(
-        "--backbone", metavar="NAME", help="A model's name or folder; by default the one the graft was trained on."
+        "--backbone", metavar="NAME", help="Model name or folder; by default the backbone that the graft records."
     ),
 ]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change keys of the graft's config, as augmenting.french.name=DIR."
+        "--set", metavar="KEY=VALUE", help="Override keys of the graft's config, as in augmenting.french.name=DIR."
     ),
 ]
-Device = Annotated[str | None, typer.Option(metavar="NAME", help="As cuda:1; by default the fastest there is.")]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Torch device, as in cuda:1; by default the fastest available.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the backbone.")]
-Column = Annotated[str, typer.Option(metavar="NAME", help="The column of JSON and parquet files that holds the text.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.")]
+Column = Annotated[str, typer.Option(metavar="NAME", help="Text column of JSON and parquet files.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 
 
 def configure_logging() -> None:
-    """Keep the terminal for our own lines: progress goes to stderr, libraries speak of errors only."""
-    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns of what torchao does
+    """Send progress to stderr, and let libraries log errors only."""
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns about torchao
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import rich
     from transformers.utils import logging
@@ -52,29 +54,29 @@ def configure_logging() -> None:
     rich.reconfigure(stderr=True)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # Read by the processes that this one starts: here, downloads still show their progress.
+    # Child processes read the variable; downloads of this process still show their progress.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def is_main() -> bool:
-    """Of the processes that a launcher started, only the first one speaks."""
+def is_main_process() -> bool:
+    """Whether this process prints: of several processes that a launcher started, the first one does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def log(text: str) -> None:
-    """A line for people, on stderr."""
-    if is_main():
+    """Print a line to stderr."""
+    if is_main_process():
         typer.echo(text, err=True)
 
 
 def logger(quiet: bool) -> Callable[[str], None]:
-    """`note`, or nothing when quiet."""
+    """`log`, or a function that prints nothing."""
     return (lambda text: None) if quiet else log
 
 
 def print_result(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
-    """Print a result: as JSON, or as `show` does."""
-    if not is_main():
+    """Print a result to stdout: `document` as JSON, or what `show` prints."""
+    if not is_main_process():
         return
     if as_json:
         typer.echo(json.dumps(document, indent=2))
@@ -83,11 +85,12 @@ def print_result(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
 
 
 def print_report(results: Results, folder: Path, as_json: bool) -> None:
-    """Print a run's table and where everything is."""
+    """Print a run's table and the paths of its files."""
+    from graftlm.cli.display import stdout_console
     from graftlm.evaluation import print_table
-    from graftlm.generation.inspect import files_of
+    from graftlm.evaluation.report import report_files
 
-    files = files_of(folder)
+    files = report_files(folder)
 
     def show() -> None:
         print_table(results, stdout_console())
@@ -96,18 +99,3 @@ def print_report(results: Results, folder: Path, as_json: bool) -> None:
                 typer.echo(f"{kind:8} {path}")
 
     print_result({"results": results.model_dump(mode="json"), "files": files}, as_json, show)
-
-
-def stdout_console() -> Any:
-    """The console that tables go to."""
-    from rich.console import Console
-
-    # A file or a pipe has no width of its own.
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-
-
-def display() -> Any:
-    """The module of tables, imported when one is shown."""
-    from graftlm.cli import display
-
-    return display

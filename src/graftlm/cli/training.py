@@ -1,10 +1,14 @@
-"""Verbs that train: what a recipe says, once or as a comparison."""
+"""Verbs that train."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, configure_logging, logger, print_report
+from graftlm.config import read_yaml
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -16,14 +20,15 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe's graft or language model, and report."""
+    read_yaml(recipe)  # a missing file is an error before slow imports
     configure_logging()
     from graftlm import load_recipe, run_recipe
     from graftlm.evaluation import Results
 
-    chosen = load_recipe(recipe, overrides or ())
-    folder = out or Path(chosen.out)
+    parsed = load_recipe(recipe, overrides or ())
+    folder = out or Path(parsed.out)
     try:
-        results = run_recipe(chosen, folder, progress=not quiet, log=logger(quiet))
+        results = run_recipe(parsed, folder, progress=not quiet, log=logger(quiet))
     except ForgettingBudgetError:
         print_report(Results.read(folder), folder, as_json)
         raise
@@ -38,9 +43,24 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
+    read_yaml(recipe)
     configure_logging()
     from graftlm import compare_recipe, load_recipe
 
-    chosen = load_recipe(recipe, overrides or ())
-    folder = out or Path(chosen.out)
-    print_report(compare_recipe(chosen, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
+    parsed = load_recipe(recipe, overrides or ())
+    folder = out or Path(parsed.out)
+    print_report(compare_recipe(parsed, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Run a smaller demo of the same form.")] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed.")] = 0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the main workflow at toy size, on text of this machine."""
+    configure_logging()
+    from graftlm.demo import run_demo
+
+    print_report(run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)

@@ -1,4 +1,4 @@
-"""How well models predict text, what they learned and forgot, and the report that says so."""
+"""Metrics of text, tasks and cost; results, tables, plots and reports."""
 
 from graftlm.evaluation.examples import (
     Example,
@@ -10,8 +10,15 @@ from graftlm.evaluation.examples import (
     score_answers,
 )
 from graftlm.evaluation.harness import run_lm_eval
-from graftlm.evaluation.metrics import MemoryWatch, Scores, decode_speed, paired_difference, score
-from graftlm.evaluation.report import learning_and_forgetting, write_report
+from graftlm.evaluation.metrics import (
+    MemoryWatch,
+    Scores,
+    decode_speed,
+    learning_and_forgetting,
+    paired_difference,
+    score,
+)
+from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import (
     Aim,
     Interval,

@@ -19,7 +19,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Self
@@ -118,6 +118,28 @@ def paired_difference(
         )
     samples_a, samples_b = _resample([a.fraction(metric), b.fraction(metric)], resamples, seed)
     return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b, confidence)
+
+
+def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
+    """A method's metrics relative to its backbone, from scores per evaluation set ("old", "new" and others).
+
+        learned   = backbone's new - method's new      forgotten = method's old - backbone's old      (nats per token)
+
+    Returns `<set>` and `<set>_bpb` for each set of `method`, `learned` where both have "new", and `forgotten` where
+    both have "old". The differences are paired bootstrap intervals over the same windows.
+
+    Raises:
+        EvaluationError: the two were scored on different windows.
+    """
+    metrics: dict[str, Interval] = {}
+    for name, scores in method.items():
+        metrics[name] = scores.interval("nats_per_token")
+        metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
+    if "new" in backbone and "new" in method:
+        metrics["learned"] = paired_difference(backbone["new"], method["new"])
+    if "old" in backbone and "old" in method:
+        metrics["forgotten"] = paired_difference(method["old"], backbone["old"])
+    return metrics
 
 
 def score(

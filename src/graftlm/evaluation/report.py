@@ -1,11 +1,9 @@
-"""The learning-and-forgetting report: a folder with `results.json`, `report.md` and plots.
+"""The report of a run: a folder with `results.json`, `report.md` and plots.
 
-    learned   = backbone's new - method's new      forgotten = method's old - backbone's old      (nats per token)
-
-Figures come from `results.details`, so a report can be drawn again from its JSON alone:
+`results.details` holds the values of all figures, so a report can be drawn again from its JSON alone:
 
     statistics   {row id: {"open_share": {domain: [per layer]}, "spectrum": {name: [values] or [[values] per layer]}}}
-    paths        {row id: [[forgotten, learned], ...]}, other settings of a row, in order
+    paths        {row id: [[forgotten, learned], ...]}, other settings of the row, in order
     losses       {row id: [[step, loss], ...]}
 """
 
@@ -15,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graftlm.errors import DataError
-from graftlm.evaluation.metrics import Scores, paired_difference
-from graftlm.evaluation.results import Interval, Results, Row
+from graftlm.errors import ArtifactError, DataError
+from graftlm.evaluation.results import FILE_NAME, Results
 from graftlm.evaluation.tables import render_markdown
 from graftlm.io import write_atomically
 
@@ -25,54 +22,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
-    """The metrics of one method beside its backbone's, from scores per evaluation set ("old", "new", and any other).
-
-    Gives `<set>` and `<set>_bpb` for each set of `method`, `learned` where both have "new", and `forgotten` where both
-    have "old": paired bootstrap intervals, over the same windows.
-
-    Raises:
-        EvaluationError: the two were scored on other windows.
-    """
-    metrics: dict[str, Interval] = {}
-    for name, scores in method.items():
-        metrics[name] = scores.interval("nats_per_token")
-        metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
-    if "new" in backbone and "new" in method:
-        metrics["learned"] = paired_difference(backbone["new"], method["new"])
-    if "old" in backbone and "old" in method:
-        metrics["forgotten"] = paired_difference(method["old"], backbone["old"])
-    return metrics
-
-
 def write_report(results: Results, out: str | Path, *, plots: Mapping[str, Figure] | None = None) -> Path:
-    """Write `results.json`, `report.md` and PNGs to the folder `out`; gives the path of `report.md`.
+    """Write `results.json`, `report.md` and PNGs to the folder `out`; returns the path of `report.md`.
 
     Args:
-        results: what was measured; its `details` give the figures.
-        out: made when it does not exist.
-        plots: further figures, by file name without ending; one of a known name takes that one's place.
+        results: the measurements; their `details` give the figures.
+        out: the folder; it is created if necessary.
+        plots: further figures by file name without suffix; they replace figures of the same name.
 
     Raises:
         EvaluationError: the folder can't be written to.
     """
+    from graftlm.evaluation.plots import save
+
     out = Path(out)
     results.write(out)
     figures = draw_figures(results) | dict(plots or {})
-    pictures = _save_figures(figures, out)
+    pictures = [save(figure, out / f"{name}.png").name for name, figure in figures.items()]
     return write_atomically(out / "report.md", render_markdown(results, pictures).encode())
 
 
 def draw_figures(results: Results) -> dict[str, Figure]:
-    """The figures that the results hold the values for, by file name without ending."""
-    from graftlm.evaluation import plots  # matplotlib takes half a second that `graft --help` should not wait for
+    """The figures for which the results hold values, by file name without suffix."""
+    from graftlm.evaluation import plots  # matplotlib takes half a second to import
 
     labels = {row.id: row.label for row in results.rows}
+    methods = [row for row in results.rows if row.id != "backbone"]
     figures: dict[str, Figure] = {}
-    if any({"learned", "forgotten"} <= row.metrics.keys() for row in _methods(results)):
-        figures["learn-against-forget"] = plots.learn_against_forget(
-            _methods(results), _mapping(results.details.get("paths"))
-        )
+    if any({"learned", "forgotten"} <= row.metrics.keys() for row in methods):
+        figures["learn-against-forget"] = plots.learn_against_forget(methods, _mapping(results.details.get("paths")))
     for row_id, statistics in _mapping(results.details.get("statistics")).items():
         label = labels.get(row_id, row_id)
         if share := _mapping(statistics).get("open_share"):
@@ -84,15 +62,34 @@ def draw_figures(results: Results) -> dict[str, Figure]:
     return figures
 
 
-def _save_figures(figures: Mapping[str, Figure], out: Path) -> list[str]:
-    from graftlm.evaluation import plots
+def has_report(folder: str | Path) -> bool:
+    """Whether a folder holds a report rather than a graft.
 
-    return [plots.save(figure, out / f"{name}.png").name for name, figure in figures.items()]
+    Raises:
+        ArtifactError: it holds neither.
+    """
+    folder = Path(folder)
+    if (folder / "graft.json").exists():
+        return False
+    if not (folder / FILE_NAME).exists():
+        raise ArtifactError(f"{folder} has no graft.json and no {FILE_NAME}: name a folder that graft train wrote.")
+    return True
 
 
-def _methods(results: Results) -> list[Row]:
-    """Rows that learned or forgot; the backbone itself did neither."""
-    return [row for row in results.rows if row.id != "backbone"]
+def report_files(folder: str | Path) -> dict[str, list[str]]:
+    """Paths of the grafts, models, report and plots in a run's folder, by kind."""
+    patterns = {
+        "graft": ("graft/", "*/graft/"),
+        "model": ("model/",),
+        "report": ("report.md",),
+        "results": (FILE_NAME,),
+        "plot": ("*.png",),
+    }
+    files = {
+        kind: sorted(str(path) for pattern in globs for path in Path(folder).glob(pattern))
+        for kind, globs in patterns.items()
+    }
+    return {kind: paths for kind, paths in files.items() if paths}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""Results as tables: Markdown for the report, and a narrow one for the terminal."""
+"""Results as tables: Markdown for the report, narrow columns for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
+from graftlm.evaluation.results import Interval, Metric, Results, value_of
 
+ABSENT = "–"
 _NATS = ("old", "new", "learned", "forgotten")
 _BITS = ("old_bpb", "new_bpb")
 _COSTS = (
@@ -20,31 +21,33 @@ _COSTS = (
     "decode_new_tokens_per_s",
     "peak_memory_bytes",
 )
-_ABSENT = "–"
-_TERMINAL = [
-    ("old", "old"),
-    ("forgotten", "forgotten"),
-    ("new", "new"),
-    ("learned", "learned"),
-    ("trainable", "trainable_parameters"),
-    ("train tok/s", "train_tokens_per_s"),
-    ("decode tok/s", "decode_new_tokens_per_s"),
-]
-_FURTHER = 4  # columns of a table of further metrics
-_MARKS = {True: "✓", False: "✗", None: "–"}
+_TERMINAL = {  # metric: column head
+    "old": "old",
+    "forgotten": "forgotten",
+    "new": "new",
+    "learned": "learned",
+    "trainable_parameters": "trainable",
+    "train_tokens_per_s": "train tok/s",
+    "decode_new_tokens_per_s": "decode tok/s",
+}
+_TERMINAL_COLUMNS = 4  # further metrics per table
+_MARKS = {True: "✓", False: "✗", None: ABSENT}
+_NOTE = (
+    "Old and new: nats per token. Forgotten: the loss on the old domain minus the backbone's. Learned: the backbone's "
+    "loss on the new domain minus the method's. Brackets: 95% intervals."
+)
 
 
 def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
-    """The report as Markdown; `pictures` are file names beside it."""
+    """The report as Markdown; `pictures` are names of files in the same folder."""
     machine = results.machine
     where = ", ".join(filter(None, [machine.cpu, f"{machine.cores} cores", machine.gpu, f"torch {machine.torch}"]))
     parts = [
         f"# {results.name}",
         f"`{results.command}`",
         f"Seeds {', '.join(map(str, results.seeds))}; {where}; commit {results.commit or 'unknown'}.",
-        _rows_section(results),
-        _sets_section(results),
-        _aims_section(results.aims),
+        *_measured_sections(results),
+        _aims_section(results),
         _paper_section(results),
         *(f"![{Path(name).stem.replace('-', ' ')}]({name})" for name in pictures),
     ]
@@ -52,45 +55,71 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Show the rows, then what was measured on further sets and tasks, then the aims, in at most 100 columns."""
+    """Print the rows, the metrics of further sets and tasks, and the aims, in at most 100 columns."""
     console = console or Console()
     present = dict.fromkeys(name for row in results.rows for name in row.metrics)
-    columns = [(head, key) for head, key in _TERMINAL if key in present]
-    # Results without the usual metrics, such as a benchmark's, show the first ones that they have.
-    _print_columns(results, columns or [(name, name) for name in list(present)[:5]], console)
+    columns = {name: head for name, head in _TERMINAL.items() if name in present}
+    # Results without the usual metrics, such as a benchmark's, show their first metrics.
+    tables = [columns or {name: name for name in list(present)[:5]}]
     further = [name for name in present if name not in {*_NATS, *_BITS, *_COSTS} and not name.endswith("_bpb")]
-    for start in range(0, len(further) if columns else 0, _FURTHER):
-        console.print()
-        _print_columns(results, [(_title(name), name) for name in further[start : start + _FURTHER]], console)
+    starts = range(0, len(further) if columns else 0, _TERMINAL_COLUMNS)
+    tables += [{name: metric_title(name) for name in further[i : i + _TERMINAL_COLUMNS]} for i in starts]
+    for number, table in enumerate(tables):
+        lines = [[row.label, *(_short(name, row.metrics.get(name)) for name in table)] for row in results.rows]
+        print_columns(["method", *table.values()], lines, console, gap=number > 0, width=24)
     for aim in results.aims:
-        console.print(f"{_MARKS[aim.met]} {_aim_line(aim)}", highlight=False, markup=False)
+        line = f"{_MARKS[aim.met]} {aim.text}: {_number(aim.measured)} (aim {_number(aim.aim)})"
+        console.print(line, highlight=False, markup=False)
 
 
-def _print_columns(results: Results, columns: Sequence[tuple[str, str]], console: Console) -> None:
-    """A table of a row for each method, its columns given by head and metric."""
+def print_columns(
+    head: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    console: Console,
+    *,
+    gap: bool = False,
+    width: int | None = None,
+) -> None:
+    """Print a table with all columns but the first aligned right.
+
+    Args:
+        head: the columns' titles.
+        lines: the cells of each row.
+        console: the console to print to.
+        gap: print an empty line before the table.
+        width: maximum width of the first column.
+    """
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
-    table.add_column("method", overflow="fold", max_width=24)
-    for head, _ in columns:
-        table.add_column(head, justify="right", overflow="fold")
-    for row in results.rows:
-        table.add_row(row.label, *(_short(key, row.metrics.get(key)) for _, key in columns))
-    console.print(table)
+    for index, name in enumerate(head):
+        justify = "right" if index else "left"
+        table.add_column(name, justify=justify, overflow="fold", max_width=None if index else width)
+    for line in lines:
+        table.add_row(*line)
+    if gap:
+        console.print()
+    console.print(table, highlight=False, markup=False)
+
+
+def metric_title(name: str, names: Iterable[str] = ()) -> str:
+    """A metric's title with its unit. A metric is in nats per token when `names` has its bits per byte as well."""
+    if name.endswith("_bpb"):
+        return f"{name.removesuffix('_bpb')}, bits per byte"
+    nats = name in ("learned", "forgotten") or f"{name}_bpb" in names
+    return f"{name}, nats per token" if nats else name.replace("_", " ")
 
 
 def format_metric(name: str, metric: Metric | None) -> str:
-    """A metric as a reader wants it: the unit of its name, and its interval when it has one."""
-    if metric is None:
-        return _ABSENT
+    """A metric with the unit that its name implies, and with its interval if it has one."""
     if not isinstance(metric, Interval) or metric.low == metric.high:
-        return _plain(name, value_of(metric))
-    return f"{_plain(name, metric.mean)} [{_plain(name, metric.low)}, {_plain(name, metric.high)}]"
+        return _short(name, metric)
+    return f"{_format(name, metric.mean)} [{_format(name, metric.low)}, {_format(name, metric.high)}]"
 
 
 def _short(name: str, metric: Metric | None) -> str:
-    return _ABSENT if metric is None else _plain(name, value_of(metric))
+    return ABSENT if metric is None else _format(name, value_of(metric))
 
 
-def _plain(name: str, value: float) -> str:
+def _format(name: str, value: float) -> str:
     if name.endswith("parameters"):
         return _with_unit(value, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
     if name.endswith("_bytes"):
@@ -109,90 +138,60 @@ def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
     return f"{value:.0f}"
 
 
-def _rows_section(results: Results) -> str:
-    if not _on_old_and_new(results):
-        return _other_metrics(results)
-    head = [
-        "method", "old", "forgotten", "new", "learned", "bits per byte, old / new", "trainable parameters",
-        "train tok/s", "decode tok/s, old / new", "peak memory",
-    ]  # fmt: skip
-    table = _markdown_table(head, [_row_cells(row) for row in results.rows])
-    note = (
-        "Old and new: nats per token. Forgotten: what the old domain lost against the backbone; learned: what the new "
-        "one gained. Brackets: 95% intervals."
-    )
-    return f"## Learned and forgotten\n\n{table}\n\n{note}"
+def _measured_sections(results: Results) -> list[str]:
+    """The learning-and-forgetting table and further metrics, or one table of all metrics without old and new text."""
+    names = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
+    if not {*names} & {*_NATS, *_BITS}:
+        return [_metrics_table("## Measured", results, names)]
+    heads = ["method", "old", "forgotten", "new", "learned", "bits per byte, old / new"]
+    heads += ["trainable parameters", "train tok/s", "decode tok/s, old / new", "peak memory"]
+    rows = []
+    for row in results.rows:
+        nats = [format_metric(name, row.metrics.get(name)) for name in ("old", "forgotten", "new", "learned")]
+        short = {name: _short(name, row.metrics.get(name)) for name in (*_BITS, *_COSTS)}
+        bits = _pair(*(short[name] for name in _BITS))
+        decode = _pair(short["decode_old_tokens_per_s"], short["decode_new_tokens_per_s"])
+        costs = [short["trainable_parameters"], short["train_tokens_per_s"], decode, short["peak_memory_bytes"]]
+        rows.append([row.label, *nats, bits, *costs])
+    further = [name for name in names if name not in {*_NATS, *_BITS, *_COSTS}]
+    table = f"## Learned and forgotten\n\n{_markdown_table(heads, rows)}\n\n{_NOTE}"
+    return [table, _metrics_table("## Further measurements", results, further)]
 
 
-def _on_old_and_new(results: Results) -> bool:
-    """Whether anything was measured on old or new text; a model trained from nothing knows no such sets."""
-    return any(name in row.metrics for row in results.rows for name in (*_NATS, *_BITS))
+def _pair(first: str, second: str) -> str:
+    return ABSENT if first == second == ABSENT else f"{first} / {second}"
 
 
-def _row_cells(row: Row) -> list[str]:
-    def both(first: str, second: str) -> str:
-        cells = [_short(first, row.metrics.get(first)), _short(second, row.metrics.get(second))]
-        return _ABSENT if cells == [_ABSENT, _ABSENT] else " / ".join(cells)
-
-    def one(name: str) -> str:
-        return format_metric(name, row.metrics.get(name))
-
-    return [
-        row.label, one("old"), one("forgotten"), one("new"), one("learned"), both("old_bpb", "new_bpb"),
-        _short("trainable_parameters", row.metrics.get("trainable_parameters")),
-        _short("train_tokens_per_s", row.metrics.get("train_tokens_per_s")),
-        both("decode_old_tokens_per_s", "decode_new_tokens_per_s"),
-        _short("peak_memory_bytes", row.metrics.get("peak_memory_bytes")),
-    ]  # fmt: skip
-
-
-def _sets_section(results: Results) -> str:
-    """Further evaluation sets, and any other metric that has no column above."""
-    known = {*_NATS, *_BITS, *_COSTS}
-    if not _on_old_and_new(results):
-        return ""
-    return _other_metrics(results, known, "## Further measurements\n\n")
-
-
-def _other_metrics(results: Results, known: set[str] | None = None, title: str = "## Measured\n\n") -> str:
-    names = dict.fromkeys(name for row in results.rows for name in row.metrics if name not in (known or set()))
+def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
     if not names:
         return ""
     rows = [[row.label, *(format_metric(name, row.metrics.get(name)) for name in names)] for row in results.rows]
-    return title + _markdown_table(["method", *(_title(name) for name in names)], rows)
+    return f"{title}\n\n" + _markdown_table(["method", *map(metric_title, names)], rows)
 
 
-def _title(name: str) -> str:
-    return f"{name.removesuffix('_bpb')}, bits per byte" if name.endswith("_bpb") else name.replace("_", " ")
-
-
-def _aims_section(aims: Sequence[Aim]) -> str:
-    if not aims:
+def _aims_section(results: Results) -> str:
+    if not results.aims:
         return ""
     words = {True: "yes", False: "no", None: "not measured"}
-    rows = [[aim.text, aim.metric, _number(aim.aim), _number(aim.measured), words[aim.met]] for aim in aims]
+    rows = [[aim.text, aim.metric, _number(aim.aim), _number(aim.measured), words[aim.met]] for aim in results.aims]
     return "## Aims\n\n" + _markdown_table(["aim", "metric", "aimed at", "measured", "met"], rows)
 
 
 def _paper_section(results: Results) -> str:
     if not results.paper:
         return ""
-    ours = {row.id: row for row in results.rows}
+    measured_rows = {row.id: row for row in results.rows}
     rows = []
     for published in results.paper:
-        row = ours.get(published.id)
+        row = measured_rows.get(published.id)
         for name, value in published.metrics.items():
             measured = format_metric(name, row.metrics.get(name) if row else None)
-            rows.append([row.label if row else published.id, name, _plain(name, value), measured, published.where])
-    return "## Beside the paper\n\n" + _markdown_table(["method", "metric", "paper", "here", "where"], rows)
-
-
-def _aim_line(aim: Aim) -> str:
-    return f"{aim.text}: {_number(aim.measured)} (aim {_number(aim.aim)})"
+            rows.append([row.label if row else published.id, name, _format(name, value), measured, published.where])
+    return "## Published results\n\n" + _markdown_table(["method", "metric", "paper", "here", "where"], rows)
 
 
 def _number(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.4g}"
+    return ABSENT if value is None else f"{value:.4g}"
 
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

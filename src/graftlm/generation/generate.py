@@ -1,4 +1,4 @@
-"""Text from a model, with or without its graft, token by token if one likes."""
+"""Generate text from a model, with or without a graft, streamed if desired."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from graftlm.grafts import GraftedModel
 
 
 class Decoding(Config):
-    """How tokens are chosen: the likeliest one, or with `sample` at random."""
+    """How tokens are chosen: greedily, by beam search, or by sampling."""
 
     max_new_tokens: int = Field(64, ge=1)
     sample: bool = False
-    temperature: float | None = Field(None, gt=0, description="Above 1 is bolder, below 1 is safer.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Choose among the likeliest tokens of this probability.")
-    num_beams: int = Field(1, ge=1, description="Continuations that are followed at a time.")
-    seed: int | None = Field(None, ge=0, description="Of the random choices.")
+    temperature: float | None = Field(None, gt=0, description="Temperature of sampling; 1 by default.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: total probability of the candidates.")
+    num_beams: int = Field(1, ge=1, description="Beams of beam search; 1 is greedy.")
+    seed: int | None = Field(None, ge=0, description="Random seed.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -37,16 +37,16 @@ class Decoding(Config):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them; defaults that the checkpoint brings for these do not count."""
-        chosen = {"max_new_tokens": self.max_new_tokens, "do_sample": self.sample, "num_beams": self.num_beams}
+        """Keyword arguments of transformers' `generate`; they override the checkpoint's own defaults."""
+        arguments = {"max_new_tokens": self.max_new_tokens, "do_sample": self.sample, "num_beams": self.num_beams}
         if self.sample:
-            chosen |= {"temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
-        return chosen
+            arguments |= {"temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
+        return arguments
 
 
 @dataclass(frozen=True)
 class TracedToken:
-    """A generated token's text, and what the grafts did where it was written, by label."""
+    """A generated token's text, and the trace values of the position that predicted it, by label."""
 
     text: str
     values: dict[str, float]
@@ -57,11 +57,11 @@ class Generation:
     """A prompt and its continuation.
 
     Attributes:
-        prompt: what was given.
-        text: what was written.
-        tokens: how many tokens were generated.
-        seconds: how long that took.
-        trace: what the grafts did at each of them, where it was asked for.
+        prompt: the prompt.
+        text: the new text.
+        tokens: the number of new tokens.
+        seconds: the duration of the generation.
+        trace: one entry per new token; None without tracing.
     """
 
     prompt: str
@@ -75,7 +75,7 @@ class Generation:
 
 
 class _Stream(TextStreamer):
-    """Hands words on as soon as they are whole."""
+    """Calls `on_text` with each complete word."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
@@ -86,10 +86,10 @@ class _Stream(TextStreamer):
 
 
 def read_prompt(argument: str) -> str:
-    """A prompt as the command line takes it; `-` stands for what is on stdin, without its last line break.
+    """A prompt from the command line; `-` reads stdin and drops its last line break.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the prompt is not UTF-8.
     """
     data = sys.stdin.buffer.read().removesuffix(b"\n") if argument == "-" else os.fsencode(argument)
     try:
@@ -114,15 +114,15 @@ def generate_text(
 
     Args:
         model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's.
-        prompt: what to continue.
-        decoding: how; by default 64 tokens, always the likeliest.
-        on_text: called with each piece of text as soon as it is known, the prompt first. With beams, all at the end.
-        trace: tell of each token what the model's grafts did, such as which expert wrote it.
+        tokenizer: the model's tokenizer.
+        prompt: the text to continue.
+        decoding: how tokens are chosen; by default 64 greedy tokens.
+        on_text: called with each chunk of text, the prompt first. Beam search calls it once, at the end.
+        trace: return the graft's trace of each token, such as the chosen expert or the share of open gates.
 
     Raises:
-        DataError: the prompt has no tokens, or does not fit the model.
-        GraftError: a trace is asked for, and there is none.
+        DataError: the prompt has no tokens, or exceeds the model's positions.
+        GraftError: the model has no traceable graft, or decodes with beams.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
@@ -144,33 +144,36 @@ def generate_text(
     )
     seconds = time.perf_counter() - start
     (tokens,) = output.sequences
-    traced = _traced(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
-    before = str(tokenizer.decode(ids[0], skip_special_tokens=True))
-    whole = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    traced = _trace(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
+    prompt_text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    full_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     if on_text is not None and stream is None:
-        on_text(whole)
-    return Generation(prompt, whole.removeprefix(before), len(tokens) - ids.shape[-1], seconds, traced)
+        on_text(full_text)
+    return Generation(prompt, full_text.removeprefix(prompt_text), len(tokens) - ids.shape[-1], seconds, traced)
 
 
-def _traced(model: Any, tokenizer: Any, tokens: Tensor, given: int, cache: Any) -> list[TracedToken]:
-    """What the grafts did at each generated token, which is what they did at the one before it, that wrote it."""
+def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache: Any) -> list[TracedToken]:
+    """The trace of each new token, read at the position that predicted it."""
     traces = model.cache_traces(cache) if isinstance(model, GraftedModel) else {}
+    if isinstance(model, GraftedModel) and not traces:
+        # This graft keeps no trace in the cache, but traces a forward pass.
+        traces = model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)[1]
     if not traces:
-        raise GraftError("There is no trace: only grafts that decide anew at each token leave one.")
-    found, text = [], ""
-    for place in range(given, len(tokens)):
-        longer = str(tokenizer.decode(tokens[given : place + 1], skip_special_tokens=True))
-        whole = (
-            longer.removesuffix("\ufffd") if place + 1 < len(tokens) else longer
-        )  # a character may take several tokens
+        raise GraftError("There is no trace: the model has no graft that decides at each token.")
+    entries: list[TracedToken] = []
+    text = ""
+    for end in range(prompt_length + 1, len(tokens) + 1):
+        decoded = str(tokenizer.decode(tokens[prompt_length:end], skip_special_tokens=True))
+        if end < len(tokens):
+            decoded = decoded.removesuffix("\ufffd")  # a character may take several tokens
         values = {
             label: float(value)
-            for one in traces.values()
-            for label, value in zip(one.labels, one.values[0, place - 1].tolist(), strict=True)
+            for trace in traces.values()
+            for label, value in zip(trace.labels, trace.values[0, end - 2].tolist(), strict=True)
         }
-        found.append(TracedToken(whole[len(text) :], values))
-        text = whole if len(whole) > len(text) else text
-    return found
+        entries.append(TracedToken(decoded[len(text) :], values))
+        text = decoded if len(decoded) > len(text) else text
+    return entries
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:

@@ -1,4 +1,4 @@
-"""What a trained graft is, and how it does on any text: `graft inspect`, `graft eval` and `graft methods`."""
+"""Inspect and evaluate trained grafts, and list methods: `graft inspect`, `graft eval`, `graft methods`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from graftlm.artifact import Manifest, backbone_of, is_model, load_graft, read_m
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
-from graftlm.errors import ArtifactError, DataError
+from graftlm.errors import DataError
 from graftlm.evaluation import Metric, Results, TaskConfig, run_lm_eval
-from graftlm.evaluation.results import FILE_NAME as RESULTS_NAME
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
 from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
 from graftlm.runs.run import Measurement
 
 LENGTH = 256
-# A larger matrix takes seconds.
-_LARGEST = 2**24
+_MAX_RANKED_VALUES = 2**24  # the effective rank of a larger matrix takes seconds
 
 
 class TensorGroup(Config):
-    """Tensors that differ only in the numbers of their names, such as a layer's.
+    """Tensors whose names differ in their numbers only, such as the layers' numbers.
 
     Args:
-        name: their name, with * for the numbers.
-        shape: of the first.
-        effective_rank: of each matrix, see `effective_rank`; empty for what is no matrix, or a very large one.
+        name: the name with * for each number.
+        count: the number of tensors.
+        shape: the shape of the first tensor.
+        parameters: the parameters of all tensors.
+        effective_rank: the effective rank of each matrix; empty for other tensors and for very large matrices.
     """
 
     name: str
@@ -44,14 +44,21 @@ class TensorGroup(Config):
 
 
 class Inspection(Config):
-    """What `inspect_graft` found.
+    """The result of `inspect_graft`.
 
     Args:
-        backbone: its name, model type and the id of its fingerprint.
-        training: steps, tokens and settings of the run.
-        measured: the metrics at its end.
-        layers: {quantity: {whose or on which text: one number a layer}}, those of the run's own tests among them.
-        described: what else the graft tells of itself.
+        folder: the graft's folder.
+        kind: the graft's kind, as in recipes.
+        label: the method's name in tables.
+        config: the graft's config.
+        library: the version of graftlm that wrote the graft.
+        backbone: name, model type and fingerprint of the backbone.
+        parameters: the number of the graft's parameters.
+        tensors: the graft's tensors.
+        training: steps, tokens and settings of the training run.
+        measured: metrics at the end of the run.
+        layers: {quantity: {text or model: one number per layer}}, on the run's test texts and on further texts.
+        described: further values that the method reports.
     """
 
     folder: str
@@ -69,11 +76,7 @@ class Inspection(Config):
 
 
 class Method(Config):
-    """One registered kind of graft.
-
-    Args:
-        config: its keys with their defaults, None for a key without one.
-    """
+    """A registered kind of graft; `config` has its keys and defaults, None for a key without default."""
 
     kind: str
     label: str
@@ -91,33 +94,33 @@ def inspect_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Inspection:
-    """What is in a graft's folder; beside its backbone when that is named, and at work when there are texts.
+    """Describe a graft from its files; with a backbone or texts also from forward passes.
 
     Args:
         folder: the graft's folder.
-        backbone: the backbone's name or folder; None leaves it out, unless texts need it.
-        changes: of the graft's config, as `KEY=VALUE`.
-        texts: documents by name; the graft is watched while it reads the start of each.
-        length: tokens per row of what it reads.
-        device: where models run; None takes the fastest there is.
+        backbone: the backbone's name or folder; None loads it only if there are texts.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        texts: documents by name; the method's per-layer quantities are measured on the start of each.
+        length: tokens per row of these texts.
+        device: torch device; None takes the fastest available.
         trust_remote_code: run model code that comes with the backbone.
 
     Raises:
-        ArtifactError: the folder is not a whole graft, or that of another backbone.
+        ArtifactError: the folder is not a complete graft, or belongs to another backbone.
         BackboneError: the backbone can't be loaded.
     """
     manifest = read_manifest(folder)
-    found = _still(Path(folder), manifest)
+    inspection = _inspect_files(Path(folder), manifest)
     if backbone is None and not texts:
-        return found
-    live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    layers, described = _at_work(live, load_graft(folder, live, changes), texts or {}, length)
-    both = {key: found.layers.get(key, {}) | layers.get(key, {}) for key in {**found.layers, **layers}}
-    return found.model_copy(update={"layers": both, "described": found.described | described})
+        return inspection
+    loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
+    layers, described = _inspect_layers(loaded, load_graft(folder, loaded, changes), texts or {}, length)
+    merged = {key: inspection.layers.get(key, {}) | layers.get(key, {}) for key in {**inspection.layers, **layers}}
+    return inspection.model_copy(update={"layers": merged, "described": inspection.described | described})
 
 
-def _still(folder: Path, manifest: Manifest) -> Inspection:
-    """What the files alone say."""
+def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
+    """The part of an inspection that needs no backbone."""
     training = dict(manifest.training)
     return Inspection.parse(
         {
@@ -132,7 +135,7 @@ def _still(folder: Path, manifest: Manifest) -> Inspection:
                 "fingerprint": Fingerprint(**manifest.backbone.fingerprint).id,
             },
             "parameters": manifest.parameters,
-            "tensors": _groups(read_tensors(folder)),
+            "tensors": _group_tensors(read_tensors(folder)),
             "measured": training.pop("measured", {}),
             "layers": training.pop("observed", {}),
             "described": training.pop("described", {}),
@@ -142,12 +145,12 @@ def _still(folder: Path, manifest: Manifest) -> Inspection:
     )
 
 
-def _groups(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
+def _group_tensors(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
     groups: dict[tuple[str, int], TensorGroup] = {}
     for name, tensor in tensors:
         key = re.sub(r"\d+", "*", name), tensor.dim()
         last = groups.get(key)
-        ranks = [effective_rank(tensor)] if tensor.dim() == 2 and tensor.numel() <= _LARGEST else []
+        ranks = [effective_rank(tensor)] if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES else []
         groups[key] = TensorGroup(
             name=key[0],
             count=1 + (last.count if last else 0),
@@ -158,15 +161,15 @@ def _groups(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
     return list(groups.values())
 
 
-def _at_work(
+def _inspect_layers(
     backbone: Backbone, graft: Graft, texts: Mapping[str, Sequence[Document]], length: int
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, Any]]:
-    """Layers and descriptions that need the backbone."""
+    """Per-layer quantities and descriptions that need the backbone."""
     described = dict(graft.describe(backbone))
     layers: dict[str, dict[str, list[float]]] = {}
     if "spectrum" in described:
         spectra = described.pop("spectrum")
-        layers["effective_rank"] = {whose: [rank_of(s) for s in each] for whose, each in spectra.items()}
+        layers["effective_rank"] = {name: [rank_of(s) for s in layers_of] for name, layers_of in spectra.items()}
     if texts:
         evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
         with GraftedModel(backbone, {"graft": graft}) as model:
@@ -177,12 +180,12 @@ def _at_work(
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """How many directions a matrix uses: (sum of s^2)^2 / sum of s^4 over its singular values s; n for n equal ones.
+    """(Σ s²)² / Σ s⁴ over the singular values s of a matrix; n equal values give n.
 
-    Through traces of W W^T, without a decomposition.
+    Computed from the traces of W Wᵀ and its square, without a decomposition.
     """
     wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
-    wide = wide / wide.abs().max().clamp(min=1e-30)  # so that no fourth power underflows
+    wide = wide / wide.abs().max().clamp(min=1e-30)  # fourth powers must not underflow
     gram = wide @ wide.T
     return float(gram.trace() ** 2 / gram.square().sum().clamp(min=1e-30))
 
@@ -205,22 +208,22 @@ def evaluate_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Results:
-    """Measure a trained graft beside its bare backbone.
+    """Measure a trained graft and its bare backbone.
 
     Args:
         folder: the graft's folder.
-        backbone: where the backbone is; None takes the name that the graft remembers.
-        changes: of the graft's config, as `KEY=VALUE`.
-        texts: documents by set; `old` and `new` give what was forgotten and learned.
-        tasks: tasks of lm-evaluation-harness; their metrics are called `<task>_<metric>`.
-        limit: of questions per task.
-        evaluation: how much is measured on the texts, and tasks of one's own; by default without decoding speed.
-        device: where models run; None takes the fastest there is.
+        backbone: the backbone's name or folder; None takes the name that the graft records.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        texts: documents by evaluation set; `old` and `new` give the metrics forgotten and learned.
+        tasks: tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
+        limit: maximum number of questions per task.
+        evaluation: settings of the measurement, and tasks from files; by default without decoding speed.
+        device: torch device; None takes the fastest available.
         trust_remote_code: run model code that comes with the backbone.
 
     Raises:
-        DataError: there is neither text nor task, or an example can't be read.
-        ArtifactError: the folder is not a whole graft, or that of another backbone.
+        DataError: there is neither a text nor a task, or an example can't be read.
+        ArtifactError: the folder is not a complete graft, or belongs to another backbone.
         BackboneError: the backbone can't be loaded.
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
@@ -235,27 +238,27 @@ def evaluate_graft(
             f"The graft {folder} answers by heads of its own, and texts and examples need a language model: measure it "
             "on rows of its tasks (--rows NAME=FILE)."
         )
-    live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    graft = load_graft(folder, live, changes)
-    evaluator = BackboneEvaluator(live, texts or {}, evaluation, LENGTH)
+    loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
+    graft = load_graft(folder, loaded, changes)
+    evaluator = BackboneEvaluator(loaded, texts or {}, evaluation, LENGTH)
 
-    def with_tasks(measured: Measurement, model: Any) -> Measurement:
-        found = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit) if tasks else {}
-        more = {f"{task}_{name}": value for task, metrics in found.items() for name, value in metrics.items()}
-        measured.row = measured.row.model_copy(update={"metrics": measured.row.metrics | more})
-        return measured
+    def add_lm_eval(measurement: Measurement, model: Any) -> Measurement:
+        scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit) if tasks else {}
+        metrics = {f"{task}_{name}": value for task, values in scores.items() for name, value in values.items()}
+        measurement.row = measurement.row.model_copy(update={"metrics": measurement.row.metrics | metrics})
+        return measurement
 
-    bare = with_tasks(evaluator.measure_backbone(), live.model)
-    with GraftedModel(live, {"graft": graft}) as model:
-        grafted = with_tasks(evaluator.measure(model, graft.config.kind, graft_label(graft.config)), model)
+    bare = add_lm_eval(evaluator.measure_backbone(), loaded.model)
+    with GraftedModel(loaded, {"graft": graft}) as model:
+        grafted = add_lm_eval(evaluator.measure(model, graft.config.kind, graft_label(graft.config)), model)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
     if evaluator.tasks:
-        details["tasks"] = {measured.row.id: measured.details.get("tasks", {}) for measured in (bare, grafted)}
+        details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}
     return Results.here("eval", [bare.row, grafted.row], details=details)
 
 
 def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, list[Document]]:
-    """Documents by name, from `name=path`, or from a path alone, which is then called by its stem.
+    """Documents by name, from `name=path` or a path; a path alone is named by its stem.
 
     Raises:
         DataError: a path can't be read, or a name appears twice.
@@ -267,81 +270,53 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
 
 
 def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
-    """Tasks by name, from `name=file`, or from a file alone, which is then called by its stem.
+    """Tasks by name, from `name=file` or a file; a file alone is named by its stem.
 
     Args:
-        named: where the examples are.
-        settings: keys of every one of these tasks, such as `metric`; those that are None keep their default.
+        named: files of examples.
+        settings: keys for all of these tasks, such as `metric`; None keeps a key's default.
 
     Raises:
-        DataError: a name appears twice, or there is a metric and nothing to measure with it, or the other way round.
+        DataError: a name appears twice, or examples or their metric are missing.
         RecipeError: a setting does not fit.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    if ("metric" in given) != bool(named):
+    values = {key: value for key, value in settings.items() if value is not None}
+    if ("metric" in values) != bool(named):
         raise DataError(
             "Examples and their metric go together, and one of them is missing: "
             "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity."
         )
     files = files_by_name(named, "files of examples", "--examples")
-    return {name: TaskConfig.parse(given | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
+    return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
 
 
 def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
-    """Paths by name, from `name=path`, or from a path alone, which is then called by its stem.
+    """Paths by name, from `name=path` or a path; a path alone is named by its stem.
 
     Raises:
         DataError: a name appears twice.
     """
     paths: dict[str, str] = {}
-    for one in named:
-        name, equals, path = one.partition("=")
-        if not equals or Path(one).exists():
-            name, path = Path(one).stem, one
+    for argument in named:
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).exists():
+            name, path = Path(argument).stem, argument
         if name in paths:
             raise DataError(f"Two {what} are called {name}: name them apart, as in {option} first=FILE.")
         paths[name] = path
     return paths
 
 
-def is_results(folder: str | Path) -> bool:
-    """Whether a folder holds a report rather than a graft.
-
-    Raises:
-        ArtifactError: it holds neither.
-    """
-    folder = Path(folder)
-    if (folder / "graft.json").exists():
-        return False
-    if not (folder / RESULTS_NAME).exists():
-        raise ArtifactError(f"{folder} has no graft.json and no {RESULTS_NAME}: name a folder that graft train wrote.")
-    return True
-
-
-def files_of(folder: str | Path) -> dict[str, list[str]]:
-    """What a run left in its folder: grafts, report and plots."""
-    patterns = {
-        "graft": ("graft/", "*/graft/"),
-        "model": ("model/",),
-        "report": ("report.md",),
-        "results": (RESULTS_NAME,),
-        "plot": ("*.png",),
-    }
-    found = {
-        kind: sorted(str(path) for pattern in each for path in Path(folder).glob(pattern))
-        for kind, each in patterns.items()
-    }
-    return {kind: paths for kind, paths in found.items() if paths}
-
-
 def methods() -> list[Method]:
     """Every registered kind of graft."""
-    return [_method(kind, graft_class(kind)) for kind in kinds()]
+    return [_describe_method(kind, graft_class(kind)) for kind in kinds()]
 
 
-def _method(kind: str, room: type[Graft]) -> Method:
-    summary = (inspect.getdoc(room) or "").partition("\n")[0]
-    fields = {name: field for name, field in room.Config.model_fields.items() if name != "kind"}
-    defaults = {n: None if f.is_required() else f.get_default(call_default_factory=True) for n, f in fields.items()}
-    defaults = {n: one.model_dump(mode="json") if isinstance(one, Config) else one for n, one in defaults.items()}
-    return Method(kind=kind, label=room.label or kind, summary=summary, config=defaults)
+def _describe_method(kind: str, method: type[Graft]) -> Method:
+    config: dict[str, Any] = {}
+    for name, field in method.Config.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        config[name] = default.model_dump(mode="json") if isinstance(default, Config) else default
+    del config["kind"]
+    summary = (inspect.getdoc(method) or "").partition("\n")[0]
+    return Method(kind=kind, label=method.label or kind, summary=summary, config=config)

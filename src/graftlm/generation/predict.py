@@ -1,4 +1,4 @@
-"""What a trained graft's heads say of rows: `graft predict`, and `graft eval --rows`."""
+"""Predictions of a trained graft's heads: `graft predict` and `graft eval --rows`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from graftlm.grafts.heads import TaskSpec
 from graftlm.runs.graft_run import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests
 
-_CHUNK = 1024  # rows that are read, answered and printed at a time
+_CHUNK_ROWS = 1024  # rows in memory at a time
 
 
 @dataclass(frozen=True)
 class TaskGraft:
-    """A trained graft with heads, ready to be attached.
+    """A trained graft with heads, not yet attached.
 
     Attributes:
-        configs: how the training rows of each task were read, without their files.
-        length: tokens of a row, at most, as in training.
+        backbone: the backbone that it was trained on.
+        graft: the graft.
+        configs: each task's config from training, without its files.
+        length: maximum tokens per row, as in training.
     """
 
     backbone: Backbone
@@ -42,26 +44,30 @@ class TaskGraft:
 
     @property
     def tasks(self) -> dict[str, TaskSpec]:
-        """What each head says, by the task's name."""
+        """The specification of each head by the task's name."""
         return self.graft.tasks() if isinstance(self.graft, HasHeads) else {}
 
     @property
     def encoder(self) -> RowEncoder:
-        """Turns rows into tokens as training did."""
+        """Tokenises rows as in training."""
         return row_encoder(self.backbone, self.length)
 
     def task(self, name: str) -> TaskSpec:
-        """One task.
+        """The specification of one task.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: the graft has no such task.
         """
         if name not in self.tasks:
             raise DataError(f"The graft has no task {name!r}{did_you_mean(name, self.tasks)}.")
         return self.tasks[name]
 
     def config(self, name: str) -> LabelledConfig:
-        """How a task's rows are read."""
+        """How a task's rows are read.
+
+        Raises:
+            DataError: the graft has no such task.
+        """
         return self.configs.get(name) or LabelledConfig(type=self.task(name).type, train=[])
 
 
@@ -73,10 +79,10 @@ def load_task_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> TaskGraft:
-    """A graft with heads, its backbone, and what its training remembered of the rows.
+    """Load a graft with heads, its backbone, and the configs of its tasks.
 
     Raises:
-        ArtifactError: the folder is not a whole graft, or the graft has no heads.
+        ArtifactError: the folder is not a complete graft, or the graft has no heads.
         BackboneError: the backbone can't be loaded.
     """
     manifest = read_manifest(folder)
@@ -85,74 +91,76 @@ def load_task_graft(
             f"The graft {folder} is of the kind {manifest.kind}, which has no heads to predict with: name one that was "
             "trained on tasks."
         )
-    live = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    graft = load_graft(folder, live, changes)
+    loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
+    graft = load_graft(folder, loaded, changes)
     length = manifest.training.get("length")
-    return TaskGraft(live, graft, _configs(manifest), length if isinstance(length, int) else 128)
+    return TaskGraft(loaded, graft, _task_configs(manifest), length if isinstance(length, int) else 128)
 
 
-def _configs(manifest: Manifest) -> dict[str, LabelledConfig]:
-    remembered = manifest.training.get("tasks")
-    values = remembered if isinstance(remembered, dict) else {}
+def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
+    values = manifest.training.get("tasks")
+    if not isinstance(values, dict):
+        return {}
     try:
         return {
-            name: LabelledConfig.parse({**dict(task), "train": []}, where=name)  # type: ignore[arg-type]  # checked there
+            name: LabelledConfig.parse({**dict(task), "train": []}, where=name)  # type: ignore[arg-type]  # parse checks
             for name, task in values.items()
         }
     except (RecipeError, TypeError, ValueError):
         return {}
 
 
-def evaluate_rows(found: TaskGraft, files: Mapping[str, str], *, batch_size: int = 64) -> Results:
+def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size: int = 64) -> Results:
     """Measure a graft on labelled rows of its tasks.
 
     Args:
-        found: the graft.
-        files: of each task; columns are those of its training rows.
-        batch_size: rows of a pass.
+        task_graft: the graft.
+        files: a file for each task, with the columns of the training rows.
+        batch_size: rows per forward pass.
 
     Raises:
-        DataError: there is no such task, or a row can't be read.
+        DataError: the graft has no such task, or a row can't be read.
     """
-    rows = {}
-    for name, path in files.items():
-        spec = found.task(name)
-        rows[name] = read_held_out_rows(name, found.config(name).model_copy(update={"test": path}), spec)
-    tests = task_tests(found.tasks, {name: found.config(name) for name in rows}, rows)
-    with GraftedModel(found.backbone, {"graft": found.graft}) as model:
-        scores = measure_labelled(predictor(model), found.encoder, tests, batch_size=batch_size)
-    kind = found.graft.config.kind
-    row = Row(id=kind, label=graft_label(found.graft.config), metrics=dict(summary_metrics(scores)))
-    details: dict[str, Any] = {"tasks": {kind: {"test": {name: one.to_json() for name, one in scores.items()}}}}
+    configs = {name: task_graft.config(name) for name in files}
+    rows = {
+        name: read_held_out_rows(name, configs[name].model_copy(update={"test": path}), task_graft.task(name))
+        for name, path in files.items()
+    }
+    tests = task_tests(task_graft.tasks, configs, rows)
+    with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
+        scores = measure_labelled(predictor(model), task_graft.encoder, tests, batch_size=batch_size)
+    kind = task_graft.graft.config.kind
+    row = Row(id=kind, label=graft_label(task_graft.graft.config), metrics=dict(summary_metrics(scores)))
+    details: dict[str, Any] = {"tasks": {kind: {"test": {name: score.to_json() for name, score in scores.items()}}}}
     return Results.here("eval", [row], details=details)
 
 
 def predict_rows(
-    found: TaskGraft, name: str, rows: Iterable[LabelledRow], *, batch_size: int = 64
+    task_graft: TaskGraft, name: str, rows: Iterable[LabelledRow], *, batch_size: int = 64
 ) -> Iterator[dict[str, Any]]:
-    """What a task's head says to each row, in order: plain values for JSON.
+    """Predictions of a task's head, in order, as plain JSON values.
 
     Raises:
-        DataError: there is no such task, or a row can't be read.
+        DataError: the graft has no such task, or a row can't be read.
     """
-    spec, encoder = found.task(name), found.encoder
-    number = list(found.tasks).index(name)
+    spec, encoder = task_graft.task(name), task_graft.encoder
+    number = list(task_graft.tasks).index(name)
     remaining = iter(rows)
-    with GraftedModel(found.backbone, {"graft": found.graft}) as model:
+    with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         predict = predictor(model)
-        while chunk := list(islice(remaining, _CHUNK)):
-            answers = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
-            yield from (answer.to_json(spec, row) for answer, row in zip(answers, chunk, strict=True))
+        while chunk := list(islice(remaining, _CHUNK_ROWS)):
+            predictions = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
+            yield from (prediction.to_json(spec, row) for prediction, row in zip(predictions, chunk, strict=True))
 
 
 def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] = ()) -> Iterator[LabelledRow]:
-    """Rows without labels: of a table, or of the lines of a text file or, for `-`, of stdin.
+    """Read rows without labels from a table, from the lines of a text file, or from stdin (`-`).
 
-    Of lines each is a text, or the two of a pair with a tab between them; words to be tagged stand between blanks. With
-    `columns`, lines are JSON objects.
+    A line is a text, or a pair of texts separated by a tab. Words to tag are separated by blanks. With `columns`, lines
+    are JSON objects.
 
     Raises:
-        DataError: the file can't be read, or a row lacks a text.
+        DataError: the source can't be read, or a row lacks a text.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
@@ -163,16 +171,16 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     if source != "-" and not Path(source).is_file():
         raise DataError(f"There is no file {source}: name one, or - for stdin.")
     if source != "-" and is_table(Path(source)):
-        named = {f"text.{place}": name for place, name in enumerate(texts)}
-        for values, where in read_values(Path(source), named, "task", config.columns):
+        keys = {f"text.{i}": name for i, name in enumerate(texts)}
+        for values, where in read_values(Path(source), keys, "task", config.columns):
             yield _question(config, values, texts, where)
         return
     lines = (line.rstrip("\r\n") for line in _stdin()) if source == "-" else read_lines(Path(source))
-    place = "stdin" if source == "-" else source
+    origin = "stdin" if source == "-" else source
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"{place}: line {number}"
-            yield _question(config, _of_line(line, config, columns, where), texts, where)
+            where = f"{origin}: line {number}"
+            yield _question(config, _parse_line(line, config, columns, where), texts, where)
 
 
 def _stdin() -> Iterator[str]:
@@ -184,15 +192,15 @@ def _stdin() -> Iterator[str]:
         ) from None
 
 
-def _of_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:
+def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:
     if columns:
         try:
             values = json.loads(line)
             return [values[name] for name in columns]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DataError(
-                f"{where} is no JSON object with {' and '.join(columns)}: mend it, or leave --text-column out to give "
-                "plain lines."
+                f"{where} is no JSON object with {' and '.join(columns)}: correct it, or leave out --text-column "
+                "to read plain lines."
             ) from None
     parts = line.split("\t") if len(config.texts) > 1 else [line]
     if len(parts) != len(config.texts):
@@ -214,6 +222,3 @@ def _question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str
         if not text.strip():
             raise DataError(f"{where} has an empty text in the column {name!r}: fill it in, or leave the row out.")
     return LabelledRow(tuple(texts), None, where)
-
-
-__all__ = ["TaskGraft", "evaluate_rows", "load_task_graft", "predict_rows", "read_questions"]

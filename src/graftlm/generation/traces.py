@@ -1,4 +1,4 @@
-"""A generation's trace, such as which expert wrote which token: in the colours of the terminal, or as a page."""
+"""Render a generation's trace, such as the expert of each token, in the terminal or as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,61 +12,62 @@ from rich.text import Text
 from graftlm.evaluation.plots import PALETTE
 from graftlm.generation.generate import Generation, TracedToken
 
-_PLAIN = "#8A8A8A"  # of a label that stands for nothing being done
+_GREY = "#8A8A8A"  # of the label `none`
 
 
-def labels_of(found: Generation) -> list[str]:
-    """What the trace tells of each token."""
-    return list(found.trace[0].values) if found.trace else []
+def _labels(generation: Generation) -> list[str]:
+    return list(generation.trace[0].values) if generation.trace else []
 
 
-def colours_of(found: Generation) -> dict[str, str]:
+def _colours(generation: Generation) -> dict[str, str]:
     """A colour for each label; grey for `none`."""
-    labels = [label for label in labels_of(found) if label != "none"]
-    return {label: PALETTE[index % len(PALETTE)] for index, label in enumerate(labels)} | {"none": _PLAIN}
+    labels = [label for label in _labels(generation) if label != "none"]
+    return {label: PALETTE[index % len(PALETTE)] for index, label in enumerate(labels)} | {"none": _GREY}
 
 
-def means(found: Generation) -> dict[str, float]:
+def _means(generation: Generation) -> dict[str, float]:
     """Each label's mean over the tokens."""
-    tokens = found.trace or []
-    return {label: sum(token.values[label] for token in tokens) / len(tokens) for label in labels_of(found)}
+    tokens = generation.trace or []
+    return {label: sum(token.values[label] for token in tokens) / len(tokens) for label in _labels(generation)}
 
 
-def print_trace(found: Generation, console: Console | None = None) -> None:
-    """The text, each token in the colour of its largest value, and a legend with shares."""
+def print_trace(generation: Generation, console: Console | None = None) -> None:
+    """Print the text, each token in the colour of its largest value, and a legend."""
     console = console or Console()
-    colours = colours_of(found)
-    text = Text(found.prompt)
-    for token in found.trace or []:
+    colours = _colours(generation)
+    text = Text(generation.prompt)
+    for token in generation.trace or []:
         text.append(token.text, style=colours[_largest(token)])
     console.print(text)
     console.print()
-    for label, share in means(found).items():
-        most = sum(_largest(token) == label for token in found.trace or [])
+    means = _means(generation)
+    for label, mean in means.items():
+        count = sum(_largest(token) == label for token in generation.trace or [])
         line = Text("■ ", style=colours[label])
-        line.append(f"{label}  {share:.0%} of the weight, {most} of {found.tokens} tokens", style="default")
+        tokens = f", the largest of {count} of {generation.tokens} tokens" if len(means) > 1 else ""
+        line.append(f"{label}  {mean:.0%} on average{tokens}", style="default")
         console.print(line)
 
 
-def trace_page(found: Generation) -> str:
-    """A page that needs nothing else: tokens coloured by their largest value, with all values where one points."""
-    colours = colours_of(found)
+def trace_page(generation: Generation) -> str:
+    """A self-contained HTML page: tokens in the colour of their largest value, all values on hover."""
+    colours = _colours(generation)
     legend = "".join(
         f'<li><span class="dot" style="background:{colours[label]}"></span>{html.escape(label)} {share:.0%}</li>'
-        for label, share in means(found).items()
+        for label, share in _means(generation).items()
     )
-    data = json.dumps([token.values for token in found.trace or []]).replace("<", "\\u003c")
+    data = json.dumps([token.values for token in generation.trace or []]).replace("<", "\\u003c")
     return _PAGE.format(
-        prompt=html.escape(found.prompt),
-        tokens="".join(_spans(found, colours)),
+        prompt=html.escape(generation.prompt),
+        tokens="".join(_spans(generation, colours)),
         legend=legend,
         data=data,
-        title=html.escape(found.prompt[:60]),
+        title=html.escape(generation.prompt[:60]),
     )
 
 
-def _spans(found: Generation, colours: dict[str, str]) -> Iterator[str]:
-    for token in found.trace or []:
+def _spans(generation: Generation, colours: dict[str, str]) -> Iterator[str]:
+    for token in generation.trace or []:
         label = _largest(token)
         values = ", ".join(f"{name} {value:.2f}" for name, value in token.values.items())
         strength = round(15 + 55 * token.values[label])
