@@ -12,7 +12,7 @@ import torch
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.errors import GraftError
 from graftlm.grafts import GraftedModel
-from laws.tools import NEW, generate, logits, positions, prompts
+from graftlm.testing.laws import NEW_TOKENS, generate, logits, positions_of, prompts
 from tiny import TOKENS, tiny_ids
 
 TOKENIZERS = pytest.mark.parametrize("tokens", [TOKENS, OTHER_TOKENS], ids=["one tokenizer", "two tokenizers"])
@@ -42,12 +42,14 @@ def test_with_refresh_prompt_the_prompt_is_read_once(model: GraftedModel, beams:
     handle.remove()
     assert len(runs) == 1
     steps = torch.stack(out.logits, 1)
-    rows = torch.arange(len(steps))[:, None].expand(-1, NEW) if beams == 1 else out.beam_indices[:, :NEW]
-    whole = torch.cat([mask, torch.ones(2, NEW, dtype=mask.dtype)], 1)
+    rows = torch.arange(len(steps))[:, None].expand(-1, NEW_TOKENS) if beams == 1 else out.beam_indices[:, :NEW_TOKENS]
+    whole = torch.cat([mask, torch.ones(2, NEW_TOKENS, dtype=mask.dtype)], 1)
     given = torch.arange(whole.shape[1])[None].expand_as(whole) < ids.shape[1]
     with torch.no_grad():
-        expected = model(out.sequences, attention_mask=whole, position_ids=positions(whole), prompt=given).logits
-    torch.testing.assert_close(steps[rows, torch.arange(NEW)], expected[:, -NEW - 1 : -1], rtol=1e-4, atol=1e-4)
+        expected = model(out.sequences, attention_mask=whole, position_ids=positions_of(whole), prompt=given).logits
+    torch.testing.assert_close(
+        steps[rows, torch.arange(NEW_TOKENS)], expected[:, -NEW_TOKENS - 1 : -1], rtol=1e-4, atol=1e-4
+    )
 
 
 @TOKENIZERS
@@ -73,7 +75,7 @@ def test_the_answer_does_not_reach_the_encoder(model: GraftedModel) -> None:
 def test_assisted_decoding_is_refused_where_cropping_is_impossible(model: GraftedModel) -> None:
     ids = tiny_ids(1, 6).repeat(1, 3)
     with pytest.raises(GraftError, match="decode without an assistant"):
-        model.generate(ids, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=3)
+        model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=3)
 
 
 @TOKENIZERS

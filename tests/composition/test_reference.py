@@ -13,7 +13,7 @@ from torch import Tensor
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.backbone import Backbone
 from graftlm.grafts.composition import Composition, reference
-from laws.tools import positions as positions_of
+from graftlm.testing.laws import positions_of
 from tiny import tiny_ids
 
 IDS = tiny_ids(2, 9)

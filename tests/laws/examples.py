@@ -1,7 +1,7 @@
-"""What the laws are held against: an example of every registered kind of graft, on every tiny backbone.
+"""What the laws are tested on: examples of every registered kind of graft, and tiny backbones of every family.
 
-A new graft gets the laws by its line in the registry. Where its default config is not the telling one, or where a law
-can't hold for it, `EXAMPLES` says so, with the reason.
+A new kind gets the laws by its line in the registry. `EXAMPLES` holds configs beside the default, and the reasons why
+a law does not hold for a kind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -29,11 +30,11 @@ class Example:
 
     Args:
         kind: its name in the registry.
-        config: what differs from the kind's defaults.
-        name: how test ids call it.
-        spread: standard deviation of the noise that stands for training.
-        learning_rate: at which its loss falls within a few steps.
-        exceptions: law or host of the backbone, or encoders -> why it can't hold there.
+        config: the values that differ from the kind's defaults.
+        name: its name in test ids.
+        spread: standard deviation of the noise that replaces training.
+        learning_rate: a rate at which its loss falls within a few steps.
+        exceptions: a law, the host of a backbone, a family or `encoders` -> the reason why the law is skipped.
     """
 
     kind: str
@@ -47,30 +48,40 @@ class Example:
         return self.name or self.kind
 
     def exception(self, name: str, law: str = "") -> str | None:
-        """Why it is not for this backbone or law; None when it is."""
+        """The reason why a law is skipped on a backbone; None where it holds."""
         family, _, host = name.partition("+")
         if (family, law) in FAMILY_EXCEPTIONS:
             return f"{family}, {law}: {FAMILY_EXCEPTIONS[family, law]}"
-        words = (host, law, family, "encoders" if family in ENCODERS else "")
-        return next((f"{word}: {self.exceptions[word]}" for word in words if word in self.exceptions), None)
+        keys = (host, law, family, "encoders" if family in ENCODERS else "")
+        return next((f"{self}, {key}: {self.exceptions[key]}" for key in keys if key in self.exceptions), None)
 
     def values(self) -> dict[str, Any]:
         """The config as a recipe writes it."""
         return {"kind": self.kind, **self.config}
 
+    def marks(self, name: str) -> list[Any]:
+        """The marks of a test on a backbone: the default run takes few families, and further examples on one alone."""
+        default = DEFAULT_FAMILIES if self is _all_examples(self.kind)[0] else DEFAULT_FAMILIES[:1]
+        return [] if name in default else [pytest.mark.exhaustive]
 
+
+_PACKED, _CROPPED, _SAVED = (
+    "packed_documents_do_not_meet",
+    "speculative_decoding_crops_the_cache",
+    "only_the_trained_tensors_are_saved",
+)
 FAMILY_EXCEPTIONS = {
-    ("block-state", "packed"): "states would carry one document over into the next, so a GraftError says so",
-    ("block-state", "taken back"): "a state can't be taken back by some tokens, so a GraftError says so",
+    ("block-state", _PACKED): "states would pass from one document into the next, so a GraftError says so",
+    ("block-state", _CROPPED): "a state can't be cropped by some tokens, so a GraftError says so",
 }
 _WHOLE = "its tensors are the whole model's: DESIGN's exception"
-_OTHER_TOKENIZER = "its tokens go with another tokenizer's one by one only in causal order, so a GraftError says so"
-_NOT_TAKEN_BACK = "tokens of another tokenizer can't be taken back one by one, so a GraftError says so"
+_OTHER_TOKENIZER = "tokens of two tokenizers are aligned in causal order only, so a GraftError says so"
+_NOT_CROPPED = "tokens of another tokenizer can't be cropped one by one, so a GraftError says so"
 
 
 @functools.cache
 def _augmenting(family: str, tokens: int = TOKENS) -> str:
-    """The folder of another tiny model, with a tokenizer of so many tokens."""
+    """The folder of another tiny model, with a tokenizer of `tokens`."""
     folder = tempfile.mkdtemp(prefix=f"tiny-{family}-{tokens}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tiny_model(family, seed=7).save_pretrained(folder)
@@ -88,11 +99,11 @@ _EXPERTS = {
     "code": {"rank": 2, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
     "french": {"rank": 3, "targets": ["embedding", "attention"], "texts": ["Le renard brun saute dans la forêt"]},
 }
-_ROUTING = {"own keys": "its centroids are computed, and not trained"}
+_ROUTING = {_SAVED: "its centroids are computed, and not trained"}
 
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
-_SERVED = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
-_UPPER = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 128}
+_ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
+_HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 128}
 
 
 EXAMPLES: dict[str, list[Example]] = {
@@ -121,7 +132,7 @@ EXAMPLES: dict[str, list[Example]] = {
             {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
             name="two-tokenizers",
             spread=0.05,
-            exceptions={"encoders": _OTHER_TOKENIZER, "taken back": _NOT_TAKEN_BACK},
+            exceptions={"encoders": _OTHER_TOKENIZER, _CROPPED: _NOT_CROPPED},
         ),
     ],
     # The local losses weigh as much as the language-modelling loss, so that a mistake in them shows.
@@ -132,7 +143,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "conditional-tasks": [
         Example(
             "conditional-tasks",
-            _UPPER,
+            _HALF_FROZEN,
             spread=0.05,
             exceptions={
                 "int8": "packed weights can't be trained, so a BackboneError says so",
@@ -144,7 +155,7 @@ EXAMPLES: dict[str, list[Example]] = {
             {**_TOPICS, "frozen": 1.0, "attention": "none", "norm": False, "bottleneck": "large"},
             name="all-frozen",
             spread=0.1,
-            exceptions=dict.fromkeys(_SERVED, "the first example is held against the law there"),
+            exceptions=dict.fromkeys(_ON_FEW, "the first example is tested there"),
         ),
     ],
     "token-routing": [
@@ -180,7 +191,7 @@ EXAMPLES: dict[str, list[Example]] = {
             "finetune",
             spread=0.05,
             learning_rate=1e-3,
-            exceptions={"own keys": _WHOLE, "int8": "packed weights can't be trained, so a BackboneError says so"},
+            exceptions={_SAVED: _WHOLE, "int8": "packed weights can't be trained, so a BackboneError says so"},
         )
     ],
 }
@@ -188,7 +199,12 @@ EXAMPLES: dict[str, list[Example]] = {
 
 def examples() -> list[Example]:
     """At least one example of every registered kind."""
-    return [example for kind in kinds() for example in EXAMPLES.get(kind, [Example(kind)])]
+    return [example for kind in kinds() for example in _all_examples(kind)]
+
+
+@functools.cache
+def _all_examples(kind: str) -> list[Example]:
+    return EXAMPLES.get(kind) or [Example(kind)]
 
 
 @torch.no_grad()
@@ -216,10 +232,11 @@ _HOSTS = {"": lambda model: model, "adapted": _adapted, "int8": _int8}
 HOSTED = ("llama+int8", "gemma3+int8", "qwen3+adapted", "gpt2+adapted")
 CAUSAL = (*DECODERS, *HOSTED)
 BACKBONES = (*CAUSAL, *ENCODERS)
+DEFAULT_FAMILIES = ("llama", "gemma3", "gpt2", "bert")  # of a default run; the others run with -m ""
 
 
 @functools.cache
 def backbone(name: str) -> Backbone:
-    """The tiny backbone `family` or `family+host`; one for the whole session, as no law may change it."""
+    """The tiny backbone `family` or `family+host`; one for the whole session, since no law may change it."""
     family, _, host = name.partition("+")
     return Backbone.wrap(_HOSTS[host](tiny_model(family)), tiny_tokenizer(), name)

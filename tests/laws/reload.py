@@ -2,8 +2,8 @@
 
     python -m laws.reload ROOT
 
-ROOT holds a folder a case: `graft` is the artefact, `backbone` a file with the backbone's folder or, for one that only
-tests can make, its name in `laws.examples`.
+ROOT holds one folder for each case: `graft` is the artefact, and `backbone` is a file with the backbone's folder, or
+with its name in `laws.examples` where no folder can hold it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.grafts import GraftedModel
+from graftlm.testing import logits
 from laws.examples import backbone
-from laws.tools import logits
 from tiny import ENCODERS, tiny_ids
 
 
-def _backbone(where: str) -> Backbone:
-    if not Path(where).is_dir():
-        return backbone(where)
-    return load_backbone(where, kind="masked-lm" if Path(where).name in ENCODERS else "causal-lm")
+def _backbone(name: str) -> Backbone:
+    if not Path(name).is_dir():
+        return backbone(name)
+    return load_backbone(name, kind="masked-lm" if Path(name).name in ENCODERS else "causal-lm")
 
 
 def main(root: Path) -> None:

@@ -10,20 +10,9 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.testing.laws import digest, generate, logits, prompts, randomise, recompute, tensors_of
 from laws.examples import Example, examples
-from laws.tools import (
-    Bomb,
-    calls_under_way,
-    digest,
-    generate,
-    gradients,
-    graft_onto,
-    logits,
-    prompts,
-    randomise,
-    recomputed,
-    tensors_of,
-)
+from laws.tools import FailingGraft, active_calls, gradients, graft_onto
 from tiny import tiny_ids, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -104,7 +93,7 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
     with grafted(in_place(frozen(family), "eager"), GATED) as model:
         ids, mask = prompts()
         out = generate(model, ids, mask, do_sample=False)
-        wanted = recomputed(model, out.sequences, mask)
+        wanted = recompute(model, out.sequences, mask)
     torch.testing.assert_close(torch.stack(out.logits, 1), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -135,9 +124,9 @@ def test_an_exception_in_a_tap_leaves_no_trace() -> None:
     bare = logits(model, tiny_ids())
     host = Backbone.wrap(model)
     graft = build_graft(graft_config(GATED.values()), host)
-    with GraftedModel(host, {"graft": graft, "bomb": Bomb(passes=1)}) as live:
+    with GraftedModel(host, {"graft": graft, "failing": FailingGraft(passes=1)}) as live:
         with pytest.raises(ZeroDivisionError):
             logits(live.eval(), tiny_ids())
         assert torch.equal(logits(live, tiny_ids()), bare)
-        assert not calls_under_way(live)
+        assert not active_calls(live)
     assert torch.equal(logits(model, tiny_ids()), bare)

@@ -16,8 +16,9 @@ from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import Ask, End, Limits, Piece, Ticket
 from graftlm.serving.reference import SerialEngine
+from graftlm.testing import randomise
 from laws.examples import EXAMPLES, Example
-from laws.tools import graft_onto, randomise
+from laws.tools import graft_onto
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
 
