@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,24 @@ def run_lm_eval(
     batch_size: int = 8,
     include_path: str | Path | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run tasks of lm-evaluation-harness; gives {task: {metric: value}}, with `<metric>_stderr` where it is known.
+    """Run tasks of lm-evaluation-harness; returns {task: {metric: value}}, with `<metric>_stderr` where it is known.
 
     Args:
-        model: a Hugging Face model; of a grafted one, whose grafts hang on its live model, that live model is taken.
-        tokenizer: the model's; a copy is given to the harness, which may change its padding token.
-        tasks: names of tasks or groups; a group gives its own row and one for each of its tasks.
-        limit: of questions per task; None takes all.
-        num_fewshot: examples before each question; None leaves it to the task.
-        batch_size: of questions.
-        include_path: a folder with tasks of the user's own.
+        model: a `GraftedModel` or any transformers model.
+        tokenizer: the model's tokenizer; the harness gets a copy, whose padding token it may change.
+        tasks: names of tasks or groups; a group adds one entry for itself and one for each of its tasks.
+        limit: maximum number of questions per task; None takes all.
+        num_fewshot: examples before each question; None takes the task's own number.
+        batch_size: questions per batch.
+        include_path: a folder with the user's own tasks.
 
     Raises:
         MissingExtraError: lm-eval is not installed.
-        EvaluationError: a task has an unknown name, or its data can't be had.
+        EvaluationError: a task is unknown, or its data can't be loaded.
     """
     names = list(tasks)
     try:
-        # As values of any type: the harness decorates its functions in ways that hide their parameters.
+        # Typed as Any: the harness decorates its functions in ways that hide their parameters.
         evaluator: Any = import_module("lm_eval.evaluator")
         adapters: Any = import_module("lm_eval.models.huggingface")
         task_index: Any = import_module("lm_eval.tasks")
@@ -49,10 +48,13 @@ def run_lm_eval(
         raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
     manager = _task_manager(task_index, names, include_path)
     _check_names(names, manager.all_tasks)
-    with evaluation_mode(hf_model(model)), _quiet():
-        adapter = adapters.HFLM(pretrained=hf_model(model), tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    inner, logger = hf_model(model), logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the harness warns about every model object that it is given
+    with evaluation_mode(inner):
+        adapter = adapters.HFLM(pretrained=inner, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         try:
-            found = evaluator.simple_evaluate(
+            output = evaluator.simple_evaluate(
                 adapter,
                 tasks=names,
                 num_fewshot=num_fewshot,
@@ -68,11 +70,13 @@ def run_lm_eval(
                 f"The data of the tasks {', '.join(names)} can't be had ({reason}): "
                 "check the connection, or name a task whose data is on this machine."
             ) from error
-    return {} if found is None else _plain(found)
+        finally:
+            logger.setLevel(level)
+    return {} if output is None else _metrics_by_task(output)
 
 
 def hf_model(model: Any) -> Any:
-    """The Hugging Face model that a grafted model wraps, its grafts attached; any other model as it is."""
+    """The Hugging Face model of a grafted model, with its grafts attached; any other model is returned as it is."""
     from transformers import PreTrainedModel
 
     inner = getattr(model, "model", None)
@@ -82,7 +86,7 @@ def hf_model(model: Any) -> Any:
 def _task_manager(task_index: Any, names: list[str], include_path: str | Path | None) -> Any:
     if include_path is None:
         return task_index.TaskManager()
-    # Reading the index of all tasks takes seconds, which tasks of the user's own don't need.
+    # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.
     own = task_index.TaskManager(include_path=str(include_path), include_defaults=False)
     return own if {*names} <= {*own.all_tasks} else task_index.TaskManager(include_path=str(include_path))
 
@@ -90,35 +94,22 @@ def _task_manager(task_index: Any, names: list[str], include_path: str | Path | 
 def _check_names(names: list[str], known: list[str]) -> None:
     if not names:
         raise EvaluationError("No task is named: name at least one, such as hellaswag.")
-    available = set(known)
     for name in names:
-        if name not in available:
+        if name not in known:
             hint = did_you_mean(name, known)
-            # The harness knows thousands of tasks: too many for one sentence.
+            # The harness has thousands of tasks, too many to list.
             hint = hint if hint.startswith(" (did") else ""
             raise EvaluationError(f"There is no task {name!r}{hint}: `lm-eval ls tasks` lists those that exist.")
 
 
-def _plain(found: Any) -> dict[str, dict[str, float]]:
-    """Metrics by task, each under its bare name: the harness writes `acc,none` and `acc_stderr,none`."""
+def _metrics_by_task(output: Any) -> dict[str, dict[str, float]]:
+    """Metrics by task; the harness's `acc,none` becomes `acc`, and `acc,get-answer` becomes `acc_get_answer`."""
     rows: dict[str, dict[str, float]] = {}
-    for task, values in {**found["results"], **found.get("groups", {})}.items():
+    for task, values in {**output["results"], **output.get("groups", {})}.items():
         rows[task] = {}
         for key, value in values.items():
-            metric, _, chosen = key.partition(",")
-            if not isinstance(value, int | float) or metric in ("sample_len", "sample_count"):
-                continue
-            rows[task][metric if chosen in ("", "none") else f"{metric}_{chosen.replace('-', '_')}"] = float(value)
+            metric, _, answer_filter = key.partition(",")
+            if isinstance(value, int | float) and metric not in ("sample_len", "sample_count"):
+                name = metric if answer_filter in ("", "none") else f"{metric}_{answer_filter.replace('-', '_')}"
+                rows[task][name] = float(value)
     return rows
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The harness warns about every live model that it is given; here that is the purpose."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -36,7 +36,6 @@ from graftlm.grafts.heads import TaskSpec
 PredictFn = Callable[[TaskBatch], Sequence[Tensor]]
 """Maps a batch to one prediction per row; `grafts.heads` defines their shapes."""
 MAX_ANSWER_TOKENS = 30
-_AVERAGE, _SIGMA = "average", "task_sigma"
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,8 @@ class Prediction:
         if spec.type == "multi-label":
             return {"labels": list(self.value), "probabilities": self.probabilities}
         if spec.type == "span":
-            return {
-                "answer": self.value.answers[0],
-                "start": self.value.start,
-                "end": self.value.end,
-                "probability": self.probability,
-            }
+            ends = {"start": self.value.start, "end": self.value.end}
+            return {"answer": self.value.answers[0], **ends, "probability": self.probability}
         spans = [
             {"type": kind, "text": " ".join(row.texts[start:end]), "start": start, "end": end}
             for start, end, kind in entities(self.value)
@@ -152,7 +147,7 @@ def summary_metrics(scores: Mapping[str, TaskScore]) -> dict[str, float]:
     values = {name: score.value for name, score in scores.items()}
     if not values:
         return {}
-    return values | {_AVERAGE: statistics.fmean(values.values()), _SIGMA: statistics.pstdev(values.values())}
+    return values | {"average": statistics.fmean(values.values()), "task_sigma": statistics.pstdev(values.values())}
 
 
 def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, output: Tensor) -> Prediction:
@@ -233,16 +228,13 @@ def _accuracy(truth: Sequence[str], predicted: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
 
 
-def _macro_f1(truth: Sequence[str], predicted: Sequence[str]) -> float:
-    from sklearn.metrics import f1_score
+def _sklearn(name: str, **options: Any) -> Callable[..., float]:
+    def metric(truth: Sequence[Any], predicted: Sequence[Any]) -> float:
+        import sklearn.metrics
 
-    return float(f1_score(truth, predicted, average="macro", zero_division=0))  # type: ignore[arg-type]  # stub error
+        return float(getattr(sklearn.metrics, name)(truth, predicted, **options))
 
-
-def _matthews(truth: Sequence[str], predicted: Sequence[str]) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(truth, predicted))
+    return metric
 
 
 def _correlation(kind: Literal["pearsonr", "spearmanr"]) -> Callable[..., float]:
@@ -261,14 +253,13 @@ def _correlation(kind: Literal["pearsonr", "spearmanr"]) -> Callable[..., float]
 
 def _multi_label_f1(average: Literal["micro", "macro"]) -> Callable[..., float]:
     def multi_label_f1(truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
-        from sklearn.metrics import f1_score
         from sklearn.preprocessing import MultiLabelBinarizer
 
         binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
         if not len(binarizer.classes_):
             return 1.0  # no row has a label, and no label was predicted
-        matrices = binarizer.transform(truth), binarizer.transform(predicted)
-        return float(f1_score(*matrices, average=average, zero_division=0))  # type: ignore[arg-type]  # stub error
+        f1 = _sklearn("f1_score", average=average, zero_division=0)
+        return f1(binarizer.transform(truth), binarizer.transform(predicted))
 
     return multi_label_f1
 
@@ -309,8 +300,8 @@ def _token_f1(reference: list[str], predicted: list[str]) -> float:
 
 _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("classification", "accuracy"): _accuracy,
-    ("classification", "macro_f1"): _macro_f1,
-    ("classification", "matthews"): _matthews,
+    ("classification", "macro_f1"): _sklearn("f1_score", average="macro", zero_division=0),
+    ("classification", "matthews"): _sklearn("matthews_corrcoef"),
     ("regression", "pearson"): _correlation("pearsonr"),
     ("regression", "spearman"): _correlation("spearmanr"),
     ("multi-label", "micro_f1"): _multi_label_f1("micro"),

@@ -1,4 +1,4 @@
-"""The figures of a report. Each function gives a matplotlib `Figure` of its own; nothing global is touched."""
+"""The figures of a report. Each function returns a new matplotlib `Figure`; no global state is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from graftlm.evaluation.results import Interval, Metric, Row, value_of
 from graftlm.io import write_atomically
 
-# Okabe and Ito's palette, which stays apart in every common kind of colour blindness; grey is for the backbone.
+# Okabe and Ito's palette, which readers with colour blindness can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY, _INK = "#8A8A8A", "#222222"
@@ -27,16 +27,18 @@ Point = tuple[Metric, Metric]  # forgotten, learned
 def learn_against_forget(
     rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None, *, title: str = "Learned against forgotten"
 ) -> Figure:
-    """One marker per row that holds both metrics, with their intervals; up and to the left is better.
+    """One marker with intervals per row that has both metrics; up and left is better.
 
-    `paths` maps a row's id to the (forgotten, learned) points of its other settings, such as learning rates, in order;
-    they are joined by a thin line.
+    Args:
+        rows: the methods.
+        paths: by row id, the (forgotten, learned) points of other settings such as learning rates; a line joins them.
+        title: the figure's title.
     """
-    shown = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
+    complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
     figure, axes = _figure(title, "forgotten: nats per token lost on the old domain", "learned: nats per token gained")
     axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
-    for index, row in enumerate(shown):
-        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+    for index, row in enumerate(complete):
+        colour, marker = _style(index)
         _path(axes, (paths or {}).get(row.id, ()), colour, marker)
         _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker, row.label)
     axes.margins(0.16, 0.16)
@@ -48,12 +50,11 @@ def learn_against_forget(
 
 
 def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gates") -> Figure:
-    """The share of tokens with an open gate, per layer, one line per domain; `shares` maps a domain to its layers."""
+    """The share of tokens with an open gate per layer; `shares` maps a domain to one value per layer."""
     figure, axes = _figure(title, "layer", "share of tokens with an open gate")
     for index, (domain, values) in enumerate(shares.items()):
-        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
         name = f"{domain} (mean {np.mean(values):.0%})" if len(values) else domain
-        axes.plot(range(len(values)), values, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name)
+        _line(axes, index, range(len(values)), values, name)
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -62,10 +63,10 @@ def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gate
 
 
 def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the gating matrices") -> Figure:
-    """Singular values, normalised by the largest, against their rank as a share of all.
+    """Singular values over the largest, against their rank as a share of all.
 
-    `spectra` maps a name (such as graft, backbone) to the values of one matrix, or to a list of those, one per layer:
-    then layers are thin lines and their mean is a thick one.
+    `spectra` maps a name, such as graft or backbone, to the values of one matrix or of one matrix per layer. Layers are
+    thin lines, their mean is a thick line.
     """
     figure, axes = _figure(title, "rank, as a share of all singular values", "singular value / largest")
     for index, (name, values) in enumerate(spectra.items()):
@@ -87,7 +88,7 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
 
 
 def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str = "Training loss") -> Figure:
-    """Training losses; `curves` maps a label to its (step, loss) pairs. A running mean is drawn over the raw values."""
+    """Training losses with their running means; `curves` maps a label to (step, loss) pairs."""
     figure, axes = _figure(title, "step", "loss, nats per token")
     for index, (name, pairs) in enumerate(curves.items()):
         colour = PALETTE[index % len(PALETTE)]
@@ -106,12 +107,10 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str =
 def by_length(
     curves: Mapping[str, Sequence[tuple[int, Metric]]], *, trained: int | None = None, title: str = "Length"
 ) -> Figure:
-    """Bits per byte against the tokens of a window, one line per curve; a dotted line at `trained`."""
+    """Bits per byte against the window's length in tokens; a dotted line marks the trained length."""
     figure, axes = _figure(title, "tokens of a window", "bits per byte")
     for index, (name, points) in enumerate(curves.items()):
-        colour, marker = PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
-        lengths, values = [length for length, _ in points], [value_of(value) for _, value in points]
-        axes.plot(lengths, values, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name)
+        _line(axes, index, [length for length, _ in points], [value_of(value) for _, value in points], name)
     if trained is not None:
         axes.axvline(trained, color=_GREY, linewidth=1.2, linestyle=":", zorder=1)
     axes.set_xscale("log", base=2)
@@ -121,10 +120,10 @@ def by_length(
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch; gives its path.
+    """Write a PNG at 150 dots per inch; returns its path.
 
     Raises:
-        EvaluationError: the place can't be written to.
+        EvaluationError: the path can't be written to.
     """
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
@@ -145,6 +144,15 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#BBBBBB")
     return figure, axes
+
+
+def _style(index: int) -> tuple[str, str]:
+    return PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+
+
+def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], label: str) -> None:
+    colour, marker = _style(index)
+    axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.8, label=label)
 
 
 def _legend(axes: Axes) -> None:

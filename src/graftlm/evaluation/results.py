@@ -1,7 +1,7 @@
-"""The one form of every measured result: `results.json`.
+"""The format of all results: `results.json`.
 
-A metric is an `Interval` or a plain number. Row ids and metric names are stable, so results of different runs compare.
-`details` is free-form JSON for what does not fit a table: statistics of grafts, loss curves, learning-rate paths.
+A metric is an `Interval` or a number. Row ids and metric names are stable, so that different runs can be compared.
+`details` is free-form JSON beside the table: statistics of grafts, loss curves, learning-rate paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from pydantic import Field, JsonValue, model_validator
 
 from graftlm.config import Config
@@ -28,7 +27,7 @@ FILE_NAME = "results.json"
 
 
 class Interval(Config):
-    """A measured value and the ends of its interval, in the metric's own unit."""
+    """A value with the ends of its interval, in the metric's unit."""
 
     mean: float
     low: float
@@ -45,12 +44,12 @@ Metric = float | int | Interval
 
 
 def value_of(metric: Metric) -> float:
-    """The plain number of a metric: an interval's mean."""
+    """A metric as a number: the mean of an interval."""
     return metric.mean if isinstance(metric, Interval) else float(metric)
 
 
 class Row(Config):
-    """What one method measured."""
+    """The metrics of one method."""
 
     id: str
     label: str
@@ -58,7 +57,7 @@ class Row(Config):
 
 
 class Aim(Config):
-    """What the measurement should show, and whether it did; `measured` and `met` are null when it was not measured."""
+    """An aim of the measurement and whether it was met; `measured` and `met` are null when it was not measured."""
 
     text: str
     metric: str
@@ -68,7 +67,7 @@ class Aim(Config):
 
 
 class PaperRow(Config):
-    """A row's published figures, and where they stand in the paper."""
+    """Published figures of a row, and where the paper has them."""
 
     id: str
     metrics: dict[str, float]
@@ -76,7 +75,7 @@ class PaperRow(Config):
 
 
 class Machine(Config):
-    """Where the measurement ran."""
+    """The machine of a measurement."""
 
     cpu: str
     cores: int
@@ -85,7 +84,9 @@ class Machine(Config):
 
     @classmethod
     def here(cls) -> Self:
-        """This machine; `cores` are those the process may use."""
+        """This machine; `cores` counts the cores that the process may use."""
+        import torch  # reports are read and printed without torch
+
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         return cls(cpu=_cpu_name(), cores=_usable_cores(), gpu=gpu, torch=torch.__version__)
 
@@ -112,24 +113,24 @@ class Results(Config):
 
     @classmethod
     def here(cls, name: str, rows: Sequence[Row], *, seeds: Sequence[int] = (0,), **more: Any) -> Self:
-        """Results of this process: `machine`, `commit` and `command` are filled in unless given in `more`."""
-        known = {"command": command_line(), "commit": source_commit(), "machine": Machine.here()}
-        return cls(name=name, rows=list(rows), seeds=list(seeds), **(known | more))
+        """Results of this process, with its machine, commit and command unless `more` has them."""
+        origin = {"command": command_line(), "commit": source_commit(), "machine": Machine.here()}
+        return cls(name=name, rows=list(rows), seeds=list(seeds), **(origin | more))
 
     def row(self, row_id: str) -> Row:
-        """The row of that id.
+        """The row with an id.
 
         Raises:
-            EvaluationError: there is none.
+            EvaluationError: there is no such row.
         """
         for row in self.rows:
             if row.id == row_id:
                 return row
-        known = did_you_mean(row_id, [row.id for row in self.rows])
-        raise EvaluationError(f"The results {self.name} have no row {row_id}{known}: name one of theirs.")
+        hint = did_you_mean(row_id, [row.id for row in self.rows])
+        raise EvaluationError(f"The results {self.name} have no row {row_id}{hint}: name one of theirs.")
 
     def write(self, folder: str | Path) -> Path:
-        """Write `folder/results.json`: all of it or nothing, even when the machine stops. Returns its path.
+        """Write `folder/results.json` atomically; returns its path.
 
         Raises:
             EvaluationError: the folder can't be written to.
@@ -145,7 +146,8 @@ class Results(Config):
         """Read a `results.json`, or the one in a folder.
 
         Raises:
-            GraftError: there is no such file, it is not JSON, or its form is another one.
+            EvaluationError: the file can't be read, or is not JSON.
+            RecipeError: the JSON has another form.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -163,10 +165,12 @@ class Results(Config):
 
 
 def combine_seeds(values: Sequence[Metric]) -> Interval:
-    """The mean of one metric over seeds, with Student's 95% interval for that mean.
+    """The mean of one metric over n seeds, with Student's 95% interval of the mean.
 
-    mean ± t(0.975, n - 1) · s / √n, with s the sample's standard deviation: it says how the mean would vary over other
-    seeds, not over other text. Of intervals only the means count. One value alone stays as it is.
+        mean ± t(0.975, n - 1) · s / √n, where s is the sample's standard deviation
+
+    The interval is over other seeds, not over other text. Only the means of intervals count. A single value is returned
+    as it is.
 
     Raises:
         EvaluationError: there are no values.
@@ -174,8 +178,8 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
     if not values:
         raise EvaluationError("There are no values to combine over seeds: run at least one seed.")
     if len(values) == 1:
-        only = values[0]
-        return only if isinstance(only, Interval) else Interval(mean=only, low=only, high=only)
+        value = values[0]
+        return value if isinstance(value, Interval) else Interval(mean=value, low=value, high=value)
     numbers = [value_of(value) for value in values]
     count = len(numbers)
     mean = math.fsum(numbers) / count
@@ -185,18 +189,18 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
 
 
 def command_line() -> str:
-    """The command of this process as one would type it elsewhere: of absolute paths nothing but DIR is left."""
+    """The command of this process, with DIR for every absolute path."""
     program = Path(sys.argv[0]).name
-    # `python -m package` leaves the path of the package's __main__.py or of the module.
+    # With `python -m package`, argv[0] is the path of the package's __main__.py or of the module.
     program = "graft" if program in {"", "-c", "-m", "__main__.py"} else program
     return shlex.join([program, *("DIR" if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 def source_commit() -> str | None:
-    """The git commit of GraftLM's own source, or None when it does not run from its repository."""
+    """The git commit of GraftLM's source, or None when it does not run from its repository."""
     package = Path(__file__).resolve().parents[1]
     root = _git(package, "rev-parse", "--show-toplevel")
-    # An installed copy may lie inside somebody else's repository, whose commit says nothing about this code.
+    # An installed copy may lie inside another project's repository.
     if root is None or Path(root).resolve() / "src" / "graftlm" != package:
         return None
     return _git(package, "rev-parse", "HEAD")
@@ -204,16 +208,11 @@ def source_commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        command = ["git", "-C", str(folder), *arguments]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _t95(degrees: int) -> float:
