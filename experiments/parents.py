@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from experiments.cells import workers
-from experiments.pretrain import DONE, Pretraining, pretrain
+from experiments.pretrain import PretrainRun
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.demo.run import train_corpus_tokenizer
+from graftlm.runs.run import execute
 
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
 DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
@@ -83,7 +80,7 @@ QUICK = Size(
 
 
 class Parents(NamedTuple):
-    """Folders of the finished models, and of the texts they were made of."""
+    """Folders of the finished models and of their texts, and what their training measured."""
 
     anchor: Path
     vanilla: Path
@@ -92,38 +89,32 @@ class Parents(NamedTuple):
     random: Path
     own: Path
     corpus: Path
-
-    def summaries(self) -> dict[str, Any]:
-        """Of every model: parameters, tokens, steps and the last step's loss, as its training left them."""
-        found = {}
-        for name, folder in self._asdict().items():
-            if name != "corpus":
-                found[name] = json.loads((folder / DONE).read_text(encoding="utf-8"))
-                del found[name]["settings"]
-        return found
+    summaries: dict[str, Any]
 
 
 def make_parents(data: Path, folder: Path, size: Size, jobs: int) -> Parents:
-    """Make every parent that `folder` lacks, `jobs` processes at a time with one core each."""
+    """Train every parent that `folder` lacks."""
     corpus = make_corpus(data, folder / "corpus", size)
-    tokenizers = make_tokenizers(corpus, folder / "tokenizers", size)
-    wanted = parents_of(corpus, tokenizers, size)
-    found = _pretrain_all(wanted, folder / "models", jobs)
-    return Parents(corpus=corpus, **found)
+    runs = parent_runs(corpus, make_tokenizers(corpus, folder / "tokenizers", size), size)
+    measured = execute(runs, folder / "models", jobs=jobs, title="the parents")
+    names = [name for name in Parents._fields if name in measured]
+    summaries = {name: dict(measured[name].row.metrics) for name in names}
+    return Parents(corpus=corpus, summaries=summaries, **{name: folder / "models" / name for name in names})
 
 
-def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[str, Pretraining]:
-    """The config of every parent, by its name in `Parents`."""
+def parent_runs(corpus: Path, tokenizers: dict[str, Path], size: Size) -> list[PretrainRun]:
+    """The runs of the parents, by their names in `Parents`, and of the models that they start from."""
     shared, own = str(tokenizers["shared"]), str(tokenizers["own"])
 
     def texts(name: str) -> list[SourceConfig]:
         return [SourceConfig(path=str(corpus / f"{name}.jsonl"))]
 
-    def further(name: str, start: Pretraining, sources: list[SourceConfig]) -> Pretraining:
-        return start.model_copy(update={"name": name, "start": start, "sources": sources, "learning_rate": 2e-3})
+    def further(name: str, start: PretrainRun, sources: list[SourceConfig]) -> PretrainRun:
+        changes = {"id": name, "depends_on": (start.id,), "sources": sources, "learning_rate": 2e-3}
+        return start.model_copy(update=changes)
 
-    vanilla = Pretraining(
-        name="vanilla",
+    vanilla = PretrainRun(
+        id="vanilla",
         tokenizer=shared,
         sources=texts("english-some"),
         width=size.width,
@@ -131,17 +122,19 @@ def parents_of(corpus: Path, tokenizers: dict[str, Path], size: Size) -> dict[st
         length=size.length,
         batch_size=size.batch_size,
     )
-    wider = {"name": "english", "width": size.anchor_width, "layers": size.anchor_layers}
+    wider = {"id": "english", "width": size.anchor_width, "layers": size.anchor_layers}
     english = vanilla.model_copy(update={"sources": texts("english"), **wider})
-    own_vanilla = vanilla.model_copy(update={"name": "own-vanilla", "tokenizer": own})
-    return {
-        "anchor": further("anchor", english, texts("mixed")),
-        "vanilla": vanilla,
-        "french": further("french", vanilla, texts("french")),
-        "own": further("own", own_vanilla, texts("french")),
-        "code": further("code", vanilla, texts("python-train")),
-        "random": vanilla.model_copy(update={"name": "random", "sources": []}),
-    }
+    own_vanilla = vanilla.model_copy(update={"id": "own-vanilla", "tokenizer": own})
+    return [
+        english,
+        vanilla,
+        own_vanilla,
+        further("anchor", english, texts("mixed")),
+        further("french", vanilla, texts("french")),
+        further("own", own_vanilla, texts("french")),
+        further("code", vanilla, texts("python-train")),
+        vanilla.model_copy(update={"id": "random", "sources": []}),
+    ]
 
 
 def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
@@ -238,41 +231,3 @@ def read_texts(file: Path) -> list[str]:
     """The texts of a JSON Lines file."""
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]
-
-
-def _pretrain_all(wanted: Mapping[str, Pretraining], models: Path, jobs: int) -> dict[str, Path]:
-    """Train every model whose start is there, `jobs` at a time, until all are; folders by name."""
-    if jobs == 1:  # a process of its own takes longer to start than a small model to train
-        return {name: pretrain(config, models) for name, config in wanted.items()}
-    if all((config.folder(models) / DONE).exists() for config in wanted.values()):
-        return {name: config.folder(models) for name, config in wanted.items()}
-    waiting = _with_starts(wanted)
-    running: dict[Future[str], str] = {}
-    with workers(jobs) as pool:
-        while waiting or running:
-            ready = [
-                key for key, one in waiting.items() if one.start is None or (one.start.folder(models) / DONE).exists()
-            ]
-            for key in ready:
-                running[pool.submit(_pretrain, waiting.pop(key).model_dump_json(), str(models))] = key
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()
-                del running[future]
-    return {name: config.folder(models) for name, config in wanted.items()}
-
-
-def _with_starts(wanted: Mapping[str, Pretraining]) -> dict[str, Pretraining]:
-    """All models to make, by key: those that others start from too."""
-    found: dict[str, Pretraining] = {}
-    for config in wanted.values():
-        one: Pretraining | None = config
-        while one is not None:
-            found.setdefault(one.key(), one)
-            one = one.start
-    return found
-
-
-def _pretrain(text: str, models: str) -> str:
-    torch.set_num_threads(1)
-    return str(pretrain(Pretraining.model_validate_json(text), Path(models)))

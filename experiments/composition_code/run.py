@@ -95,7 +95,7 @@ def run(options: Options) -> Results:
     tuning, rates = study.tune(trained)
     main = study.measure(trained, rates, "the chosen rates, every seed")
     rows = rows_of(bare, main, LABELS)
-    setting = study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries()}
+    setting = study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries}
     details = details_of(rates, tuning, main, setting)
     seeds, published = study.seeds, paper.rows()
     results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)

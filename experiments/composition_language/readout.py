@@ -11,7 +11,7 @@ Shape suffixes: N rows, T tokens of a row, M tokens in all, A the models' widths
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments import Options
-from experiments.jobs import Job, run_jobs
 from experiments.parents import Parents, read_texts
 from graftlm.backbone import load_backbone
 from graftlm.evaluation import Row, score
+from graftlm.runs.graft_run import count_parameters
+from graftlm.runs.run import Measurement, Run, RunContext, execute
 
 LABELS = {
     "readout_frozen": "m_A read by the anchor's output layer",
@@ -34,7 +35,7 @@ LABELS = {
 _AT_ONCE = 8  # rows that the frozen models read at a time
 
 
-class ReadoutJob(Job):
+class ReadoutRun(Run):
     """One output layer over models' last states, fitted to a text and measured on others.
 
     Args:
@@ -56,6 +57,24 @@ class ReadoutJob(Job):
     tokens: int = 2048
     learning_rate: float = 3e-3
     seed: int = 0
+
+    def measure(self, context: RunContext) -> Measurement:
+        """Fit the readout, and measure bits per byte of every test text."""
+        torch.manual_seed(self.seed)
+        backbones = [load_backbone(name, device="cpu") for name in self.models]
+        tokenizer = backbones[0].need_tokenizer()
+        readout = Readout(
+            [backbone.model for backbone in backbones], output_layer(self.through) if self.through else None
+        )
+        fit(readout, rows_of_text(read_texts(Path(self.text)), tokenizer, self.length), self)
+        metrics: dict[str, Any] = {
+            f"{name}_bpb": score(readout, tokenizer, read_texts(Path(file)), length=self.length).interval(
+                "bits_per_byte"
+            )
+            for name, file in self.tests.items()
+        }
+        metrics["trainable_parameters"] = count_parameters(readout.map.parameters())
+        return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
 
 
 class Readout(nn.Module):
@@ -85,16 +104,16 @@ class Readout(nn.Module):
         return SimpleNamespace(logits=self.logits(self.states(input_ids)))
 
 
-def fit(readout: Readout, rows_NT: Tensor, job: ReadoutJob) -> None:
+def fit(readout: Readout, rows_NT: Tensor, run: ReadoutRun) -> None:
     """Train the map in place, by Adam with a cosine schedule, to predict each token of each row but its first."""
     states_MA = torch.cat([readout.states(rows[:, :-1]).flatten(0, 1) for rows in rows_NT.split(_AT_ONCE)])
     targets_M = rows_NT[:, 1:].flatten()
-    optimiser = torch.optim.Adam(readout.map.parameters(), lr=job.learning_rate)
-    per_epoch = math.ceil(len(targets_M) / job.tokens)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, job.epochs * per_epoch)
-    order = torch.Generator().manual_seed(job.seed)
-    for _ in range(job.epochs):
-        for chosen in torch.randperm(len(targets_M), generator=order).split(job.tokens):
+    optimiser = torch.optim.Adam(readout.map.parameters(), lr=run.learning_rate)
+    per_epoch = math.ceil(len(targets_M) / run.tokens)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, run.epochs * per_epoch)
+    order = torch.Generator().manual_seed(run.seed)
+    for _ in range(run.epochs):
+        for chosen in torch.randperm(len(targets_M), generator=order).split(run.tokens):
             loss = functional.cross_entropy(readout.logits(states_MA[chosen]), targets_M[chosen])
             optimiser.zero_grad()
             loss.backward()
@@ -112,21 +131,6 @@ def rows_of_text(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     return torch.cat(found)
 
 
-def measure(job: ReadoutJob, folder: Path) -> dict[str, Any]:
-    """Fit one readout and measure it: bits per byte of every test text."""
-    torch.manual_seed(job.seed)
-    backbones = [load_backbone(name, device="cpu") for name in job.models]
-    tokenizer = backbones[0].need_tokenizer()
-    readout = Readout([one.model for one in backbones], output_layer(job.through) if job.through else None)
-    fit(readout, rows_of_text(read_texts(Path(job.text)), tokenizer, job.length), job)
-    found = {
-        f"{name}_bpb": score(readout, tokenizer, read_texts(Path(file)), length=job.length).interval("bits_per_byte")
-        for name, file in job.tests.items()
-    }
-    trained = sum(one.numel() for one in readout.map.parameters())
-    return {name: one.model_dump() for name, one in found.items()} | {"trainable_parameters": trained}
-
-
 def output_layer(folder: str) -> Tensor:
     """(V, D), of the model in `folder`."""
     layer = load_backbone(folder, device="cpu").model.get_output_embeddings()
@@ -142,13 +146,15 @@ def readout_rows(options: Options, parents: Parents, texts: Path, length: int, w
         "length": length,
     }
     french, anchor = str(parents.french), str(parents.anchor)
-    jobs = {
-        "readout_frozen": ReadoutJob(id="readout_frozen", models=(french,), through=anchor, **shared),
-        "readout_free": ReadoutJob(id="readout_free", models=(french,), through=None, **shared),
-        "readout_free_both": ReadoutJob(id="readout_free_both", models=(french, anchor), through=None, **shared),
+    models = {
+        "readout_frozen": ((french,), anchor),
+        "readout_free": ((french,), None),
+        "readout_free_both": ((french, anchor), None),
     }
-    chosen = [job for name, job in jobs.items() if name in wanted]
-    found: Mapping[str, Any] = (
-        run_jobs(chosen, measure, options.out / "readouts", processes=options.jobs, title="readouts") if chosen else {}
-    )
-    return [Row.model_validate({"id": name, "label": LABELS[name], "metrics": one}) for name, one in found.items()]
+    runs = [
+        ReadoutRun(id=name, label=LABELS[name], models=read, through=through, **shared)
+        for name, (read, through) in models.items()
+        if name in wanted
+    ]
+    measured = execute(runs, options.out / "runs", jobs=options.jobs, title="readouts")
+    return [measurement.row for measurement in measured.values()]

@@ -104,7 +104,7 @@ def run(options: Options) -> Results:
         for row in rows_of(bare, main, LABELS)
     ]
     rows += readout.readout_rows(options, parents, texts, size.length, wanted)
-    setting = study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries()}
+    setting = study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries}
     details = details_of(rates, tuning, main, setting)
     seeds, published = study.seeds, paper.rows()
     results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)

@@ -8,12 +8,13 @@ from typing import Any
 
 from pydantic import Field
 
-from experiments.pretrain import Pretraining, pretrain
+from experiments.pretrain import PretrainRun
 from experiments.token_routing.texts import QUICK as FEW
 from experiments.token_routing.texts import Amounts, write_corpus
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer
+from graftlm.runs.run import execute
 
 
 class Setting(Config):
@@ -65,7 +66,9 @@ def make_backbone(data: Path, folder: Path, setting: Setting) -> Path:
         write_corpus(data, corpus, setting.amounts)
         train_corpus_tokenizer([corpus], setting.vocabulary).save_pretrained(tokenizer)
         done.write_text(json.dumps(wanted), encoding="utf-8")
-    return pretrain(_pretraining(setting, corpus, tokenizer), folder / "models", progress=True)
+    run = _backbone_run(setting, corpus, tokenizer)
+    execute([run], folder / "models")
+    return folder / "models" / run.id
 
 
 def corpus_of(folder: Path) -> Path:
@@ -73,9 +76,9 @@ def corpus_of(folder: Path) -> Path:
     return folder / "corpus.jsonl"
 
 
-def _pretraining(setting: Setting, corpus: Path, tokenizer: Path) -> Pretraining:
+def _backbone_run(setting: Setting, corpus: Path, tokenizer: Path) -> PretrainRun:
     shape: dict[str, Any] = setting.model_dump(include={"width", "layers", "heads", "length"})
     sources = [SourceConfig(path=str(corpus))]
-    return Pretraining(
-        name="backbone", tokenizer=str(tokenizer), sources=sources, batch_size=setting.backbone_batch, **shape
+    return PretrainRun(
+        id="backbone", tokenizer=str(tokenizer), sources=sources, batch_size=setting.backbone_batch, **shape
     )

@@ -13,13 +13,15 @@ import torch
 
 from experiments import Options, reproduce
 from experiments.composition_code.functions import code_of, docstring_of, functions
-from experiments.composition_language.readout import Readout, ReadoutJob, fit, rows_of_text
+from experiments.composition_language.readout import Readout, ReadoutRun, fit, rows_of_text
 from experiments.composition_language.texts import passages, read_verses
 from experiments.parents import DOCUMENTS, ENGLISH, FRENCH, prose
-from experiments.pretrain import DONE, Pretraining, pretrain
+from experiments.pretrain import PretrainRun
 from graftlm.backbone import Backbone, load_backbone
+from graftlm.data import SourceConfig
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, score, value_of
+from graftlm.runs.run import execute
 
 code = import_module("experiments.composition_code.run")
 language = import_module("experiments.composition_language.run")
@@ -85,12 +87,12 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
         assert {"new_bpb", "validation_new_bpb"} <= rows[name].keys()
     assert len(results.aims) == 7
     assert (out / "bits-per-byte.png").exists()
-    steps = {name: len((out / "cells" / name / "history.jsonl").read_text().splitlines()) for name in TRAINED_LONG}
+    steps = {name: len((out / "runs" / name / "history.jsonl").read_text().splitlines()) for name in TRAINED_LONG}
     assert set(steps.values()) == {9}, "three times the steps of the other rows"
     chosen = json.loads((out / "results.json").read_text())["details"]["rates"]
     assert chosen.keys() >= set(language.LONG_RATES)
 
-    kept = [*(out / "cells").glob("*/measurement.json"), *(out / "cells").glob("*/task-*.json")]
+    kept = sorted((out / "runs" / "measurements").glob("*.json"))
     before = {path: path.stat().st_mtime_ns for path in kept}
     again = reproduce("composition-language", options.model_copy(update={"tables": ("2",)}))
     assert {path: path.stat().st_mtime_ns for path in before} == before, "what was measured is read back"
@@ -128,14 +130,14 @@ def test_a_readout_with_a_models_own_layer_is_that_model(anchor_and_specialist) 
 
 def test_a_readout_is_fitted_to_the_tokens_that_follow(anchor_and_specialist) -> None:
     backbone, other = anchor_and_specialist
-    job = ReadoutJob(id="x", models=(), through=None, text="", tests={}, length=12, epochs=60, tokens=64)
-    rows = rows_of_text([" ".join(WORDS * 4)], backbone.need_tokenizer(), job.length)
+    run = ReadoutRun(id="x", models=(), through=None, text="", tests={}, length=12, epochs=60, tokens=64)
+    rows = rows_of_text([" ".join(WORDS * 4)], backbone.need_tokenizer(), run.length)
     assert torch.equal(rows[1:, 0], rows[:-1, -1]), "no token is skipped between rows"
     readout = Readout([backbone.model, other.model], None)
     assert readout.states(rows).shape == (*rows.shape, 2 * backbone.sites.width)
     before = {name: one.clone() for name, one in backbone.model.state_dict().items()}
     start = _loss(readout, rows)
-    fit(readout, rows, job)
+    fit(readout, rows, run)
     assert _loss(readout, rows) < 0.5 * start
     assert all(torch.equal(one, before[name]) for name, one in backbone.model.state_dict().items())
 
@@ -166,8 +168,8 @@ def test_mistakes(tmp_path: Path) -> None:
 def test_a_finished_model_is_found_again(tmp_path: Path, tiny_backbone) -> None:
     text = tmp_path / "text.jsonl"
     write_lines(text, [json.dumps({"text": text}) for text in texts(WORDS, 2, 400, 0)])
-    config = Pretraining(
-        name="one",
+    first = PretrainRun(
+        id="first",
         tokenizer=str(tiny_backbone("llama")),
         sources=[{"path": str(text)}],
         width=8,
@@ -175,17 +177,17 @@ def test_a_finished_model_is_found_again(tmp_path: Path, tiny_backbone) -> None:
         heads=2,
         length=16,
     )
-    folder = pretrain(config, tmp_path / "models")
-    made = (folder / DONE).stat().st_mtime_ns
-    further = config.model_copy(update={"name": "two", "start": config})
-    assert pretrain(further, tmp_path / "models") != folder
-    assert pretrain(config.model_copy(update={"name": "one"}), tmp_path / "models") == folder
-    assert (folder / DONE).stat().st_mtime_ns == made
+    further = first.model_copy(update={"id": "further", "depends_on": ("first",)})
+    models = tmp_path / "models"
+    measured = execute([first, further], models, progress=False)
+    assert measured["further"].row.metrics["loss"] != measured["first"].row.metrics["loss"]
+    written = (models / "first" / "config.json").stat().st_mtime_ns
     elsewhere = tmp_path / "elsewhere.jsonl"
     elsewhere.write_bytes(text.read_bytes())
-    moved = Pretraining.parse(config.model_dump() | {"sources": [{"path": str(elsewhere)}]})
-    assert moved.key() == config.key(), "where a file lies is no part of what was read"
-    assert Pretraining.parse(config.model_dump() | {"seed": 1}).key() != config.key()
+    moved = first.model_copy(update={"sources": [SourceConfig(path=str(elsewhere))]})
+    execute([moved], models, progress=False)
+    assert (models / "first" / "config.json").stat().st_mtime_ns == written, "where a file lies decides nothing"
+    assert first.model_copy(update={"seed": 1}).key() != first.key()
 
 
 def test_prose_has_no_code() -> None:
