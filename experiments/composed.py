@@ -123,12 +123,18 @@ class Study:
         return GraftRun(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
 
     def run(self, runs: Sequence[GraftRun], tasks: Sequence[PromptTask], title: str) -> Measured:
-        """Train and measure runs on texts and on tasks with a prompt."""
-        prompted = [
-            PromptedRun(**{name: getattr(run, name) for name in GraftRun.model_fields}, prompts=tuple(tasks))
-            for run in runs
-        ]
-        return execute(prompted, self.options.out / "runs", jobs=self.options.jobs, title=title)
+        """Train and measure runs on texts and on tasks with a prompt; by id.
+
+        One training can have two measurements: on the validation tasks alone, and on all tasks.
+        """
+        suffix = ".validation" if tuple(tasks) == tuple(self.validation) else ""
+        prompted = []
+        for run in runs:
+            fields = {name: getattr(run, name) for name in GraftRun.model_fields}
+            fields |= {"id": run.id + suffix, "folder": run.id}
+            prompted.append(PromptedRun(**fields, prompts=tuple(tasks)))
+        measured = execute(prompted, self.options.out / "runs", jobs=self.options.jobs, title=title)
+        return {name.removesuffix(suffix): measurement for name, measurement in measured.items()}
 
     def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
         """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""

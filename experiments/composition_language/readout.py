@@ -63,16 +63,13 @@ class ReadoutRun(Run):
         torch.manual_seed(self.seed)
         backbones = [load_backbone(name, device="cpu") for name in self.models]
         tokenizer = backbones[0].need_tokenizer()
-        readout = Readout(
-            [backbone.model for backbone in backbones], output_layer(self.through) if self.through else None
-        )
+        layer = output_layer(self.through) if self.through else None
+        readout = Readout([backbone.model for backbone in backbones], layer)
         fit(readout, rows_of_text(read_texts(Path(self.text)), tokenizer, self.length), self)
-        metrics: dict[str, Any] = {
-            f"{name}_bpb": score(readout, tokenizer, read_texts(Path(file)), length=self.length).interval(
-                "bits_per_byte"
-            )
-            for name, file in self.tests.items()
-        }
+        metrics: dict[str, Any] = {}
+        for name, file in self.tests.items():
+            scores = score(readout, tokenizer, read_texts(Path(file)), length=self.length)
+            metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
         metrics["trainable_parameters"] = count_parameters(readout.map.parameters())
         return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
 

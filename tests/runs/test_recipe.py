@@ -142,7 +142,8 @@ def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone)
 
     written = (tmp_path / "run" / "measurements" / "neutral-residues.json").stat().st_mtime_ns
     assert run_recipe(recipe, progress=False, log=lambda _: None).details["tasks"] == results.details["tasks"]
-    assert (tmp_path / "run" / "measurements" / "neutral-residues.json").stat().st_mtime_ns == written, "it is read back"
+    kept = tmp_path / "run" / "measurements" / "neutral-residues.json"
+    assert kept.stat().st_mtime_ns == written, "it is read back"
     examples(tmp_path / "words.jsonl", "lune blanche")
     changed = run_recipe(recipe, progress=False, log=lambda _: None).row("neutral-residues").metrics
     assert changed["french_log-perplexity"] != row["french_log-perplexity"]

@@ -74,17 +74,16 @@ class LanguageDataConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.stream and self.boundaries != "joined":
-            raise ValueError(
-                "a stream joins its documents: set boundaries to joined, or stream to false"
-            )
+            raise ValueError("a stream joins its documents: set boundaries to joined, or stream to false")
         if self.stream and any(source.streaming for source in self.train):
-            raise ValueError("a stream is cut from text in memory: set the sources' streaming to false, or stream to false")
+            raise ValueError("a stream is cut from text in memory: set streaming or stream to false")
         return self
 
     def packed(self) -> DataConfig:
         """The data section that packing takes."""
         return DataConfig(
-            new=self.train, replay_fraction=0,
+            new=self.train,
+            replay_fraction=0,
             length=self.length,
             boundaries=self.boundaries,
             test=self.test,
@@ -98,7 +97,7 @@ class LengthsConfig(Config):
     lengths: list[Annotated[int, Field(ge=3)]] = Field(
         [], description="Tokens per window; the training length is always measured."
     )
-    tokens_per_pass: int = Field(16_384, ge=1, description="Tokens of all windows in a forward pass; a longer window is alone.")
+    tokens_per_pass: int = Field(16_384, ge=1, description="Tokens in a forward pass; a longer window is alone.")
     limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -110,10 +109,10 @@ def _as_tokenizer(value: Any) -> Any:
 class LanguageModelRecipe(Config):
     """A training run of all weights of a language model."""
 
-    kind: Literal["language-model"] = Field("language-model", description="Marks a recipe that trains a language model.")
+    kind: Literal["language-model"] = Field("language-model", description="Marks the recipe of a language model.")
     model: str | dict[str, Any] = Field(
-        description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type, as "
-        "Hugging Face names architectures, and any of its keys."
+        description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type "
+        "in transformers, and any of its keys."
     )
     tokenizer: Annotated[TokenizerConfig | None, BeforeValidator(_as_tokenizer)] = Field(
         None, description="A name or folder, or how to learn one; the pretrained model's when absent."
@@ -132,7 +131,7 @@ class LanguageModelRecipe(Config):
             raise ValueError("a new model has a model_type, such as llama: name one under model")
         if isinstance(self.model, dict) and self.tokenizer is None:
             raise ValueError(
-                "a new model has no tokenizer: name one under tokenizer, or learn one, as in tokenizer: {vocab_size: 4096}"
+                "a new model has no tokenizer: name one, or learn one, as in tokenizer: {vocab_size: 4096}"
             )
         return self
 

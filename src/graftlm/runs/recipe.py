@@ -10,8 +10,8 @@ from typing import Any, Self, TypeAlias
 from accelerate import PartialState
 from pydantic import Field, model_validator
 
-from graftlm.config import Config, parse_overridden, read_yaml
 from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config, parse_overridden, read_yaml
 from graftlm.data import DataConfig
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Aim, Results, value_of
@@ -207,7 +207,7 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
         return (TaskRecipe if "tasks" in values else Recipe).parse(values, where=where)
     if kind != LanguageModelRecipe.model_fields["kind"].default:
         raise RecipeError(
-            f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a recipe that trains a graft."
+            f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a graft's recipe."
         )
     return LanguageModelRecipe.parse(values, where=where)
 

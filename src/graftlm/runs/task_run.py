@@ -14,9 +14,8 @@ from accelerate.utils import broadcast, set_seed
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from graftlm.backbone import max_sequence_length
 from graftlm.artifact import read_manifest, save_graft
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.encoding import RowEncoder

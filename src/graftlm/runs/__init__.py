@@ -1,0 +1,1 @@
+"""Runs: what train, compare, demo and every experiment execute."""

@@ -1,0 +1,336 @@
+"""The run of one graft on text: train it beside its frozen backbone, measure both, save the graft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import torch
+from accelerate.utils import set_seed
+from pydantic import BeforeValidator, Field, SerializeAsAny
+from torch import Tensor
+
+from graftlm.artifact import save_graft
+from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config
+from graftlm.data import DataConfig, Document, Mixture, SourceConfig, build_documents, build_mixture
+from graftlm.data.batch import check_apart
+from graftlm.data.sources import read_some
+from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
+from graftlm.evaluation.metrics import decode_speed
+from graftlm.evaluation.report import learning_and_forgetting
+from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_class, graft_config
+from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.training.loop import TrainingSummary
+
+OLD_SET, NEW_SET = "old", "new"
+BACKBONE_ROW = "backbone"
+_OBSERVED_TOKENS = 4096
+_CACHED_BATCHES = 4
+_BATCHES: dict[tuple[BackboneConfig, str, int], Mixture] = {}  # the newest, shared by the runs of this process
+
+
+def _as_graft(value: Any) -> GraftConfig:
+    return value if isinstance(value, GraftConfig) else graft_config(value)
+
+
+AnyGraft = Annotated[SerializeAsAny[GraftConfig], BeforeValidator(_as_graft)]
+"""The config of any kind of graft, chosen by its key `kind`."""
+
+
+class EvaluationConfig(Config):
+    """What is measured after training, on test texts and on tasks."""
+
+    length: int | None = Field(None, ge=2, description="Tokens per window; the data's row length when absent.")
+    batch_size: int = Field(16, ge=1)
+    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
+    decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
+    tasks: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
+    forgetting_budget: float | None = Field(
+        None, description="Nats per token of the old domain that the run may lose; more makes it fail."
+    )
+
+
+class GraftRun(TrainingRun):
+    """One graft on one backbone, trained on text; without a graft, the bare backbone."""
+
+    backbone: BackboneConfig
+    graft: AnyGraft | None = None
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        settings["evaluation"].pop("forgetting_budget")
+        if self.graft is None:
+            settings["data"] = {"test": settings["data"]["test"], "length": settings["data"]["length"]}
+            del settings["training"]
+        return settings
+
+    def artefacts(self) -> tuple[str, ...]:
+        return () if self.graft is None else ("graft/graft.json",)
+
+    def evaluator(self) -> BackboneEvaluator:
+        """The evaluator of the run's backbone; runs of one process share it."""
+        test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
+        length = self.evaluation.length or self.data.length
+        return _load_evaluator(self.backbone, test, self.evaluation.model_dump_json(), length)
+
+    def measure(self, context: RunContext) -> Measurement:
+        if self.graft is None:
+            return self.evaluator().measure_backbone(self.label or BACKBONE_ROW, self.id)
+        return super().measure(context)
+
+    @contextmanager
+    def build(self, context: RunContext) -> Iterator[Trainee]:
+        assert self.graft is not None, "a bare backbone is not trained"
+        evaluator = self.evaluator()
+        backbone = evaluator.backbone
+        batches = self._batches(backbone) if self.training.steps else None
+        set_seed(self.training.seed)
+        graft = self.graft.graft_class(self.graft, backbone)
+        identity: dict[str, Any] = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
+        identity["data"] = batches.fingerprint() if batches else None
+        if isinstance(graft, ReadsModels):
+            identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
+        evaluator.backbone_scores()  # before the graft is attached
+        evaluator.backbone_outcomes()
+        steps = self.training.steps
+        label = self.label or graft_label(self.graft)
+        context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
+        if isinstance(graft, FitsOnText):
+            graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            yield Trainee(model, batches, identity)
+
+    def _batches(self, backbone: Backbone) -> Mixture:
+        """The run's batches; runs of one process share those that keep no position."""
+        check_apart(backbone.model, self.data.boundaries)
+        key = (self.backbone, self.data.model_dump_json(exclude={"test"}), self.training.batch_size)
+        batches = _BATCHES.pop(key, None)
+        if batches is None or batches.state_dict():
+            batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size)
+        while len(_BATCHES) >= _CACHED_BATCHES:
+            del _BATCHES[next(iter(_BATCHES))]
+        _BATCHES[key] = batches
+        return batches
+
+    def evaluate(self, trainee: Trainee) -> Measurement:
+        assert self.graft is not None, "a bare backbone is not trained"
+        return self.evaluator().measure(trainee.model, self.id, self.label or graft_label(self.graft))
+
+    def save(
+        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+    ) -> None:
+        model: GraftedModel = trainee.model
+        graft = model.grafts["graft"]
+        assert isinstance(graft, Graft), "a grafted model holds grafts"
+        training = {
+            "steps": summary.steps if summary else 0,
+            "tokens": summary.tokens if summary else 0,
+            "training": self.training.model_dump(mode="json"),
+        }
+        statistics = measurement.details.get("statistics", {})
+        training["measured"] = measurement.row.model_dump(mode="json")["metrics"]
+        training["observed"] = {name: value for name, value in statistics.items() if _is_per_layer(value)}
+        training["described"] = {name: v for name, v in statistics.items() if isinstance(v, int | float | str)}
+        card = _model_card(model.backbone, graft.config, measurement)
+        save_graft(graft, model.backbone, context.folder / "graft", training=training, card=card)
+
+    @classmethod
+    def release(cls) -> None:
+        _load_evaluator.cache_clear()
+        _BATCHES.clear()
+
+
+@lru_cache(maxsize=2)
+def _load_evaluator(backbone: BackboneConfig, test: str, evaluation: str, length: int) -> BackboneEvaluator:
+    sources = DataConfig.model_validate_json(f'{{"test": {test}}}').test
+    settings = EvaluationConfig.model_validate_json(evaluation)
+    return BackboneEvaluator(backbone.load(), load_tests(sources), settings, length)
+
+
+def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:
+    """Test documents by name of their set."""
+    return {name: list(build_documents(sources)) for name, sources in test.items()}
+
+
+class BackboneEvaluator:
+    """Measures models that are built on one backbone, beside the bare backbone.
+
+    Args:
+        backbone: the frozen model.
+        tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets stand beside them.
+        evaluation: what is measured; the files of its tasks are read now.
+        length: tokens per window.
+    """
+
+    def __init__(
+        self, backbone: Backbone, tests: Mapping[str, Sequence[Document]], evaluation: EvaluationConfig, length: int
+    ) -> None:
+        self.backbone = backbone
+        self.tokenizer = backbone.need_tokenizer()
+        self.tests = tests
+        self.evaluation = evaluation
+        self.length = length
+        self.tasks = {name: read_task(task) for name, task in evaluation.tasks.items()}
+        self._scores: dict[str, Scores] = {}
+        self._outcomes: dict[str, TaskResult] = {}
+
+    def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
+        """Measure the bare backbone."""
+        metrics = dict(learning_and_forgetting({}, self.backbone_scores())) | self._speeds(self.backbone.model)
+        metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
+        outcomes = self.backbone_outcomes()
+        for name, outcome in outcomes.items():
+            metrics |= outcome.metrics(name)
+        return Measurement(Row(id=row_id, label=label, metrics=metrics), self._details({}, outcomes))
+
+    def backbone_scores(self) -> dict[str, Scores]:
+        """The bare backbone's scores, measured once, while no graft is attached."""
+        if not self._scores:
+            self._scores = self._score(self.backbone.model)
+        return self._scores
+
+    def backbone_outcomes(self) -> dict[str, TaskResult]:
+        """The bare backbone's results on the tasks, measured once, while no graft is attached."""
+        if not self._outcomes:
+            self._outcomes = self._do_tasks(self.backbone.model)
+        return self._outcomes
+
+    def measure(self, model: GraftedModel, row_id: str, label: str) -> Measurement:
+        """Measure a trained model."""
+        metrics = dict(learning_and_forgetting(self.backbone_scores(), self._score(model))) | self._speeds(model)
+        metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
+        metrics["total_parameters"] = count_parameters(model.parameters())
+        outcomes = self._do_tasks(model)
+        for name, outcome in outcomes.items():
+            metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes()[name])
+        return Measurement(
+            Row(id=row_id, label=label, metrics=metrics), self._details(self._statistics(model), outcomes)
+        )
+
+    def _details(self, statistics: Mapping[str, Any], outcomes: Mapping[str, TaskResult]) -> dict[str, Any]:
+        tasks = {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
+        details = {"statistics": dict(statistics), "tasks": tasks}
+        return {name: value for name, value in details.items() if value}
+
+    def _score(self, model: Any) -> dict[str, Scores]:
+        settings = self.evaluation
+        return {
+            name: score(
+                model,
+                self.tokenizer,
+                documents,
+                length=self.length,
+                batch_size=settings.batch_size,
+                precision=settings.precision,
+                limit_tokens=settings.limit_tokens,
+            )
+            for name, documents in self.tests.items()
+        }
+
+    def _do_tasks(self, model: Any) -> dict[str, TaskResult]:
+        size, precision = self.evaluation.batch_size, self.evaluation.precision
+        return {
+            name: measure_task(model, self.tokenizer, task, batch_size=size, precision=precision)
+            for name, task in self.tasks.items()
+        }
+
+    def _speeds(self, model: Any) -> dict[str, Any]:
+        count, tokens = self.evaluation.decode_prompts, self.evaluation.decode_tokens
+        sets = [name for name in (OLD_SET, NEW_SET) if name in self.tests] if count else []
+        prompts = {name: _prompts(self.tests[name], count) for name in sets}
+        return {
+            f"decode_{name}_tokens_per_s": decode_speed(model, self.tokenizer, texts, tokens)
+            for name, texts in prompts.items()
+        }
+
+    def _statistics(self, model: GraftedModel) -> dict[str, Any]:
+        graft = model.grafts["graft"]
+        statistics: dict[str, Any] = dict(graft.describe(self.backbone))  # type: ignore[operator]
+        for name in (OLD_SET, NEW_SET):
+            for key, value in self.observe(model, name).items():
+                statistics.setdefault(key, {})[name] = value
+        return statistics
+
+    def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
+        """What the graft shows on the start of a test set, such as shares of open gates: one number a layer."""
+        rows = self._first_rows(name)
+        if rows is None:
+            return {}
+        return {key: value.tolist() for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items()}
+
+    def _first_rows(self, name: str) -> Tensor | None:
+        """(rows, length) tokens from the start of a test set; one short row for a short set, None for an empty one."""
+        text = "\n".join(document.whole[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
+        ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            return None
+        length = min(len(ids), self.length)
+        rows = max(1, min(len(ids), _OBSERVED_TOKENS) // length)
+        return torch.tensor(ids[: rows * length], device=self.backbone.device).view(rows, length)
+
+
+def graft_label(config: GraftConfig) -> str:
+    """The name of a kind of graft in tables."""
+    return graft_class(config.kind).label or config.kind
+
+
+def count_parameters(parameters: Iterable[Tensor]) -> int:
+    """Total number of elements."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _read_texts(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The documents of a graft that learns from text without gradients."""
+    return [document.whole for source in sources for document in read_some(SourceConfig.parse(dict(source)))]
+
+
+def _prompts(documents: Sequence[Document], count: int) -> list[str]:
+    """`count` prompts of 400 characters, evenly spaced in the texts."""
+    text = "\n".join(document.whole[:100_000] for document in list(documents)[:8])
+    return [text[start : start + 400] for start in range(0, len(text), max(1, len(text) // count))][:count]
+
+
+def _is_per_layer(value: Any) -> bool:
+    """Whether a statistic has the form {text: one number a layer}."""
+    layers = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(values, list) and all(isinstance(x, float) for x in values) for values in layers)
+
+
+def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement) -> str:
+    lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
+    return (
+        f"---\nlibrary_name: graftlm\nbase_model: {backbone.name}\n---\n\n"
+        f"# {graft_label(config)} for {backbone.name}\n\n"
+        "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
+        "those that end in bpb in bits per byte.\n\n"
+        "| metric | measured |\n|---|---|\n" + "\n".join(lines) + "\n\n"
+        "```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
+        f"backbone = load_backbone({backbone.name!r})\n"
+        'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
+    )
+
+
+def _format(value: Any) -> str:
+    if hasattr(value, "mean"):
+        return f"{value.mean:.4f} ({value.low:.4f} to {value.high:.4f})"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+__all__ = [
+    "AnyGraft",
+    "BackboneEvaluator",
+    "EvaluationConfig",
+    "GraftRun",
+    "count_parameters",
+    "graft_label",
+    "load_tests",
+]

@@ -1,0 +1,95 @@
+"""Run and execute: keys, the cache of results, dependencies, the process pool, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graftlm.errors import RecipeError
+from graftlm.evaluation import Row
+from graftlm.runs.run import Measurement, Run, RunContext, execute
+
+
+class SumRun(Run):
+    """Adds a number to the sums of its dependencies, and counts how often it is done."""
+
+    number: int = 1
+    path: str | None = None
+
+    def artefacts(self) -> tuple[str, ...]:
+        return ("sum.txt",)
+
+    def measure(self, context: RunContext) -> Measurement:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        total = self.number + sum(int((folder / "sum.txt").read_text()) for folder in context.dependencies.values())
+        (context.folder / "sum.txt").write_text(str(total))
+        with (context.folder / "done.txt").open("a") as file:
+            file.write("x")
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics={"sum": total}), {"losses": [[1, 0.5]]})
+
+
+def times(out: Path, name: str) -> int:
+    return len((out / name / "done.txt").read_text())
+
+
+def test_a_finished_run_is_read_back_and_a_changed_one_is_done_again(tmp_path: Path) -> None:
+    first = execute([SumRun(id="a"), SumRun(id="b", number=2)], tmp_path, progress=False)
+    assert [first[name].row.metrics["sum"] for name in "ab"] == [1, 2]
+    again = execute([SumRun(id="a", label="A"), SumRun(id="b", number=3)], tmp_path, progress=False)
+    assert (times(tmp_path, "a"), times(tmp_path, "b")) == (1, 2)
+    assert again["a"].row.label == "A", "a label is no part of the key"
+    assert again["a"].details == {"losses": [[1, 0.5]]}
+    assert again["b"].row.metrics["sum"] == 3
+
+
+def test_a_run_is_done_again_when_a_dependency_changes(tmp_path: Path) -> None:
+    def runs(number: int) -> list[SumRun]:
+        return [SumRun(id="b", depends_on=("a",)), SumRun(id="a", number=number), SumRun(id="c", depends_on=("b",))]
+
+    assert execute(runs(1), tmp_path, progress=False)["c"].row.metrics["sum"] == 3
+    assert execute(runs(1), tmp_path, progress=False)["c"].row.metrics["sum"] == 3
+    assert times(tmp_path, "c") == 1
+    assert execute(runs(5), tmp_path, progress=False)["c"].row.metrics["sum"] == 7
+    assert times(tmp_path, "c") == 2
+
+
+def test_a_path_counts_by_content_and_not_by_name(tmp_path: Path) -> None:
+    for name, text in {"one.txt": "text", "two.txt": "text", "other.txt": "more"}.items():
+        (tmp_path / name).write_text(text)
+    keys = [SumRun(id="a", path=str(tmp_path / name)).key() for name in ("one.txt", "two.txt", "other.txt")]
+    assert keys[0] == keys[1] != keys[2]
+    assert SumRun(id="b", path=str(tmp_path / "one.txt")).key() == keys[0], "an id is no part of the key"
+
+
+def test_a_lost_artefact_or_a_torn_measurement_is_done_again(tmp_path: Path) -> None:
+    run = SumRun(id="a")
+    execute([run], tmp_path, progress=False)
+    (tmp_path / "a" / "sum.txt").unlink()
+    execute([run], tmp_path, progress=False)
+    assert times(tmp_path, "a") == 2
+    (tmp_path / "measurements" / "a.json").write_text('{"key": "')
+    execute([run], tmp_path, progress=False)
+    assert times(tmp_path, "a") == 3
+    assert json.loads((tmp_path / "measurements" / "a.json").read_text())["key"] == run.key()
+
+
+def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
+    runs = [SumRun(id=f"r{n}", number=n, depends_on=("r0",) if n else ()) for n in range(4)]
+    one = execute(runs, tmp_path / "one", progress=False)
+    two = execute(runs, tmp_path / "two", jobs=2, title="sums", progress=False)
+    assert {name: m.to_json() for name, m in one.items()} == {name: m.to_json() for name, m in two.items()}
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        ([SumRun(id="a"), SumRun(id="a", number=2)], "Two different runs have the id 'a'"),
+        ([SumRun(id="a", depends_on=("b",))], "depends on 'b', which is not among the runs"),
+        ([SumRun(id="a", depends_on=("b",)), SumRun(id="b", depends_on=("a",))], "depend on each other in a circle"),
+    ],
+)
+def test_runs_that_do_not_fit_together(tmp_path: Path, runs: list[SumRun], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        execute(runs, tmp_path)
