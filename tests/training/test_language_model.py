@@ -280,7 +280,7 @@ def test_pieces_write_every_text() -> None:
         ({"model": {"hidden_size": 16}}, "a new model has a model_type, such as llama: name one under model"),
         ({"model": "nowhere/at-all", "tokenizer": {"vocab_size": 260}}, r"The model nowhere/at-all can't be loaded \("),
         ({"tokenizer": "nowhere/at-all"}, r"The tokenizer nowhere/at-all can't be loaded \(.*\): name a folder"),
-        ({"tokenizer": None}, "a new model has no tokenizer: name one under tokenizer, or learn one, as in"),
+        ({"tokenizer": None}, "a new model has no tokenizer: name one, or learn one, as in"),
         ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: the value should be greater than or equal to 257"),
         ({"tokenizer": {}}, "a tokenizer has either a name or a vocab_size"),
         (

@@ -21,8 +21,7 @@ from graftlm.data import DataConfig, Document, Mixture, SourceConfig, build_docu
 from graftlm.data.batch import check_apart
 from graftlm.data.sources import read_some
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
-from graftlm.evaluation.metrics import decode_speed
-from graftlm.evaluation.report import learning_and_forgetting
+from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_class, graft_config
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
 from graftlm.training.loop import TrainingSummary
