@@ -24,7 +24,7 @@ from graftlm.pipelines.summarize import (
     select,
     train_selector,
 )
-from graftlm.pipelines.summarize.baselines import FixedSelector
+from graftlm.pipelines.summarize.selection import FixedSelector
 
 UNTRAINED: dict[str, Selector] = {
     "lead": LeadSelector(),

@@ -23,10 +23,10 @@ from graftlm.pipelines.summarize import (
     select,
 )
 from graftlm.pipelines.summarize.selection import Budget
-from graftlm.pipelines.summarize.writer import drop_partial_sentence
-from graftlm.pipelines.summarize.writer_training import (
+from graftlm.pipelines.summarize.writer import (
     MODEL,
     WriterExample,
+    drop_partial_sentence,
     rest_text,
     summary_likelihoods,
     train_writer,

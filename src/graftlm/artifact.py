@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +23,7 @@ from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
-from graftlm.io import put_in_place, sync
+from graftlm.io import staged_folder
 from graftlm.version import __version__
 
 FORMAT = 1
@@ -112,19 +110,15 @@ def save_graft(
         training=dict(training or {}),
     )
     _refuse_foreign_folder(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
-        _write(draft, manifest, tensors, card or default_card(manifest))
-        put_in_place(draft, folder)
+        with staged_folder(folder) as draft:
+            _write(draft, manifest, tensors, card or default_card(manifest))
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
         raise ArtifactError(
             f"The graft could not be written to {folder} ({why}): free space or name another folder."
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
@@ -302,8 +296,6 @@ def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card:
     save_file(dict(tensors), draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
     (draft / JSON_NAME).write_text(json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
     (draft / CARD_NAME).write_text(card, encoding="utf-8")
-    for path in (*draft.iterdir(), draft):
-        sync(path)
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

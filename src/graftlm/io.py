@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,24 @@ def write_atomically(path: Path, content: bytes) -> Path:
     return path
 
 
-def put_in_place(draft: Path, folder: Path) -> None:
+@contextmanager
+def staged_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path for a draft folder. On success the draft is flushed to disk and replaces `folder`.
+
+    On an error the draft is removed and `folder` stays as it is.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            sync(path)
+        _replace_folder(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _replace_folder(draft: Path, folder: Path) -> None:
     """Replace `folder` by the complete folder `draft`; if the rename fails, the old folder stays."""
     old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
     if folder.exists():

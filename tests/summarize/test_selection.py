@@ -19,7 +19,7 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
 )
-from graftlm.pipelines.summarize.baselines import FixedSelector
+from graftlm.pipelines.summarize.selection import FixedSelector
 from summarize.tools import TEA
 
 pytest.importorskip("sumy")

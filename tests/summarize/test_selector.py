@@ -150,10 +150,18 @@ def test_a_selector_learns_what_extracts_have_in_common(trained: TrainedSelector
     assert losses[-1] < losses[0]
 
 
+def scores_of(selector: TrainedSelector) -> dict[int, float]:
+    return {ranked.index: ranked.score for ranked in selector.rank(read_text(TEA, ".md"))}
+
+
+# Reloaded tensors may have another alignment, and kernels then add in another order: a float32 score of size 10 is off
+# by 1e-5 at most.
+SAME_SCORES = {"rel": 1e-4, "abs": 1e-4}
+
+
 def test_a_saved_selector_ranks_as_before(trained: TrainedSelector, tmp_path: Path) -> None:
-    document = read_text(TEA, ".md")
     found = load_selector(trained.save(tmp_path / "a" / "selector"), device="cpu")
-    assert found.rank(document) == trained.rank(document)
+    assert scores_of(found) == pytest.approx(scores_of(trained), **SAME_SCORES)
     assert found.record == trained.record
     names = {file.name for file in (tmp_path / "a" / "selector").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "selector.json"}
@@ -178,7 +186,9 @@ def test_training_is_repeated_by_its_seed() -> None:
         train_selector(lesson(8), lesson(4, 1), training("pointer", steps=3, seed=seed)).record["losses"]
         for seed in (0, 0, 1)
     )
-    assert first == second != other
+    # The same sums in another order are off by less than 1e-6; another seed changes losses by more than 0.1%.
+    assert [loss for row in first for loss in row] == pytest.approx([loss for row in second for loss in row], rel=1e-4)
+    assert first[-1][1] != pytest.approx(other[-1][1], rel=1e-3)
 
 
 def test_a_document_longer_than_the_model_reads_is_ranked_in_pieces(trained: TrainedSelector) -> None:
@@ -245,13 +255,14 @@ def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
     losses = [held_out for _, _, held_out in found.record["losses"]]
     assert losses[-1] < losses[0]
     again = load_selector(found.save(tmp_path / "modern"), device="cpu")
-    assert again.rank(read_text(TEA, ".md")) == found.rank(read_text(TEA, ".md"))
+    assert scores_of(again) == pytest.approx(scores_of(found), **SAME_SCORES)
 
 
 def test_in_half_precision_it_learns_alike() -> None:
     wanted = training("classifier", steps=30, evaluate_every=10, learning_rate=1e-2)
     plain = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
-    with torch.autocast("cpu", torch.bfloat16):
+    # oneDNN has no bfloat16 LSTM on CPUs without AVX-512.
+    with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=False):
         half = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
     assert [loss for _, *pair in half for loss in pair] == pytest.approx(
         [loss for _, *p in plain for loss in p], rel=0.1

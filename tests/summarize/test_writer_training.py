@@ -24,8 +24,13 @@ from graftlm.pipelines.summarize import (
     select,
     train_writer,
 )
-from graftlm.pipelines.summarize.writer import introduction_text
-from graftlm.pipelines.summarize.writer_training import example_rows, rest_rows, rest_text, summary_likelihoods
+from graftlm.pipelines.summarize.writer import (
+    example_rows,
+    introduction_text,
+    rest_rows,
+    rest_text,
+    summary_likelihoods,
+)
 from graftlm.training import TrainingConfig
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer

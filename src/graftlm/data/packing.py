@@ -265,10 +265,10 @@ def pack(
         raise DataError(
             f"{name}: {len(stream)} tokens in all, but one row takes {length}: add text, or lower the length."
         )
-    return TokenBlocks(_rows(stream, length, boundaries), boundaries=boundaries, pad_id=padding_id(tokenizer))
+    return TokenBlocks(split_rows(stream, length, boundaries), boundaries=boundaries, pad_id=padding_id(tokenizer))
 
 
-def _rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
+def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
     """All rows of a whole stream, shape (N, length)."""
     if boundaries != "whole":
         return filled(stream, len(stream) + -len(stream) % length).reshape(-1, length)

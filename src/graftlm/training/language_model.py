@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from graftlm.data.batch import check_apart
 from graftlm.data.packing import Boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.model import GraftedOutput, language_modelling_loss
-from graftlm.io import put_in_place, sync
+from graftlm.io import staged_folder
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
 
@@ -222,15 +220,9 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     Raises:
         OSError: the folder can't be written to.
     """
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
+    with staged_folder(folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        for path in [*draft.iterdir(), draft]:
-            sync(path)
-        put_in_place(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:

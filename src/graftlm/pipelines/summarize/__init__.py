@@ -1,6 +1,5 @@
 """Summaries of long documents: select sentences, write the summary, and keep the source of each sentence."""
 
-from graftlm.pipelines.summarize.baselines import LeadSelector, SumySelector
 from graftlm.pipelines.summarize.batch import (
     SummaryFailure,
     append_summaries,
@@ -11,11 +10,20 @@ from graftlm.pipelines.summarize.batch import (
 from graftlm.pipelines.summarize.document import Section, Sentence, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.readers import read_document, read_text
-from graftlm.pipelines.summarize.selection import Budget, Extract, RankedSentence, Selector, select
-from graftlm.pipelines.summarize.selector import TrainedSelector, load_selector
-from graftlm.pipelines.summarize.selector_training import (
+from graftlm.pipelines.summarize.selection import (
+    Budget,
+    Extract,
+    LeadSelector,
+    RankedSentence,
+    Selector,
+    SumySelector,
+    select,
+)
+from graftlm.pipelines.summarize.selector import (
     SelectorExample,
     SelectorTrainingConfig,
+    TrainedSelector,
+    load_selector,
     selector_example,
     train_selector,
 )
@@ -25,9 +33,10 @@ from graftlm.pipelines.summarize.writer import (
     LanguageModelWriter,
     PromptLayout,
     SummaryDecoding,
+    WriterExample,
     load_writer,
+    train_writer,
 )
-from graftlm.pipelines.summarize.writer_training import WriterExample, train_writer
 
 __all__ = [
     "AbstractiveWriter",

@@ -7,6 +7,7 @@ for. Sentences are split in the readable text and mapped back to the source, so 
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -189,37 +190,26 @@ def build_document(
 
 
 def _split_block(block: TextBlock, source: str, language: str, section: int) -> Iterable[Sentence]:
-    text, offsets = block.text, _SourceOffsets(block.spans)
+    text = block.text
+    span_starts = list(itertools.accumulate((len(span.text) for span in block.spans), initial=0))
     for first, last in split_sentences(text, language):
-        start, end = offsets.start(first), offsets.end(last - 1)
+        start, _ = _source_range(block.spans, span_starts, first)
+        _, end = _source_range(block.spans, span_starts, last - 1)
         yield Sentence(_normalize_text(text[first:last]), source[start:end], start, end, section, block.page)
+
+
+def _source_range(spans: Sequence[TextSpan], span_starts: Sequence[int], position: int) -> tuple[int, int]:
+    """Return the source characters of the character at `position` of a block's readable text.
+
+    Args:
+        spans: spans of the block.
+        span_starts: position of each span in the readable text.
+        position: position in the readable text.
+    """
+    index = bisect.bisect_right(span_starts, position) - 1
+    span, offset = spans[index], position - span_starts[index]
+    return (span.start + offset, span.start + offset + 1) if span.is_literal else (span.start, span.end)
 
 
 def _normalize_text(text: str) -> str:
     return " ".join(_CJK_LINE_BREAK.sub("", text.translate(_LIGATURES)).split())
-
-
-class _SourceOffsets:
-    """Maps positions in a block's readable text to positions in the source."""
-
-    def __init__(self, spans: Sequence[TextSpan]) -> None:
-        self._spans = [span for span in spans if span.text]
-        self._starts: list[int] = []  # of each span, in the readable text
-        length = 0
-        for span in self._spans:
-            self._starts.append(length)
-            length += len(span.text)
-
-    def start(self, position: int) -> int:
-        """Return where the character at `position` begins."""
-        span, offset = self._span_at(position)
-        return span.start + offset if span.is_literal else span.start
-
-    def end(self, position: int) -> int:
-        """Return the source position after the character at `position`."""
-        span, offset = self._span_at(position)
-        return span.start + offset + 1 if span.is_literal else span.end
-
-    def _span_at(self, position: int) -> tuple[TextSpan, int]:
-        index = bisect.bisect_right(self._starts, position) - 1
-        return self._spans[index], position - self._starts[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -115,10 +115,6 @@ class Faithfulness:
     numbers: float | None
     names: float | None
     missing: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self) | {"missing": list(self.missing)}
 
 
 def faithfulness(summary: str, source: str) -> Faithfulness:

@@ -1,31 +1,39 @@
-"""Trained selectors: a `SentenceSelector` model with its tokenizer or frozen sentence encoder.
+"""Trained selectors: a `SentenceSelector` model with its tokenizer or frozen sentence encoder; files and training.
 
 A saved selector is a folder: `config.json` and `model.safetensors` as transformers writes them, `tokenizer.json` if the
 model reads tokens, and `selector.json` with the record of its training.
+
+Shape suffixes: B documents, N sentences, T tokens, v size of sentence embeddings.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import uuid
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import default_device
-from graftlm.errors import ArtifactError, BackboneError, GraftError, MissingExtraError
-from graftlm.io import put_in_place, sync
+from graftlm.config import Config
+from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, MissingExtraError
+from graftlm.io import staged_folder
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.oracle import oracle_extract
 from graftlm.pipelines.summarize.selection import RankedSentence
+from graftlm.training.language_model import train_tokenizer
 
 RECORD_NAME, TOKENIZER_NAME = "selector.json", "tokenizer.json"
 
@@ -88,18 +96,11 @@ class TrainedSelector:
         folder = Path(folder)
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_NAME).is_file():
             raise ArtifactError(f"{folder} holds something that is no selector: name an empty or a new folder.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
-        try:
+        with staged_folder(folder) as draft:
             self.model.save_pretrained(draft)
             if self.tokenizer is not None:
                 self.tokenizer.backend_tokenizer.save(str(draft / TOKENIZER_NAME))
             (draft / RECORD_NAME).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
-            for path in [*draft.iterdir(), draft]:
-                sync(path)
-            put_in_place(draft, folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
         return folder
 
 
@@ -113,7 +114,11 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
         model = _load_model(folder)
-        tokenizer = _load_tokenizer(folder) if model.config.input_type == "tokens" else None
+        tokenizer = None
+        if model.config.input_type == "tokens":
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_file=str(folder / TOKENIZER_NAME), clean_up_tokenization_spaces=False
+            )
     except GraftError as error:
         raise ArtifactError(f"{folder} is no whole selector ({str(error).rstrip('.')}): train it again.") from None
     except Exception as error:  # tokenizers raises plain exceptions, and transformers many kinds
@@ -136,10 +141,6 @@ def _load_model(folder: Path) -> SentenceSelector:
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         raise ValueError("its tensors are not those of its config")
     return model
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER_NAME), clean_up_tokenization_spaces=False)
 
 
 def _cause(error: Exception) -> str:
@@ -174,3 +175,194 @@ def _load_encoder(name: str, device: str) -> Any:
     except (OSError, ValueError) as error:
         cause = str(error).splitlines()[0].rstrip(".")
         raise BackboneError(f"The encoder {name} can't be loaded ({cause}): name another.") from None
+
+
+@dataclass(frozen=True)
+class SelectorExample:
+    """The selectable sentences of a document, and the positions among them of the target extract."""
+
+    sentences: tuple[str, ...]
+    extract: tuple[int, ...]
+
+
+def selector_example(document: SourceDocument, summary: Sequence[str], per_sentence: int = 2) -> SelectorExample:
+    """Return an example with the oracle extract: the `per_sentence` best matches of each sentence of a summary."""
+    sentences = tuple(document.sentences[index].text for index in document.selectable)
+    return SelectorExample(sentences, tuple(oracle_extract(sentences, summary, per_sentence)))
+
+
+class SelectorTrainingConfig(Config):
+    """Training of a selector; defaults are those of the thesis.
+
+    Args:
+        kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies embeddings of a frozen encoder.
+        sentence_encoder: for `modern`, name or folder of a sentence-transformers model.
+        steps: maximum number of updates.
+        batch_size: documents in a batch.
+        learning_rate: learning rate of Adam.
+        weight_decay: L2 penalty of Adam.
+        evaluate_every: updates between evaluations on the validation documents.
+        patience: evaluations without improvement before training stops.
+        seed: seed of initialization, order and dropout.
+        model: changes to the model's config, such as {"hidden_size": 64}.
+    """
+
+    kind: Literal["classifier", "pointer", "modern"] = "pointer"
+    sentence_encoder: str | None = None
+    steps: int = Field(20_000, ge=1)
+    batch_size: int = Field(32, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(1e-5, ge=0)
+    evaluate_every: int = Field(200, ge=1)
+    patience: int = Field(50, ge=1)
+    seed: int = 0
+    model: dict[str, int | float | str] = Field(default_factory=dict)
+
+
+def train_selector(
+    train: Sequence[SelectorExample],
+    validation: Sequence[SelectorExample],
+    training: SelectorTrainingConfig | None = None,
+    *,
+    device: str = "cpu",
+    log: Callable[[str], None] = lambda text: None,
+) -> TrainedSelector:
+    """Train a selector and keep the weights with the lowest validation loss.
+
+    Training reads the first `max_sentences` sentences of a document; the rest of its extract is ignored.
+
+    Args:
+        train: training examples.
+        validation: examples for early stopping.
+        training: hyperparameters.
+        device: device of the model.
+        log: receives a line with the losses at each evaluation.
+
+    Raises:
+        DataError: no example of `train` or of `validation` has an extract.
+        RecipeError: a value of the model's config is invalid.
+    """
+    training = training or SelectorTrainingConfig()
+    selector = _new_selector(train, training, device)
+    encoded = ([_encode(selector, example) for example in part] for part in (train, validation))
+    train_rows, validation_rows = ([row for row in part if row.extract] for part in encoded)
+    if not train_rows or not validation_rows:
+        raise DataError("There is no document with an extract to learn from, or none for validation: give both.")
+    losses = _train(selector.model, train_rows, validation_rows, training, log)
+    selector.record = {
+        "training": training.model_dump(mode="json"),
+        "documents": len(train_rows),
+        "validation_documents": len(validation_rows),
+        "losses": losses,
+    }
+    return selector
+
+
+def _new_selector(train: Sequence[SelectorExample], training: SelectorTrainingConfig, device: str) -> TrainedSelector:
+    """Return an untrained selector. A model that reads tokens gets a tokenizer trained on the examples."""
+    values = dict(training.model)
+    values["extract_size"] = max(1, round(sum(len(example.extract) for example in train) / max(len(train), 1)))
+    tokenizer = None
+    if training.kind == "modern":
+        if training.sentence_encoder is None:
+            raise DataError("A modern selector needs an encoder: name a sentence-transformers model.")
+        width = sentence_embeddings(["text"], training.sentence_encoder).shape[1]
+        modern = {"input_type": "embeddings", "document_encoder": "transformer", "head": "classifier"}
+        modern |= {"sentence_encoder": training.sentence_encoder, "sentence_embedding_size": width}
+        values = modern | {"hidden_size": 96, "dropout": 0.2} | values
+    else:
+        vocab_size = int(values.pop("vocab_size", 40_000))
+        tokenizer = train_tokenizer((" ".join(example.sentences) for example in train), vocab_size)
+        values = {"head": training.kind, "vocab_size": len(tokenizer)} | values
+    torch.manual_seed(training.seed)
+    model = SentenceSelector(SentenceSelectorConfig(**values)).to(device)  # type: ignore[arg-type]  # checked there
+    return TrainedSelector(model, tokenizer, f"Sent-{training.kind}")
+
+
+@dataclass(frozen=True)
+class _EncodedExample:
+    """Model inputs of the sentences of one document, and the positions of its extract."""
+
+    inputs: Tensor
+    extract: tuple[int, ...]
+
+
+def _encode(selector: TrainedSelector, example: SelectorExample) -> _EncodedExample:
+    limit = selector.model.config.max_sentences
+    inputs = selector.model_inputs(example.sentences[:limit])
+    return _EncodedExample(inputs, tuple(position for position in example.extract if position < limit))
+
+
+def _train(
+    model: SentenceSelector,
+    train: Sequence[_EncodedExample],
+    validation: Sequence[_EncodedExample],
+    training: SelectorTrainingConfig,
+    log: Callable[[str], None],
+) -> list[list[float]]:
+    """Train the model in place; returns [step, training loss, validation loss] of each evaluation."""
+    adam = torch.optim.Adam(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+    batches, losses = _batches(train, training), []
+    best_loss, best_state, stale = math.inf, deepcopy(model.state_dict()), 0
+    for step in range(1, training.steps + 1):
+        model.train()
+        loss = model(*_collate(model, next(batches)))
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        torch.clear_autocast_cache()  # an enclosing autocast would keep copies of the old weights
+        if step % training.evaluate_every and step != training.steps:
+            continue
+        validation_loss = _mean_loss(model, validation, training.batch_size)
+        losses.append([step, loss.item(), validation_loss])
+        log(f"step {step}: loss {loss.item():.4f}, validation {validation_loss:.4f}")
+        stale += 1
+        if validation_loss < best_loss:
+            best_loss, best_state, stale = validation_loss, deepcopy(model.state_dict()), 0
+        if stale == training.patience:
+            break
+    model.load_state_dict(best_state)
+    model.eval()
+    return losses
+
+
+def _batches(examples: Sequence[_EncodedExample], training: SelectorTrainingConfig) -> Iterator[list[_EncodedExample]]:
+    """Yield batches forever, in a new order at each epoch."""
+    rng = random.Random(training.seed)
+    queue: list[_EncodedExample] = []
+    while True:
+        while len(queue) < training.batch_size:
+            queue += rng.sample(list(examples), len(examples))
+        yield queue[: training.batch_size]
+        queue = queue[training.batch_size :]
+
+
+@torch.inference_mode()
+def _mean_loss(model: SentenceSelector, examples: Sequence[_EncodedExample], batch_size: int) -> float:
+    """Return the mean loss of a document."""
+    model.eval()
+    batches = [examples[first : first + batch_size] for first in range(0, len(examples), batch_size)]
+    return sum(float(model(*_collate(model, batch))) * len(batch) for batch in batches) / len(examples)
+
+
+def _collate(model: SentenceSelector, examples: Sequence[_EncodedExample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return padded inputs, (B, N, T or v), the sentence mask, (B, N), and the head's targets."""
+    config, device = model.config, examples[0].inputs.device
+    sentences = max(len(example.inputs) for example in examples)
+    width = max(example.inputs.shape[1] for example in examples)
+    padding = config.vocab_size if config.input_type == "tokens" else 0
+    inputs = examples[0].inputs.new_full((len(examples), sentences, width), padding)
+    mask_BN = torch.zeros(len(examples), sentences, dtype=torch.bool, device=device)
+    pointer = config.head == "pointer"
+    steps = max(len(example.extract) for example in examples) if pointer else sentences
+    targets = torch.full((len(examples), steps), -1 if pointer else 0, device=device)
+    for row, example in enumerate(examples):
+        count, own_width = example.inputs.shape
+        inputs[row, :count, :own_width] = example.inputs
+        mask_BN[row, :count] = True
+        if pointer:
+            targets[row, : len(example.extract)] = torch.tensor(example.extract, device=device)
+        else:
+            targets[row, list(example.extract)] = 1
+    return inputs, mask_BN, targets

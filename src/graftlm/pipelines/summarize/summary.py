@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.baselines import SumySelector
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 from graftlm.pipelines.summarize.metrics import Faithfulness, faithfulness
 from graftlm.pipelines.summarize.readers import read_document
-from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
+from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, SumySelector, select
 from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.pipelines.summarize.writer import AbstractiveWriter
 
@@ -33,10 +32,6 @@ class SentenceLink:
     text: str
     index: int | None
     overlap: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return {"text": self.text, "nearest": self.index, "overlap": self.overlap}
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class Summary:
             "summary": self.text,
             "writer": self.writer,
             "extract": self.extract.to_json(),
-            "links": [link.to_json() for link in self.links],
-            "faithfulness": self.faithfulness.to_json(),
+            "links": [{"text": link.text, "nearest": link.index, "overlap": link.overlap} for link in self.links],
+            "faithfulness": asdict(self.faithfulness),
             "language": self.document.language,
             "notes": list(self.notes),
         }
@@ -105,35 +100,30 @@ def summarize(
     extract = select(document, selector or SumySelector(), budget or Budget(), count_tokens)
     if not extract.indices:
         raise DataError(f"{document.name} has no sentence with a letter in it: a text with words is expected.")
-    notes = [*_reading_notes(document), *extract.notes]
-    if selector is None:
-        notes.insert(0, DEFAULT_NOTE)
+    notes = [*([DEFAULT_NOTE] if selector is None else []), *extract.notes]
     if writer is None:
-        text, links = extract.text, ()
+        text, name, links = extract.text, None, ()
+        notes += _notes(document, None)
     else:
         output = writer.write(extract)
-        text, links = output.text, link_sentences(output.text, extract)
-        notes += [*_writing_notes(document, text), *output.notes]
-    writer_name = writer.name if writer is not None else None
-    return Summary(extract, text, writer_name, links, faithfulness(text, document.text), tuple(notes))
+        text, name, links = output.text, writer.name, link_sentences(output.text, extract)
+        notes += [*_notes(document, text), *output.notes]
+    return Summary(extract, text, name, links, faithfulness(text, document.text), tuple(notes))
 
 
-def _reading_notes(document: SourceDocument) -> list[str]:
+def _notes(document: SourceDocument, written: str | None) -> list[str]:
+    """Return notes on how the document was read, and on the written summary."""
+    notes = []
     if document.name.lower().endswith(".rst"):
-        return [
+        notes.append(
             f"{document.name} is read as plain text, as there is no reader of reStructuredText: its directives and "
             "fields may count as sentences."
-        ]
-    return []
-
-
-def _writing_notes(document: SourceDocument, text: str) -> list[str]:
-    notes = []
-    if document.introduction is None:
+        )
+    if written is not None and document.introduction is None:
         notes.append(
             f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
         )
-    if len(text) > len(document.text):
+    if written is not None and len(written) > len(document.text):
         notes.append(f"The summary is longer than {document.name} itself: ask for fewer tokens.")
     return notes
 
