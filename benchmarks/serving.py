@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.evaluation import Results, Row, write_report
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine
-from graftlm.serving.metrics import Metrics
-from graftlm.serving.protocol import Engine, Limits
+from graftlm.serving.protocol import Engine, EngineLimits
 from graftlm.serving.reference import SerialEngine
-from graftlm.serving.server import Server, open_service
-from graftlm.serving.settings import Settings
+from graftlm.serving.server import GraftServer
+from graftlm.serving.service import Service
+from graftlm.serving.settings import ServerSettings
+from graftlm.serving.store import GraftStore
 
 NAME, SEED = "bench-serving", 0
 ROWS = {  # row id -> label, aim
@@ -169,12 +170,11 @@ def ask(load: Load) -> dict[str, float]:
 @contextmanager
 def served(backbone: Backbone, make: Callable[[], Engine]) -> Iterator[str]:
     """The address of our server with some engine."""
-    service = open_service(backbone, settings=Settings(port=0, grace=0.0), name="backbone")
-    service.engine.close(0)
     engine = make()
-    service = replace(service, engine=engine, metrics=Metrics(engine))
+    settings = ServerSettings(port=0, grace=0.0)
+    service = Service.create(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
     ready: queue.Queue[str] = queue.Queue()
-    server = Server(service, ready.put)
+    server = GraftServer(service, ready.put)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -223,7 +223,7 @@ def measure(size: Size, folder: Path) -> Measured:
     """What each turn measured, round by round."""
     save_backbone(size, folder)
     backbone = load_backbone(str(folder))
-    grafts, limits = make_grafts(backbone), Limits(queue=64)
+    grafts, limits = make_grafts(backbone), EngineLimits(queue=64)
 
     def batching() -> Engine:
         return BatchingEngine(backbone, grafts, "backbone", limits)
@@ -275,7 +275,7 @@ def benchmark(quick: bool) -> Results:
     others: dict[str, Any] = {name: measured[name] for name in (SERIAL, ONE_GRAFT)}
     sizes = vars(size) | {"prompt": list(size.prompt), "requests": {str(n): m for n, m in size.requests.items()}}
     details = {"size": sizes, "beside": others}
-    details |= {"threads": torch.get_num_threads(), "batch_size": Limits().batch_size}
+    details |= {"threads": torch.get_num_threads(), "batch_size": EngineLimits().batch_size}
     return Results.here(NAME, rows, seeds=[SEED], aims=aims, details=details)
 
 

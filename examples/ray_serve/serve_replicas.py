@@ -29,13 +29,14 @@ def application(backbone: str, grafts: str | None, replicas: int, cpus: float, g
     """
 
     def build() -> Any:
+        from graftlm.backbone import default_device, load_backbone
         from graftlm.serving.app import create_app
-        from graftlm.serving.keys import read_keys
-        from graftlm.serving.server import load, open_service
-        from graftlm.serving.settings import Settings
+        from graftlm.serving.service import open_service
+        from graftlm.serving.settings import ServerSettings, read_keys
 
-        settings = Settings(host="0.0.0.0")  # noqa: S104  # Ray's proxy listens; any name may lead to it
-        return create_app(open_service(load(backbone), folder=grafts, settings=settings, keys=read_keys()))
+        settings = ServerSettings(host="0.0.0.0")  # noqa: S104  # Ray's proxy listens, under any name
+        model = load_backbone(backbone, device=default_device())
+        return create_app(open_service(model, folder=grafts, settings=settings, keys=read_keys()))
 
     limits = {"max_ongoing_requests": 256, "graceful_shutdown_timeout_s": 60}
     resources = {"num_cpus": cpus, "num_gpus": gpus}

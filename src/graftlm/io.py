@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, folders renamed into place, digests."""
+"""Files: atomic writes, folders renamed into place, digests, and what a model's folder must hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import EvaluationError
+from graftlm.errors import BackboneError, EvaluationError
 
 
 def digest(*values: Any) -> str:
@@ -89,3 +89,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_model_folder(name: str) -> None:
+    """Check a backbone's name before anything slow is imported; a name on the hub passes.
+
+    Raises:
+        BackboneError: the name is a local path, and no model can be loaded from it.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
+        return
+    if (folder / "graft.json").exists():
+        raise BackboneError(
+            f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."
+        )
+    if not (folder / "config.json").exists():
+        raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise BackboneError(
+            f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
+        )

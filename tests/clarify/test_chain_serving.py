@@ -17,8 +17,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
-from graftlm.serving.server import open_service
-from graftlm.serving.settings import Settings
+from graftlm.serving.service import open_service
+from graftlm.serving.settings import ServerSettings
 from serving.web import running
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -33,7 +33,7 @@ def backbone() -> Backbone:
 
 @pytest.fixture(scope="module")
 def address(backbone: Backbone) -> Iterator[str]:
-    with running(open_service(backbone, settings=Settings(port=0, reload_seconds=0))) as found:
+    with running(open_service(backbone, settings=ServerSettings(port=0, reload_seconds=0))) as found:
         yield found
 
 

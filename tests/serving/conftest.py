@@ -30,11 +30,11 @@ def engine(service: Service) -> Iterator[ScriptedEngine]:
     """The engine of the service, which remembers nothing; what a test lets it say ends with the test."""
     engine = service.engine
     assert isinstance(engine, ScriptedEngine)
-    engine.asks.clear()
+    engine.requests.clear()
     engine.cancelled.clear()
-    said = engine.say
+    say = engine.say
     yield engine
-    engine.say = said
+    engine.say = say
 
 
 @pytest.fixture(scope="module")

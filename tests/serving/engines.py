@@ -1,4 +1,4 @@
-"""Engines with grafts of several kinds, and what their tickets give."""
+"""Engines with grafts of several kinds, and the outputs of their streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
-from graftlm.serving.protocol import Ask, End, Limits, Piece, Ticket
+from graftlm.serving.protocol import EngineLimits, Finish, GenerationRequest, RequestStream, TokenOutput
 from graftlm.serving.reference import SerialEngine
 from graftlm.testing import randomise
 from laws.examples import EXAMPLES, Example
@@ -50,31 +50,32 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(tiny_ids(1, length, seed=length)[0].tolist())
 
 
-class Answer:
-    """All that a ticket gave."""
+class Completion:
+    """All outputs of one continuation."""
 
-    def __init__(self, items: Sequence[Piece | End]) -> None:
-        self.pieces = [item for item in items if isinstance(item, Piece)]
-        (self.end,) = [item for item in items if isinstance(item, End)]
-        self.text = "".join(piece.text for piece in self.pieces) + self.end.text
+    def __init__(self, items: Sequence[TokenOutput | Finish]) -> None:
+        self.outputs = [item for item in items if isinstance(item, TokenOutput)]
+        (self.finish,) = [item for item in items if isinstance(item, Finish)]
+        self.text = "".join(output.text for output in self.outputs) + self.finish.text
 
     @property
-    def told(self) -> tuple[object, ...]:
-        end = replace(self.end, text="")
-        return self.text, end, [(piece.token, [token for token, _ in piece.top]) for piece in self.pieces]
+    def content(self) -> tuple[object, ...]:
+        """What must be equal exactly: the text, the finish, and the tokens with the most likely ones."""
+        finish = replace(self.finish, text="")
+        return self.text, finish, [(output.token, [token for token, _ in output.top]) for output in self.outputs]
 
 
-async def read(ticket: Ticket) -> Answer:
-    return Answer([item async for item in ticket])
+async def read(stream: RequestStream) -> Completion:
+    return Completion([item async for item in stream])
 
 
-def answers(engine: SerialEngine | BatchingEngine, asks: Sequence[Ask]) -> list[Answer]:
-    """The answers to several requests that are handed in at once."""
+def complete(engine: SerialEngine | BatchingEngine, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    """The completions of several requests that are submitted at once, each by itself."""
 
-    async def ask_all() -> list[Answer]:
-        return await asyncio.gather(*(read(engine.submit(ask)) for ask in asks))
+    async def submit_all() -> list[Completion]:
+        return await asyncio.gather(*(read(engine.submit([request])) for request in requests))
 
-    return asyncio.run(ask_all())
+    return asyncio.run(submit_all())
 
 
 class Gate(Graft):
@@ -102,14 +103,14 @@ class Gate(Graft):
         return inputs * 0.1
 
 
-BLOCKING = Ask((77,), "gate", max_tokens=2)
+BLOCKING = GenerationRequest((77,), "gate", max_tokens=2)
 
 
 @contextlib.contextmanager
 def batching() -> Iterator[BatchingEngine]:
     """An engine with every graft of `grafts` and a closed gate."""
     Gate.shut()
-    made = BatchingEngine(backbone("llama"), {**grafts("llama"), "gate": Gate()}, "llama", Limits(batch_size=4))
+    made = BatchingEngine(backbone("llama"), {**grafts("llama"), "gate": Gate()}, "llama", EngineLimits(batch_size=4))
     yield made
     Gate.opened.set()
     made.close(10)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ from graftlm.backbone import Backbone
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import Row
 from graftlm.grafts import build_graft, graft_config
-from graftlm.serving.prompts import Prompts
-from graftlm.serving.protocol import Ask, End, Piece, ServingError, Stats
+from graftlm.serving.protocol import EngineStats, Finish, GenerationRequest, RequestStream, ServingError, TokenOutput
 from graftlm.serving.service import Service
-from graftlm.serving.shelf import Shelf
+from graftlm.serving.store import GraftStore
+from graftlm.serving.tokenization import ServingTokenizer
 from serving.web import web_service
 from tiny import tiny_model, tiny_tokenizer
 
@@ -27,7 +25,7 @@ FRENCH = {"a friend": "Es-tu sûre ?", "a stranger": "Êtes-vous sûre ?"}
 ENDLESS = "forever"
 
 
-def say(prompt: str, ask: Ask) -> str:
+def say(prompt: str, request: GenerationRequest) -> str:
     """What the scripted models say: translators ask who "you" is, the others name themselves."""
     if "write None" in prompt:
         asked = prompt.rpartition("<text>")[2]
@@ -35,74 +33,80 @@ def say(prompt: str, ask: Ask) -> str:
     if "Translation:" in prompt:
         answered = prompt.rpartition("<answer>\n")[2].partition("\n</answer>")[0]
         return FRENCH.get(answered, "Tu es sûr ?") if "<answer>" in prompt.rpartition("<text>")[2] else "Tu es sûr ?"
-    if "wrong" in prompt and "danish" in ask.model:
+    if "wrong" in prompt and "danish" in request.model:
         raise ServingError("The graft danish can't: leave it out.")
-    return HOSTILE if "hostile" in prompt else f"This is {ask.model}, née here.\nIt writes 2 lines."
+    return HOSTILE if "hostile" in prompt else f"This is {request.model}, née here.\nIt writes 2 lines."
 
 
-@dataclass
-class Written:
-    """A ticket whose pieces are all there; an endless one waits behind them until it is cancelled."""
+class FinishedStream(RequestStream):
+    """A stream whose outputs are all there; an endless one waits after them until it is cancelled."""
 
-    items: list[Piece | End]
-    cancelled: threading.Event | None = None
-
-    async def __aiter__(self) -> AsyncIterator[Piece | End]:
-        for item in self.items:
-            yield item
-            await asyncio.sleep(0)
-        if self.cancelled is not None:
-            await asyncio.Event().wait()
+    def __init__(self, items: list[TokenOutput | Finish], cancelled: threading.Event | None = None) -> None:
+        super().__init__()
+        self.cancelled_event = cancelled
+        for item in items:
+            self.put(item)
 
     def cancel(self) -> None:
-        if self.cancelled is not None:
-            self.cancelled.set()
+        super().cancel()
+        if self.cancelled_event is not None:
+            self.cancelled_event.set()
+            self.put(Finish("cancelled", 1, 1))
+            self.wake_readers([self])
 
 
 class ScriptedEngine:
-    """An `Engine` whose continuations are the tokens of what `say` gives.
+    """An `Engine` whose continuations are the tokens of what `say` returns.
 
     Args:
         names: the backbone's first.
-        prompts: the tokenizer.
-        say: the prompt's text and what was asked -> what is written.
+        tokenizer: the backbone's.
+        say: from a prompt's text and the request to the continuation.
     """
 
-    def __init__(self, names: tuple[str, ...], prompts: Prompts, say: Callable[[str, Ask], str] = say) -> None:
-        self.names, self.prompts, self.say = names, prompts, say
-        self.asks: list[Ask] = []
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        tokenizer: ServingTokenizer,
+        say: Callable[[str, GenerationRequest], str] = say,
+    ) -> None:
+        self.names, self.tokenizer, self.say = names, tokenizer.tokenizer, say
+        self.requests: list[GenerationRequest] = []
         self.cancelled = threading.Event()
 
-    def submit(self, ask: Ask) -> Written:
-        self.asks.append(ask)
-        prompt = str(self.prompts.tokenizer.decode(list(ask.prompt), skip_special_tokens=True))
-        ids = self.prompts.tokenizer(self.say(prompt, ask), add_special_tokens=False)["input_ids"]
-        shown = list(self._pieces(ids[: ask.max_tokens], ask))
+    def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
+        (request,) = requests
+        self.requests.append(request)
+        prompt = str(self.tokenizer.decode(list(request.prompt), skip_special_tokens=True))
+        ids = self.tokenizer(self.say(prompt, request), add_special_tokens=False)["input_ids"]
+        outputs = list(self._outputs(ids[: request.max_tokens], request))
         if ENDLESS in prompt:
-            return Written(shown, self.cancelled)
-        return Written([*shown, End("length" if len(ids) > ask.max_tokens else "stop", len(ask.prompt), len(shown))])
+            return FinishedStream([*outputs], self.cancelled)
+        reason = "length" if len(ids) > request.max_tokens else "stop"
+        return FinishedStream([*outputs, Finish(reason, len(request.prompt), len(outputs))])
 
-    def _pieces(self, ids: list[int], ask: Ask) -> Iterator[Piece]:
+    def _outputs(self, ids: list[int], request: GenerationRequest) -> Iterator[TokenOutput]:
         shown = ""
-        for place, token in enumerate(ids):
-            whole = str(self.prompts.tokenizer.decode(ids[: place + 1])).removesuffix("\ufffd")
-            top = ((token, -0.2 - place % 3), (5, -2.5)) if ask.logprobs is not None else ()
-            yield Piece(token, whole[len(shown) :], top[0][1] if top else None, top, self._trace(place, ask))
-            shown = whole
+        for position, token in enumerate(ids):
+            text = str(self.tokenizer.decode(ids[: position + 1])).removesuffix("\ufffd")
+            top = ((token, -0.2 - position % 3), (5, -2.5)) if request.logprobs is not None else ()
+            trace = self._trace(position, request)
+            yield TokenOutput(token, text[len(shown) :], top[0][1] if top else None, top, trace)
+            shown = text
 
-    def _trace(self, place: int, ask: Ask) -> dict[str, float]:
-        if not ask.trace or ask.model == self.names[0]:
+    def _trace(self, position: int, request: GenerationRequest) -> dict[str, float]:
+        if not request.trace or request.model == self.names[0]:
             return {}
-        if "router" in ask.model:
-            weight = (place % 5) / 4
+        if "router" in request.model:
+            weight = (position % 5) / 4
             return {"law": weight, "poetry": 0.9 * (1 - weight), "none": 0.1 * (1 - weight)}
-        return {"open gates": (place % 4) / 4}
+        return {"open gates": (position % 4) / 4}
 
     def replace(self, name: str, graft: object | None) -> None:
         raise AssertionError("nothing is replaced here")
 
-    def stats(self) -> Stats:
-        return Stats(0, 0, 0, {})
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, {})
 
     def close(self, grace: float) -> bool:
         return True
@@ -140,7 +144,7 @@ def scripted_service(folder: Path, **changes: Any) -> Service:
         "danish": save_run(backbone, folder / "danish"),
         "router": save_run(backbone, folder / "router", report=False),
     }
-    shelf = Shelf(backbone, given, reserved=frozenset({"tiny"}))
-    shelf.open()
-    engine = ScriptedEngine(("tiny", *given), Prompts(backbone))
-    return web_service(engine, backbone=backbone, shelf=shelf, **changes)
+    store = GraftStore(backbone, given, reserved=frozenset({"tiny"}))
+    store.open()
+    engine = ScriptedEngine(("tiny", *given), ServingTokenizer(backbone))
+    return web_service(engine, backbone=backbone, store=store, **changes)

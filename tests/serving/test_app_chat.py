@@ -7,10 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError
-from graftlm.serving.asks import chat_order, completion_order
 from graftlm.serving.errors import RefusedError
-from graftlm.serving.prompts import Prompts
-from graftlm.serving.schema import ChatRequest, CompletionRequest
+from graftlm.serving.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from graftlm.serving.tokenization import ServingTokenizer
 from serving.web import ScriptedEngine, chat, completion, web_service
 from tiny import tiny_model, tiny_tokenizer
 
@@ -21,10 +20,10 @@ OWN = (
 TURNS = [("system", "Be brief."), ("user", "Hej"), ("assistant", "Hej!"), ("user", "Godt?")]
 
 
-def prompts(template: str | None = None, own: str | None = None) -> Prompts:
+def prompts(template: str | None = None, own: str | None = None) -> ServingTokenizer:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = own
-    return Prompts(Backbone.wrap(tiny_model("llama"), tokenizer), template)
+    return ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer), template)
 
 
 def text(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
@@ -33,21 +32,24 @@ def text(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
 
 def test_the_tokenizer_s_own_template() -> None:
     found = prompts(own=OWN)
-    assert text(found.tokenizer, found.chat(TURNS)) == "<system>Be brief.<user>Hej<assistant>Hej!<user>Godt?<assistant>"
+    assert (
+        text(found.tokenizer, found.encode_chat(TURNS))
+        == "<system>Be brief.<user>Hej<assistant>Hej!<user>Godt?<assistant>"
+    )
     assert found.chat_stops == ()
     assert not found.plain
 
 
 def test_another_template_comes_first() -> None:
     found = prompts(template="{{ messages[-1].content }}:", own=OWN)
-    assert text(found.tokenizer, found.chat(TURNS)) == "Godt?:"
+    assert text(found.tokenizer, found.encode_chat(TURNS)) == "Godt?:"
     assert found.chat_stops == ()
 
 
 def test_without_a_template_names_and_colons() -> None:
     found = prompts()
     expected = "Be brief.\n\nUser: Hej\nAssistant: Hej!\nUser: Godt?\nAssistant:"
-    assert text(found.tokenizer, found.chat(TURNS)) == expected
+    assert text(found.tokenizer, found.encode_chat(TURNS)) == expected
     assert "\nUser:" in found.chat_stops, "the model would else write the user's next turn as well"
 
 
@@ -60,38 +62,40 @@ def test_what_a_tokenizer_puts_before_texts_it_puts_before_plain_chats_only() ->
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<bos> $0", special_tokens=[("<bos>", 2)]
         )
-        found = Prompts(Backbone.wrap(tiny_model("llama"), tokenizer))
-        assert (found.chat(TURNS)[0] == 2) is expected
-        assert found.text("Hej")[0] == 2
+        found = ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer))
+        assert (found.encode_chat(TURNS)[0] == 2) is expected
+        assert found.encode("Hej")[0] == 2
 
 
 def test_a_backbone_without_a_tokenizer_is_refused_at_the_start() -> None:
     with pytest.raises(BackboneError, match="has no tokenizer"):
-        Prompts(Backbone.wrap(tiny_model("llama")))
+        ServingTokenizer(Backbone.wrap(tiny_model("llama")))
 
 
 def test_tokens_have_their_bytes() -> None:
     found = prompts()
     for word in ("the fox", "forêt €", "\n\t 🦊"):
-        ids = found.text(word)
+        ids = found.encode(word)
         assert b"".join(found.bytes_of(token) for token in ids).decode() == word
-    assert found.shown(303) == "", "the model has more places than the tokenizer has tokens"
-    assert found.shown(1) == "<eos>"
+    assert found.text_of(303) == "", "the model has more places than the tokenizer has tokens"
+    assert found.text_of(1) == "<eos>"
 
 
 def test_an_answer_without_a_limit_has_what_room_there_is() -> None:
     service = web_service(ScriptedEngine())
-    order = chat_order(service, ChatRequest(**chat()), "me")
-    assert order.asks[0].max_tokens == service.limits.max_tokens == 100
-    long = chat_order(service, ChatRequest(**chat(messages=[{"role": "user", "content": "x" * 450}])), "me")
-    assert len(long.asks[0].prompt) + long.asks[0].max_tokens == service.context == 512
-    assert order.asks[0].user == "me"
+    parsed = parse_chat(service, ChatRequest(**chat()), "me")
+    assert parsed.requests[0].max_tokens == service.limits.max_tokens == 100
+    long = parse_chat(service, ChatRequest(**chat(messages=[{"role": "user", "content": "x" * 450}])), "me")
+    assert len(long.requests[0].prompt) + long.requests[0].max_tokens == service.context == 512
+    assert parsed.requests[0].user == "me"
 
 
 def test_developers_speak_as_the_system_does() -> None:
     service = web_service(ScriptedEngine())
     said = [
-        chat_order(service, ChatRequest(**chat(messages=[{"role": role, "content": "Be brief."}])), "").asks[0].prompt
+        parse_chat(service, ChatRequest(**chat(messages=[{"role": role, "content": "Be brief."}])), "")
+        .requests[0]
+        .prompt
         for role in ("system", "developer", "user")
     ]
     assert said[0] == said[1] != said[2]
@@ -100,18 +104,18 @@ def test_developers_speak_as_the_system_does() -> None:
 def test_parts_of_a_message_are_one_text() -> None:
     service = web_service(ScriptedEngine())
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
-    split = chat_order(service, ChatRequest(**chat(messages=[{"role": "user", "content": parts}])), "")
-    assert split.asks == chat_order(service, ChatRequest(**chat()), "").asks
+    split = parse_chat(service, ChatRequest(**chat(messages=[{"role": "user", "content": parts}])), "")
+    assert split.requests == parse_chat(service, ChatRequest(**chat()), "").requests
 
 
 def test_seeds_of_any_sign_become_seeds() -> None:
     service = web_service(ScriptedEngine())
-    order = completion_order(service, CompletionRequest(**completion(seed=-1, n=2)), "")
-    assert [ask.seed for ask in order.asks] == [2**63 - 1, 0]
-    assert completion_order(service, CompletionRequest(**completion()), "").asks[0].seed is None
+    parsed = parse_completion(service, CompletionRequest(**completion(seed=-1, n=2)), "")
+    assert [request.seed for request in parsed.requests] == [2**63 - 1, 0]
+    assert parse_completion(service, CompletionRequest(**completion()), "").requests[0].seed is None
 
 
 def test_unknown_models_are_told_before_prompts_are_read() -> None:
     service = web_service(ScriptedEngine())
     with pytest.raises(RefusedError, match="no tokens"):
-        completion_order(service, CompletionRequest(**completion(prompt="")), "")
+        parse_completion(service, CompletionRequest(**completion(prompt="")), "")

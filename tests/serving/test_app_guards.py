@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from graftlm.errors import GraftError
-from graftlm.serving.keys import Keys, read_keys
-from graftlm.serving.protocol import End, Piece
-from serving.web import Script, ScriptedEngine, chat, completion, post, running, said, until, web_service
+from graftlm.serving.protocol import Finish, TokenOutput
+from graftlm.serving.settings import ApiKeys, read_keys
+from serving.web import Script, ScriptedEngine, chat, completion, outputs, post, running, until, web_service
 
 SECRET, OTHER = "k" * 32, "o" * 32
 JSON = "Content-Type: application/json\r\n"
@@ -33,7 +33,7 @@ def engine() -> ScriptedEngine:
 def guarded(engine: ScriptedEngine) -> Iterator[str]:
     """A server with keys and small limits."""
     settings = {"body_bytes": 2000, "body_seconds": 0.3, "requests": 2, "origins": ["https://good.example"]}
-    with running(web_service(engine, settings=settings, keys=Keys([("ann", SECRET), ("bob", OTHER)]))) as address:
+    with running(web_service(engine, settings=settings, keys=ApiKeys([("ann", SECRET), ("bob", OTHER)]))) as address:
         yield address
 
 
@@ -75,15 +75,15 @@ def test_openai_s_client_knows_a_wrong_key(guarded: str, engine: ScriptedEngine)
         wrong.models.list()
     right = openai.OpenAI(base_url=f"{guarded}/v1", api_key=OTHER, max_retries=0)
     assert right.completions.create(model="tiny", prompt="a").choices[0].text == "Hello world!"
-    assert engine.asks[-1].user == "bob", "requests of one key wait for each other, not for those of others"
+    assert engine.requests[-1].user == "bob", "requests of one key wait for each other, not for those of others"
 
 
 @pytest.mark.parametrize(
     "header", ["", "Bearer", f"Basic {SECRET}", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}"]
 )
 def test_other_headers_are_no_key(header: str) -> None:
-    assert Keys([("ann", SECRET)]).of_header(header) is None
-    assert Keys([("ann", SECRET)]).of_header(f"bearer  {SECRET} ") == "ann"
+    assert ApiKeys([("ann", SECRET)]).of_header(header) is None
+    assert ApiKeys([("ann", SECRET)]).of_header(f"bearer  {SECRET} ") == "ann"
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +141,12 @@ def test_a_slow_body_is_given_up(guarded: str) -> None:
 
 def test_more_requests_than_are_taken_at_a_time(guarded: str, engine: ScriptedEngine) -> None:
     gate = threading.Event()
-    engine.scripts = [Script(said("He"), gate) for _ in range(2)]
+    engine.scripts = [Script(outputs("He"), gate) for _ in range(2)]
     client = openai.OpenAI(base_url=f"{guarded}/v1", api_key=SECRET, max_retries=0)
-    count = len(engine.asks)
+    count = len(engine.requests)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(client.completions.create, model="tiny", prompt="a") for _ in range(2)]
-        assert until(lambda: len(engine.asks) == count + 2)
+        assert until(lambda: len(engine.requests) == count + 2)
         with pytest.raises(openai.RateLimitError, match="2 requests are open, which is the most") as caught:
             client.models.list()
         assert caught.value.response.headers["retry-after"] == "1"
@@ -184,7 +184,7 @@ def test_by_default_no_other_site_is_good_and_the_server_is_local() -> None:
 
 
 def leave(address: str, body: Any, wait_for: str) -> None:
-    """Ask, read until something came, and hang up."""
+    """GenerationRequest, read until something came, and hang up."""
     with connect(address) as connection:
         connection.sendall(request("/v1/chat/completions", json.dumps(body)).encode())
         seen = ""
@@ -202,22 +202,22 @@ def open_address(engine: ScriptedEngine) -> Iterator[str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_nothing_is_written_for_a_client_that_left(open_address: str, engine: ScriptedEngine, stream: bool) -> None:
-    engine.scripts = [script := Script(said("He", "llo"), threading.Event())]
-    count = len(engine.asks)
+    engine.scripts = [script := Script(outputs("He", "llo"), threading.Event())]
+    count = len(engine.requests)
     if stream:
         leave(open_address, chat(stream=True), "llo")
     else:
         with connect(open_address) as connection:
             connection.sendall(request("/v1/chat/completions", json.dumps(chat())).encode())
-            assert until(lambda: len(engine.asks) > count)
+            assert until(lambda: len(engine.requests) > count)
     assert script.cancelled.wait(10)
     metrics = httpx.get(f"{open_address}/metrics").text
     assert stream or until(lambda: 'status="499"' in httpx.get(f"{open_address}/metrics").text), metrics
 
 
 def test_a_client_that_takes_nothing_counts_as_gone(open_address: str, engine: ScriptedEngine) -> None:
-    endless = [Piece(5, "x" * 100_000)] * 100
-    engine.scripts = [script := Script([*endless, End("stop", 1, 100)], threading.Event())]
+    endless = [TokenOutput(5, "x" * 100_000)] * 100
+    engine.scripts = [script := Script([*endless, Finish("stop", 1, 100)], threading.Event())]
     with connect(open_address) as connection:
         connection.sendall(request("/v1/chat/completions", json.dumps(chat(stream=True))).encode())
         assert script.cancelled.wait(10)

@@ -1,4 +1,4 @@
-"""The engine answers as the slow truth does, whoever else asks, and whatever goes wrong beside it."""
+"""The engine answers as the slow truth does, whoever else requests, and whatever goes wrong beside it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graftlm.backbone import Call
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
-from graftlm.serving.protocol import Ask, EngineError, Limits, ServingError, UnknownModelError
+from graftlm.serving.protocol import EngineError, EngineLimits, GenerationRequest, ServingError, UnknownModelError
 from graftlm.serving.reference import SerialEngine
 from laws.examples import EXAMPLES
 from laws.tools import graft_onto
-from serving.engines import Answer, Gate, answers, backbone, batching, grafts, prompt, read
+from serving.engines import Completion, Gate, backbone, batching, complete, grafts, prompt, read
 
 FAMILIES = ("llama", "gpt2", "gemma3")
 MODELS = ("llama", "a", "b", "a+b", "two")
@@ -32,7 +32,7 @@ def engine() -> Iterator[BatchingEngine]:
 
 ASKS = st.lists(
     st.builds(
-        Ask,
+        GenerationRequest,
         st.integers(1, 15).map(prompt),
         st.sampled_from(MODELS),
         max_tokens=st.integers(1, 12),
@@ -55,57 +55,57 @@ def test_answers_are_those_of_one_request_at_a_time(family: str) -> None:
 
     @settings(max_examples=4)
     @given(ASKS)
-    def law(asks: list[Ask]) -> None:
+    def law(requests: list[GenerationRequest]) -> None:
         slow = SerialEngine(backbone(family), served, "llama")
-        expected = [answers(slow, [ask])[0] for ask in asks]
+        expected = [complete(slow, [request])[0] for request in requests]
         assert slow.close(10)
-        engine = BatchingEngine(backbone(family), served, "llama", Limits(batch_size=3))
-        found = answers(engine, asks)
+        engine = BatchingEngine(backbone(family), served, "llama", EngineLimits(batch_size=3))
+        found = complete(engine, requests)
         assert engine.close(10)
-        for ask, one, other in zip(asks, found, expected, strict=True):
-            assert one.told == other.told, ask
-            for piece, like in zip(one.pieces, other.pieces, strict=True):
-                assert piece.trace == pytest.approx(like.trace, abs=1e-6)
-                assert [p for _, p in piece.top] == pytest.approx([p for _, p in like.top], abs=1e-6)
-                assert piece.logprob == pytest.approx(like.logprob, abs=1e-6)
+        for request, one, other in zip(requests, found, expected, strict=True):
+            assert one.content == other.content, request
+            for output, like in zip(one.outputs, other.outputs, strict=True):
+                assert output.trace == pytest.approx(like.trace, abs=1e-6)
+                assert [p for _, p in output.top] == pytest.approx([p for _, p in like.top], abs=1e-6)
+                assert output.logprob == pytest.approx(like.logprob, abs=1e-6)
 
     law()
 
 
 def test_a_seeded_answer_does_not_depend_on_its_neighbours(engine: BatchingEngine) -> None:
-    ask = Ask(prompt(5), "a", max_tokens=10, temperature=1.0, seed=3)
-    (alone,) = answers(engine, [ask])
-    crowd = [Ask(prompt(n), model, max_tokens=n, temperature=1.0) for n, model in enumerate(MODELS, 3)]
-    assert answers(engine, [*crowd, ask])[-1].told == alone.told
-    assert answers(engine, [ask, replace(ask, seed=4)])[1].text != alone.text
+    request = GenerationRequest(prompt(5), "a", max_tokens=10, temperature=1.0, seed=3)
+    (alone,) = complete(engine, [request])
+    crowd = [GenerationRequest(prompt(n), model, max_tokens=n, temperature=1.0) for n, model in enumerate(MODELS, 3)]
+    assert complete(engine, [*crowd, request])[-1].content == alone.content
+    assert complete(engine, [request, replace(request, seed=4)])[1].text != alone.text
 
 
 def test_a_failing_request_fails_alone_and_the_engine_goes_on(
     engine: BatchingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Gate.opened.set()
-    sane, doomed = (Ask(prompt(n), "gate", max_tokens=6) for n in (4, 9))
-    before = answers(engine, [sane, doomed])
-    tokens = [{piece.token for piece in answer.pieces} for answer in before]
+    sane, doomed = (GenerationRequest(prompt(n), "gate", max_tokens=6) for n in (4, 9))
+    before = complete(engine, [sane, doomed])
+    tokens = [{output.token for output in answer.outputs} for answer in before]
     fuse = next(token for token in tokens[1] - tokens[0] - {*sane.prompt, *doomed.prompt})
     monkeypatch.setattr(Gate, "fuse", fuse)
 
-    async def ask_all() -> list[Answer | BaseException]:
-        asks = [sane, doomed, Ask(prompt(3), "b", max_tokens=6), sane]
-        return await asyncio.gather(*(read(engine.submit(ask)) for ask in asks), return_exceptions=True)
+    async def submit_all() -> list[Completion | BaseException]:
+        requests = [sane, doomed, GenerationRequest(prompt(3), "b", max_tokens=6), sane]
+        return await asyncio.gather(*(read(engine.submit([request])) for request in requests), return_exceptions=True)
 
-    first, failed, other, last = asyncio.run(ask_all())
+    first, failed, other, last = asyncio.run(submit_all())
     assert isinstance(failed, EngineError)
     assert "ZeroDivisionError" in str(failed)
     assert "path" not in str(failed)
-    assert isinstance(first, Answer)
-    assert isinstance(last, Answer)
-    assert isinstance(other, Answer)
-    assert first.told == last.told == before[0].told
+    assert isinstance(first, Completion)
+    assert isinstance(last, Completion)
+    assert isinstance(other, Completion)
+    assert first.content == last.content == before[0].content
     assert engine.stats().finished["error"] == 1
     assert engine.stats().running == 0
     with pytest.raises(EngineError):
-        answers(engine, [Ask((5, fuse), "gate")])  # at its prompt already
+        complete(engine, [GenerationRequest((5, fuse), "gate")])  # at its prompt already
 
 
 def test_what_a_graft_refuses_is_said_in_its_own_sentence(engine: BatchingEngine) -> None:
@@ -115,23 +115,23 @@ def test_what_a_graft_refuses_is_said_in_its_own_sentence(engine: BatchingEngine
 
     engine.replace("picky", Picky())
     with pytest.raises(ServingError, match="This graft reads poems alone") as caught:
-        answers(engine, [Ask(prompt(3), "picky")])
+        complete(engine, [GenerationRequest(prompt(3), "picky")])
     assert caught.value.status == 400
 
 
 def test_a_graft_is_replaced_while_it_answers(engine: BatchingEngine) -> None:
-    ask = Ask(prompt(6), "b", max_tokens=8)
-    (before,) = answers(engine, [ask])
+    request = GenerationRequest(prompt(6), "b", max_tokens=8)
+    (before,) = complete(engine, [request])
     hooks = [len(module._forward_hooks) for module in backbone("llama").model.modules()]
-    running = engine.submit(ask)
+    running = engine.submit([request])
     engine.replace("b", grafts("llama")["a"])
-    assert asyncio.run(read(running)).told == before.told
-    after = answers(engine, [ask, replace(ask, model="a")])
-    assert after[0].told == after[1].told != before.told
+    assert asyncio.run(read(running)).content == before.content
+    after = complete(engine, [request, replace(request, model="a")])
+    assert after[0].content == after[1].content != before.content
     engine.replace("b", None)
     with pytest.raises(UnknownModelError, match="There is no model 'b'"):
-        engine.submit(ask)
-    answers(engine, [replace(ask, model="a")])
+        engine.submit([request])
+    complete(engine, [replace(request, model="a")])
     assert [len(module._forward_hooks) for module in backbone("llama").model.modules()] < hooks
 
 

@@ -14,17 +14,17 @@ from graftlm.backbone import Site, Tap
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import (
-    Ask,
-    BusyError,
-    ClosingError,
-    End,
-    Limits,
+    ContextLengthError,
+    EngineLimits,
+    Finish,
+    GenerationRequest,
+    QueueFullError,
     ServingError,
-    TooLongError,
+    ShuttingDownError,
     UnknownModelError,
 )
 from graftlm.serving.reference import SerialEngine
-from serving.engines import BLOCKING, Gate, answers, backbone, batching, grafts, prompt, read
+from serving.engines import BLOCKING, Gate, backbone, batching, complete, grafts, prompt, read
 from tiny import tiny_ids
 
 
@@ -40,38 +40,40 @@ def _closed_gate() -> None:
 
 
 def test_users_take_turns(engine: BatchingEngine) -> None:
-    async def ask_all() -> list[str]:
+    async def submit_all() -> list[str]:
         done: list[str] = []
 
-        async def wait(ask: Ask) -> None:
-            await read(ticket_of[ask])
-            done.append(f"{ask.user}{ask.prompt[0]}")
+        async def wait(request: GenerationRequest) -> None:
+            await read(ticket_of[request])
+            done.append(f"{request.user}{request.prompt[0]}")
 
         await asyncio.to_thread(Gate.reached.wait, 30)
-        asks = [Ask((n,), "a", max_tokens=1, user="greedy") for n in range(10, 18)]
-        asks += [Ask((n,), "a", max_tokens=1, user="late") for n in (20, 21)]
-        ticket_of = {ask: engine.submit(ask) for ask in asks}
-        waiting = asyncio.gather(*map(wait, asks))
+        requests = [GenerationRequest((n,), "a", max_tokens=1, user="greedy") for n in range(10, 18)]
+        requests += [GenerationRequest((n,), "a", max_tokens=1, user="late") for n in (20, 21)]
+        ticket_of = {request: engine.submit([request]) for request in requests}
+        waiting = asyncio.gather(*map(wait, requests))
         await asyncio.sleep(0)
         Gate.opened.set()
         await waiting
         return done
 
-    engine.submit(BLOCKING)
-    done = asyncio.run(ask_all())
+    engine.submit([BLOCKING])
+    done = asyncio.run(submit_all())
     assert {"late20", "late21"} <= set(done[:4])
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", Limits(batch_size=1, queue=2))
-    first = engine.submit(BLOCKING)
+    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", EngineLimits(batch_size=1, queue=2))
+    first = engine.submit([BLOCKING])
     assert Gate.reached.wait(30)
-    waiting = [engine.submit(Ask(prompt(2), "llama", max_tokens=1)) for _ in range(2)]
-    with pytest.raises(BusyError, match="2 requests are waiting already"):
-        engine.submit(Ask(prompt(2), "llama"))
-    assert (engine.stats().running, engine.stats().waiting) == (1, 2)
+    waiting = [engine.submit([GenerationRequest(prompt(2), "llama", max_tokens=1)]) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests are waiting already"):
+        engine.submit([GenerationRequest(prompt(2), "llama")])
+    with pytest.raises(QueueFullError):
+        engine.submit([GenerationRequest(prompt(2), "llama")] * 2)
+    assert (engine.stats().running, engine.stats().waiting) == (1, 2), "all requests of a call are accepted, or none"
     Gate.opened.set()
-    assert [asyncio.run(read(ticket)).end.reason for ticket in (first, *waiting)] == ["length"] * 3
+    assert [asyncio.run(read(ticket)).finish.reason for ticket in (first, *waiting)] == ["length"] * 3
     assert engine.stats().finished == {"length": 3}
     assert engine.stats().tokens == 4
     assert engine.close(10)
@@ -79,52 +81,52 @@ def test_the_queue_is_bounded() -> None:
 
 def test_who_leaves_is_not_waited_for(engine: BatchingEngine) -> None:
     running, waiting = (
-        engine.submit(replace(BLOCKING, max_tokens=500)),
-        engine.submit(Ask(prompt(3), "a", max_tokens=500)),
+        engine.submit([replace(BLOCKING, max_tokens=500)]),
+        engine.submit([GenerationRequest(prompt(3), "a", max_tokens=500)]),
     )
     assert Gate.reached.wait(30)
     running.cancel()
     waiting.cancel()
     Gate.opened.set()
-    assert asyncio.run(read(running)).end.reason == "cancelled"
-    assert asyncio.run(read(waiting)).end.reason == "cancelled"
-    assert answers(engine, [Ask(prompt(3), "a", max_tokens=2)])[0].end.completion_tokens > 0
+    assert asyncio.run(read(running)).finish.reason == "cancelled"
+    assert asyncio.run(read(waiting)).finish.reason == "cancelled"
+    assert complete(engine, [GenerationRequest(prompt(3), "a", max_tokens=2)])[0].finish.completion_tokens > 0
 
 
 def test_who_comes_as_all_others_leave_is_answered() -> None:
-    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", Limits(batch_size=4))
-    running = engine.submit(replace(BLOCKING, max_tokens=500))
+    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", EngineLimits(batch_size=4))
+    running = engine.submit([replace(BLOCKING, max_tokens=500)])
     assert Gate.reached.wait(30)
     running.cancel()
-    coming = engine.submit(Ask(prompt(3), "gate", max_tokens=5))
+    coming = engine.submit([GenerationRequest(prompt(3), "gate", max_tokens=5)])
     Gate.opened.set()  # the turn that drops the one begins the other
     found = asyncio.run(read(coming))
-    assert found.told == answers(engine, [Ask(prompt(3), "gate", max_tokens=5)])[0].told
+    assert found.content == complete(engine, [GenerationRequest(prompt(3), "gate", max_tokens=5)])[0].content
     assert engine.stats().finished["cancelled"] == 1
     assert engine.close(10)
 
 
 def test_time_is_limited() -> None:
-    engine = BatchingEngine(backbone("llama"), None, "llama", Limits(seconds=1e-9))
-    assert answers(engine, [Ask(prompt(3), "llama")])[0].end == End("time", 3, 0)
+    engine = BatchingEngine(backbone("llama"), None, "llama", EngineLimits(seconds=1e-9))
+    assert complete(engine, [GenerationRequest(prompt(3), "llama")])[0].finish == Finish("time", 3, 0)
     assert engine.close(10)
 
 
 def test_what_runs_is_finished_when_the_engine_closes() -> None:
-    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", Limits(batch_size=1))
-    tickets = [engine.submit(BLOCKING), engine.submit(Ask(prompt(3), "llama", max_tokens=3))]
+    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", EngineLimits(batch_size=1))
+    tickets = [engine.submit([BLOCKING]), engine.submit([GenerationRequest(prompt(3), "llama", max_tokens=3)])]
     assert Gate.reached.wait(30)
     threading.Timer(0.01, Gate.opened.set).start()
     assert engine.close(30)
-    assert all(asyncio.run(read(ticket)).end.reason in ("length", "stop") for ticket in tickets)
-    with pytest.raises(ClosingError, match="shutting down"):
-        engine.submit(BLOCKING)
+    assert all(asyncio.run(read(ticket)).finish.reason in ("length", "stop") for ticket in tickets)
+    with pytest.raises(ShuttingDownError, match="shutting down"):
+        engine.submit([BLOCKING])
     assert engine.close(0)
 
 
 def test_what_is_not_done_in_time_is_cancelled() -> None:
-    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", Limits(batch_size=1))
-    running, waiting = engine.submit(BLOCKING), engine.submit(Ask(prompt(3), "llama"))
+    engine = BatchingEngine(backbone("llama"), {"gate": Gate()}, "llama", EngineLimits(batch_size=1))
+    running, waiting = engine.submit([BLOCKING]), engine.submit([GenerationRequest(prompt(3), "llama")])
     assert Gate.reached.wait(30)
     closing = threading.Thread(target=lambda: closed.append(engine.close(0)))
     closed: list[bool] = []
@@ -134,8 +136,8 @@ def test_what_is_not_done_in_time_is_cancelled() -> None:
     Gate.opened.set()
     closing.join()
     assert closed == [False]
-    assert asyncio.run(read(running)).end.reason in ("cancelled", "length")
-    with pytest.raises(ClosingError):
+    assert asyncio.run(read(running)).finish.reason in ("cancelled", "length")
+    with pytest.raises(ShuttingDownError):
         asyncio.run(read(waiting))
 
 
@@ -147,29 +149,33 @@ class Norms(Graft):
 
 
 @pytest.mark.parametrize(
-    ("ask", "error", "message"),
+    ("refused", "error", "message"),
     [
-        (Ask((), "llama"), ServingError, "The prompt has no tokens"),
-        (Ask((1, 304), "llama"), ServingError, "holds the token id 304, but the model knows 0 to 303"),
-        (Ask((1,), "llama", max_tokens=0), ServingError, "max_tokens is 0"),
-        (Ask((1,), "llama", max_tokens=1025), TooLongError, "this server writes 1024 at most"),
-        (Ask((1,) * 500, "llama", max_tokens=13), TooLongError, "which with 13 new ones makes 513, but 512"),
-        (Ask((1,), "dansk"), UnknownModelError, "There is no model 'dansk'"),
-        (Ask((1,), "a+dansk"), UnknownModelError, "There is no model 'dansk'"),
-        (Ask((1,), "a+"), UnknownModelError, "There is no model ''"),
-        (Ask((1,), "a+a"), ServingError, "names a twice"),
-        (Ask((1,), "llama+a"), ServingError, "is in every mixture already"),
-        (Ask((1,), "rewriting+again"), ServingError, "both replace what happens after norm"),
+        (GenerationRequest((), "llama"), ServingError, "The prompt has no tokens"),
+        (GenerationRequest((1, 304), "llama"), ServingError, "holds the token id 304, but the model knows 0 to 303"),
+        (GenerationRequest((1,), "llama", max_tokens=0), ServingError, "max_tokens is 0"),
+        (GenerationRequest((1,), "llama", max_tokens=1025), ContextLengthError, "this server writes 1024 at most"),
+        (
+            GenerationRequest((1,) * 500, "llama", max_tokens=13),
+            ContextLengthError,
+            "which with 13 new ones makes 513, but 512",
+        ),
+        (GenerationRequest((1,), "dansk"), UnknownModelError, "There is no model 'dansk'"),
+        (GenerationRequest((1,), "a+dansk"), UnknownModelError, "There is no model 'dansk'"),
+        (GenerationRequest((1,), "a+"), UnknownModelError, "There is no model ''"),
+        (GenerationRequest((1,), "a+a"), ServingError, "names a twice"),
+        (GenerationRequest((1,), "llama+a"), ServingError, "is in every mixture already"),
+        (GenerationRequest((1,), "rewriting+again"), ServingError, "both replace what happens after norm"),
     ],
 )
 def test_what_can_not_be_answered_is_refused_at_once(
-    engine: BatchingEngine, ask: Ask, error: type[ServingError], message: str
+    engine: BatchingEngine, refused: GenerationRequest, error: type[ServingError], message: str
 ) -> None:
-    if "rewriting" in ask.model:
+    if "rewriting" in refused.model:
         for name in ("rewriting", "again"):
             engine.replace(name, Norms())
     with pytest.raises(error, match=message):
-        engine.submit(ask)
+        engine.submit([refused])
     assert engine.stats().waiting == 0
 
 
@@ -178,6 +184,6 @@ def test_a_backbone_is_free_once_its_engine_is_closed() -> None:
     before = host.model(input_ids=ids).logits
     for kind in (SerialEngine, BatchingEngine):
         engine = kind(host, served, "gpt2")
-        answers(engine, [Ask(prompt(3), "a+b", max_tokens=2)])
+        complete(engine, [GenerationRequest(prompt(3), "a+b", max_tokens=2)])
         assert engine.close(10)
         assert torch.equal(host.model(input_ids=ids).logits, before)

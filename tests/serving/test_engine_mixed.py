@@ -16,8 +16,8 @@ from transformers import DynamicCache
 from graftlm.backbone import Call, Site, Tap
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts import Graft, GraftedModel
-from graftlm.grafts.lanes import Batch
-from graftlm.grafts.mixed import MixedModel, RowsError, Team, newest, newest_traces
+from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces, newest_values
+from graftlm.grafts.row_groups import MixedBatch
 from laws.examples import EXAMPLES, Example
 from laws.tools import graft_onto
 from serving.engines import backbone, prompt, trained
@@ -53,18 +53,18 @@ def _examples(family: str) -> list[Example]:
 
 
 @functools.cache
-def teams(family: str) -> list[Team]:
+def graft_sets(family: str) -> list[GraftSet]:
     """The bare backbone, every kind of graft with random weights, and two of them together."""
     grafts = [trained(family, example) for example in _examples(family)]
-    alone = [Team(((str(example), graft),)) for example, graft in zip(_examples(family), grafts, strict=True)]
-    return [Team(), *alone, Team((("a", grafts[3]), ("b", grafts[5])))]
+    alone = [GraftSet(((str(example), graft),)) for example, graft in zip(_examples(family), grafts, strict=True)]
+    return [GraftSet(), *alone, GraftSet((("a", grafts[3]), ("b", grafts[5])))]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a test: who answers, how long its prompt is, how many tokens follow, and when it comes."""
+    """A row of a test: who complete, how long its prompt is, how many tokens follow, and when it comes."""
 
-    team: int
+    graft_set: int
     length: int
     new: int
     comes: int
@@ -75,9 +75,9 @@ ROWS = st.builds(Row, st.integers(0, 99), st.integers(1, 20), st.integers(1, 10)
 
 @functools.cache
 @torch.inference_mode()
-def alone(family: str, team: Team, length: int, new: int) -> Tensor:
+def alone(family: str, graft_set: GraftSet, length: int, new: int) -> Tensor:
     """(new, V) logits of a greedy continuation by itself."""
-    model, found = GraftedModel(backbone(family), dict(team.grafts)).eval(), []
+    model, found = GraftedModel(backbone(family), dict(graft_set.grafts)).eval(), []
     cache, ids = DynamicCache(config=model.config), torch.tensor([prompt(length)])
     try:
         for _ in range(new):
@@ -88,25 +88,25 @@ def alone(family: str, team: Team, length: int, new: int) -> Tensor:
     return torch.stack(found)
 
 
-def together(model: MixedModel, rows: Sequence[Row], owners: Sequence[Team]) -> list[Tensor]:
+def together(model: MultiGraftModel, rows: Sequence[Row], owners: Sequence[GraftSet]) -> list[Tensor]:
     """Each row's logits when all of them share batches, as far as batches join."""
     found: list[list[Tensor]] = [[] for _ in rows]
-    batches: list[Batch] = []
+    batches: list[MixedBatch] = []
     for turn in range(100):
-        for team in dict.fromkeys(owners):
-            new = [n for n, row in enumerate(rows) if row.comes == turn and owners[n] == team]
+        for graft_set in dict.fromkeys(owners):
+            new = [n for n, row in enumerate(rows) if row.comes == turn and owners[n] == graft_set]
             if new:
-                batch, logits = model.start(team, [prompt(rows[n].length) for n in new], new)
+                batch, logits = model.prefill(graft_set, [prompt(rows[n].length) for n in new], new)
                 _note(batch, logits, rows, found)
                 if len(batch) and not any(other.join(batch) for other in batches):
                     batches.append(batch)
         for batch in batches:
-            _note(batch, model.step(batch, [int(found[n][-1].argmax()) for n in batch.tags]), rows, found)
+            _note(batch, model.decode(batch, [int(found[n][-1].argmax()) for n in batch.tags]), rows, found)
         batches = [batch for batch in batches if len(batch)]
     return [torch.stack(one) for one in found]
 
 
-def _note(batch: Batch, logits: Tensor, rows: Sequence[Row], found: list[list[Tensor]]) -> None:
+def _note(batch: MixedBatch, logits: Tensor, rows: Sequence[Row], found: list[list[Tensor]]) -> None:
     for row, n in enumerate(batch.tags):
         found[n].append(logits[row])
     batch.keep([row for row, n in enumerate(batch.tags) if len(found[n]) < rows[n].new])
@@ -114,14 +114,14 @@ def _note(batch: Batch, logits: Tensor, rows: Sequence[Row], found: list[list[Te
 
 @pytest.mark.parametrize("family", LAW_DECODERS)
 def test_a_row_is_what_it_is_alone(family: str) -> None:
-    known = teams(family)
+    known = graft_sets(family)
 
     @settings(max_examples=3 if family == "block-state" else 5)
     @given(st.lists(ROWS, min_size=2, max_size=MOST))
     def law(rows: list[Row]) -> None:
-        owners = [known[row.team % len(known)] for row in rows]
-        expected = [alone(family, team, row.length, row.new) for team, row in zip(owners, rows, strict=True)]
-        model = MixedModel(backbone(family))
+        owners = [known[row.graft_set % len(known)] for row in rows]
+        expected = [alone(family, graft_set, row.length, row.new) for graft_set, row in zip(owners, rows, strict=True)]
+        model = MultiGraftModel(backbone(family))
         try:
             found = together(model, rows, owners)
         finally:
@@ -133,49 +133,49 @@ def test_a_row_is_what_it_is_alone(family: str) -> None:
 
 
 def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_that_leave() -> None:
-    known, model = teams("gemma3"), MixedModel(backbone("gemma3"))
-    batch, _ = model.start(known[4], [prompt(15), prompt(3)], ["long", "short"])
-    other, _ = model.start(known[0], [prompt(5)], ["bare"])
-    third, _ = model.start(known[4], [prompt(4)], ["third"])
+    known, model = graft_sets("gemma3"), MultiGraftModel(backbone("gemma3"))
+    batch, _ = model.prefill(known[4], [prompt(15), prompt(3)], ["long", "short"])
+    other, _ = model.prefill(known[0], [prompt(5)], ["bare"])
+    third, _ = model.prefill(known[4], [prompt(4)], ["third"])
     assert batch.join(other)
     assert batch.join(third)
     assert batch.tags == ["long", "short", "third", "bare"]
-    assert [lane.size for lane in batch.lanes] == [3, 1]
-    model.step(batch, [7, 7, 7, 7])
+    assert [group.size for group in batch.groups] == [3, 1]
+    model.decode(batch, [7, 7, 7, 7])
     batch.keep([1, 2])
     assert batch.mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
     assert batch.cache.get_seq_length() == 5
-    assert [lane.size for lane in batch.lanes] == [2]
+    assert [group.size for group in batch.groups] == [2]
     model.detach()
 
 
 def test_a_batch_that_all_rows_have_left_takes_no_other() -> None:
-    team, model = teams("llama")[0], MixedModel(backbone("llama"))
-    gone, _ = model.start(team, [prompt(5)], ["gone"])
+    graft_set, model = graft_sets("llama")[0], MultiGraftModel(backbone("llama"))
+    gone, _ = model.prefill(graft_set, [prompt(5)], ["gone"])
     gone.keep([])
-    batch, _ = model.start(team, [prompt(3), prompt(4)], ["a", "b"])
+    batch, _ = model.prefill(graft_set, [prompt(3), prompt(4)], ["a", "b"])
     assert not gone.join(batch)
-    alone, _ = model.start(team, [prompt(3), prompt(4)], ["a", "b"])
-    torch.testing.assert_close(model.step(batch, [7, 7]), model.step(alone, [7, 7]), atol=0, rtol=0)
+    alone, _ = model.prefill(graft_set, [prompt(3), prompt(4)], ["a", "b"])
+    torch.testing.assert_close(model.decode(batch, [7, 7]), model.decode(alone, [7, 7]), atol=0, rtol=0)
     model.detach()
 
 
 def test_traces_are_those_of_the_row_alone() -> None:
-    host, known = backbone("llama"), teams("llama")
+    host, known = backbone("llama"), graft_sets("llama")
     routed, gated, both = known[6], known[4], known[-1]
-    model = MixedModel(host)
-    batch, _ = model.start(routed, [prompt(9), prompt(4)], [0, 1])
-    for team, tag in ((gated, 2), (both, 3), (Team(), 4)):
-        assert batch.join(model.start(team, [prompt(6)], [tag])[0])
-    model.step(batch, [8] * 5)
-    found = newest_traces(batch, range(5))
+    model = MultiGraftModel(host)
+    batch, _ = model.prefill(routed, [prompt(9), prompt(4)], [0, 1])
+    for graft_set, tag in ((gated, 2), (both, 3), (GraftSet(), 4)):
+        assert batch.join(model.prefill(graft_set, [prompt(6)], [tag])[0])
+    model.decode(batch, [8] * 5)
+    found = latest_traces(batch, range(5))
     model.detach()
-    for row, (team, length) in enumerate(((routed, 9), (routed, 4), (gated, 6), (both, 6))):
-        with GraftedModel(host, dict(team.grafts)) as single, torch.inference_mode():
+    for row, (graft_set, length) in enumerate(((routed, 9), (routed, 4), (gated, 6), (both, 6))):
+        with GraftedModel(host, dict(graft_set.grafts)) as single, torch.inference_mode():
             cache = DynamicCache(config=single.config)
             for ids in ([prompt(length)], [[8]]):
                 _, traces = single.forward_traces(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True)
-        expected = newest(traces, 0)
+        expected = newest_values(traces, 0)
         assert expected
         assert found[row] == pytest.approx(expected, abs=1e-5)
     assert set(found[3]) == {"a: open", "b: english", "b: code", "b: french", "b: none"}
@@ -200,36 +200,36 @@ class Fuse(Graft):
 
 
 def test_a_failed_pass_leaves_the_batch_as_it_was() -> None:
-    known = teams("gemma3")
-    fused, model = Team((("fuse", Fuse(9)),)), MixedModel(backbone("gemma3"))
-    batch, _ = model.start(known[6], [prompt(12)], ["routed"])
-    assert batch.join(model.start(fused, [prompt(3), prompt(4)], ["a", "b"])[0])
-    with pytest.raises(RowsError) as caught:
-        model.step(batch, [7, 7, 9])
-    assert caught.value.lane == 1
+    known = graft_sets("gemma3")
+    fused, model = GraftSet((("fuse", Fuse(9)),)), MultiGraftModel(backbone("gemma3"))
+    batch, _ = model.prefill(known[6], [prompt(12)], ["routed"])
+    assert batch.join(model.prefill(fused, [prompt(3), prompt(4)], ["a", "b"])[0])
+    with pytest.raises(RowGroupError) as caught:
+        model.decode(batch, [7, 7, 9])
+    assert caught.value.group == 1
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     batch.split(1)
-    assert [lane.size for lane in batch.lanes] == [1, 1, 1]
-    with pytest.raises(RowsError) as caught:
-        model.step(batch, [7, 7, 9])
-    assert caught.value.lane == 2
+    assert [group.size for group in batch.groups] == [1, 1, 1]
+    with pytest.raises(RowGroupError) as caught:
+        model.decode(batch, [7, 7, 9])
+    assert caught.value.group == 2
     batch.keep([0, 1])
-    found = model.step(batch, [7, 7])
-    again, _ = model.start(known[6], [prompt(12)], ["routed"])
-    torch.testing.assert_close(found[:1], model.step(again, [7]), atol=1e-9, rtol=1e-9)
-    again, _ = model.start(fused, [prompt(3)], ["a"])
-    torch.testing.assert_close(found[1:], model.step(again, [7]), atol=1e-9, rtol=1e-9)
+    found = model.decode(batch, [7, 7])
+    again, _ = model.prefill(known[6], [prompt(12)], ["routed"])
+    torch.testing.assert_close(found[:1], model.decode(again, [7]), atol=1e-9, rtol=1e-9)
+    again, _ = model.prefill(fused, [prompt(3)], ["a"])
+    torch.testing.assert_close(found[1:], model.decode(again, [7]), atol=1e-9, rtol=1e-9)
     model.detach()
 
 
 def test_the_backbone_is_given_back_bit_for_bit() -> None:
-    host, team = backbone("gpt2"), teams("gpt2")[4]
+    host, graft_set = backbone("gpt2"), graft_sets("gpt2")[4]
     ids = tiny_ids()
     before = host.model(input_ids=ids).logits
-    model = MixedModel(host)
-    model.start(team, [prompt(4)], [0])
+    model = MultiGraftModel(host)
+    model.prefill(graft_set, [prompt(4)], [0])
     with pytest.raises(TapConflictError, match="carries grafts already"):
-        MixedModel(host)
+        MultiGraftModel(host)
     assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare
     model.detach()
     assert torch.equal(host.model(input_ids=ids).logits, before)
@@ -238,10 +238,10 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "finetune"])
 def test_what_brings_modules_of_its_own_is_refused(kind: str) -> None:
-    team = Team((("own", _untrained(kind)),))
-    model = MixedModel(backbone("llama"))
+    graft_set = GraftSet((("own", _untrained(kind)),))
+    model = MultiGraftModel(backbone("llama"))
     with pytest.raises(GraftError, match="own brings modules of its own"):
-        model.wire([team])
+        model.wire([graft_set])
     model.detach()
 
 

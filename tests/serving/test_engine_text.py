@@ -1,8 +1,10 @@
-"""The parts of the engine by themselves: text out of tokens, choices, and the line of those who wait."""
+"""The parts of the engine by themselves: detokenization, sampling, the queue, and streams."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -13,12 +15,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone
-from graftlm.grafts.mixed import Team
+from graftlm.grafts.graft_set import GraftSet
 from graftlm.serving import reference
-from graftlm.serving.engine.choice import choose
-from graftlm.serving.engine.line import Line, Request
-from graftlm.serving.engine.words import Words
-from graftlm.serving.protocol import Ask
+from graftlm.serving.engine import RequestQueue, ScheduledRequest
+from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, TokenOutput
+from graftlm.serving.sampling import sample
+from graftlm.serving.tokenization import IncrementalDetokenizer
 from laws.examples import backbone
 from tiny import BOS, EOS, tiny_tokenizer
 
@@ -49,31 +51,27 @@ def marked() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str]):
-    """What `Words` shows at each token, the rest, and whether a stop string came."""
-    words, shown = Words(tokenizer, prompt, stops), []
+def detokenized(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str]):
+    """The text that is final after each token, the rest, and whether a stop string came."""
+    detokenizer, shown = IncrementalDetokenizer(tokenizer, prompt, stops), []
     for token in tokens:
-        text, stopped = words.add(token)
+        text, stopped = detokenizer.add(token)
         shown.append(text)
         if stopped:
             return shown, "", True
-    return shown, words.rest(), False
+    return shown, detokenizer.rest(), False
 
 
 @given(TOKENS, TOKENS, st.lists(st.sampled_from(["on", "a", "é", "the", "nd t", "\n\n"]), max_size=2))
 def test_text_is_that_of_the_whole_and_stops_in_time(prompt: list[int], tokens: list[int], stops: list[str]) -> None:
     host: Backbone = backbone("llama")
-    shown, rest, stopped = pieces_of(TOKENIZER, prompt, tokens, stops)
-    expected = reference.whole(host, tuple(prompt), tokens)
-    cut = [
-        (count, found)
-        for count in range(1, len(tokens) + 1)
-        if (found := reference.cut(reference.whole(host, tuple(prompt), tokens[:count]).rstrip("\ufffd"), tuple(stops)))
-        is not None
-    ]
-    assert stopped == bool(cut)
-    assert "".join(shown) + rest == (cut[0][1] if cut else expected)
-    assert not cut or len(shown) == cut[0][0]
+    texts = [reference.full_text(host, tuple(prompt), tokens[:count]) for count in range(len(tokens) + 1)]
+    before_stop = [reference.text_before_stop(text.rstrip("\ufffd"), tuple(stops)) for text in texts]
+    stops_at = next((count for count, text in enumerate(before_stop) if text is not None), None)
+    shown, rest, stopped = detokenized(TOKENIZER, prompt, tokens, stops)
+    assert stopped == (stops_at is not None)
+    assert "".join(shown) + rest == (texts[-1] if stops_at is None else before_stop[stops_at])
+    assert stops_at is None or len(shown) == stops_at
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, marked()], ids=["bytes", "marked"])
@@ -85,7 +83,7 @@ def test_characters_come_whole_with_their_spaces(tokenizer: PreTrainedTokenizerF
         both = tokenizer(f"on{before}{after}", add_special_tokens=False)["input_ids"]
         if both[: len(prompt)] != prompt:  # the two are not split where they meet
             return
-        shown, rest, _ = pieces_of(tokenizer, prompt, both[len(prompt) :], [stop])
+        shown, rest, _ = detokenized(tokenizer, prompt, both[len(prompt) :], [stop])
         assert "".join(shown) + rest == (after.partition(stop)[0] if stop else after)
         assert not any("\ufffd" in text for text in shown)
 
@@ -94,16 +92,16 @@ def test_characters_come_whole_with_their_spaces(tokenizer: PreTrainedTokenizerF
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     tokens = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "xabaabcy"]
-    shown, rest, stopped = pieces_of(TOKENIZER, [], tokens, ["abc", "zz"])
+    shown, rest, stopped = detokenized(TOKENIZER, [], tokens, ["abc", "zz"])
     assert (shown, rest, stopped) == (["x", "", "", "ab", "a", "", ""], "", True)
-    assert pieces_of(TOKENIZER, [], tokens[:3], ["abc"]) == (["x", "", ""], "ab", False)
+    assert detokenized(TOKENIZER, [], tokens[:3], ["abc"]) == (["x", "", ""], "ab", False)
 
 
 def test_special_tokens_say_nothing_and_take_no_space_away() -> None:
     tokenizer = marked()
     (end, on), the = tokenizer.convert_tokens_to_ids(["</s>", "▁on"]), tokenizer.convert_tokens_to_ids("▁the")
-    assert pieces_of(tokenizer, [on, end], [end, the, end, on], []) == (["", " the", "", " on"], "", False)
-    assert pieces_of(TOKENIZER, [BOS], [EOS], []) == ([""], "", False)
+    assert detokenized(tokenizer, [on, end], [end, the, end, on], []) == (["", " the", "", " on"], "", False)
+    assert detokenized(TOKENIZER, [BOS], [EOS], []) == ([""], "", False)
 
 
 LOGITS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=6, max_size=6), min_size=1, max_size=4)
@@ -111,54 +109,100 @@ LOGITS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=6, max_size=6)
 
 @given(LOGITS, st.integers(0, 99), st.sampled_from([0.0, 0.3, 1.0, 5.0]), st.sampled_from([1.0, 0.9, 0.5, 1e-9]))
 def test_choices_are_those_of_a_row_alone(rows: list[list[float]], seed: int, temperature: float, top_p: float) -> None:
-    asks = [
-        Ask((1,), "m", temperature=temperature if n % 3 else 0.0, top_p=top_p if n % 2 else 1.0, logprobs=n or None)
+    requests = [
+        GenerationRequest(
+            (1,), "m", temperature=temperature if n % 3 else 0.0, top_p=top_p if n % 2 else 1.0, logprobs=n or None
+        )
         for n in range(len(rows))
     ]
-    found = choose(torch.tensor(rows), asks, [random.Random(seed + n) for n in range(len(rows))])
-    for n, (row, ask, choice) in enumerate(zip(rows, asks, found, strict=True)):
+    found = sample(torch.tensor(rows), requests, [random.Random(seed + n) for n in range(len(rows))])
+    for n, (row, request, choice) in enumerate(zip(rows, requests, found, strict=True)):
         assert choice is not None
-        assert choice.token == reference.choose(torch.tensor(row), ask, random.Random(seed + n))
+        assert choice.token == reference.sample_row(torch.tensor(row), request, random.Random(seed + n))
         logprobs = torch.tensor(row).log_softmax(-1)
         assert choice.logprob == (
-            None if ask.logprobs is None else pytest.approx(float(logprobs[choice.token]), abs=1e-5)
+            None if request.logprobs is None else pytest.approx(float(logprobs[choice.token]), abs=1e-5)
         )
         assert [p for _, p in choice.top] == pytest.approx(logprobs.sort(descending=True).values[:n].tolist(), abs=1e-5)
 
 
 def test_shares_of_random_choices_are_their_probabilities() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    asks, draw = [Ask((1,), "m", temperature=1.0, top_p=0.9)] * 4000, random.Random(0)
-    found = choose(p.log().expand(4000, 4), asks, [draw] * 4000)
+    requests, draw = [GenerationRequest((1,), "m", temperature=1.0, top_p=0.9)] * 4000, random.Random(0)
+    found = sample(p.log().expand(4000, 4), requests, [draw] * 4000)
     shares = torch.tensor([choice.token for choice in found if choice]).bincount(minlength=4) / 4000
     assert shares.tolist() == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], abs=0.03)
 
 
 def test_logits_that_are_no_numbers_give_no_choice() -> None:
     rows = torch.tensor([[0.0, 1.0], [float("nan"), 1.0]])
-    first, second = choose(rows, [Ask((1,), "m")] * 2, [random.Random(0)] * 2)
+    first, second = sample(rows, [GenerationRequest((1,), "m")] * 2, [random.Random(0)] * 2)
     assert first is not None
     assert second is None
 
 
 def test_users_are_served_in_turn() -> None:
-    line = Line()
+    queue = RequestQueue()
     for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
-        line.add(_request(name))
-    names = [request.ask.model for request in line.take(9, 1000)]
+        queue.add(_request(name))
+    names = [scheduled.request.model for scheduled in queue.take(9, 1000)]
     assert names == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    assert not len(line)
+    assert not len(queue)
 
 
 def test_a_turn_takes_so_many_tokens_and_one_request_at_least() -> None:
-    line = Line()
+    queue = RequestQueue()
     for name, length in (("a1", 50), ("b1", 6), ("b2", 4), ("a2", 5)):
-        line.add(_request(name, length))
-    assert [request.ask.model for request in line.take(3, 10)] == ["a1"]
-    assert [request.ask.model for request in line.take(1, 10)] == ["b1"]
-    assert [one.ask.model for one in line.drop(lambda request: request.ask.model == "b2")] == ["b2"]
-    assert [request.ask.model for request in line.take(3, 10)] == ["a2"]
+        queue.add(_request(name, length))
+    assert [scheduled.request.model for scheduled in queue.take(3, 10)] == ["a1"]
+    assert [scheduled.request.model for scheduled in queue.take(1, 10)] == ["b1"]
+    assert [scheduled.request.model for scheduled in queue.drop(lambda scheduled: scheduled.request.model == "b2")] == [
+        "b2"
+    ]
+    assert [scheduled.request.model for scheduled in queue.take(3, 10)] == ["a2"]
 
 
-def _request(name: str, length: int = 1) -> Request:
-    return Request(Ask((5,) * length, name, user=name[0]), Team(), TOKENIZER, frozenset(), 9.0)
+def _request(name: str, length: int = 1) -> ScheduledRequest:
+    return ScheduledRequest(GenerationRequest((5,) * length, name, user=name[0]), GraftSet(), RequestStream(), 0, 9.0)
+
+
+def test_a_stream_hands_outputs_from_a_thread_to_a_loop() -> None:
+    stream, reading = RequestStream(2), threading.Event()
+    items = [TokenOutput(5, "a", index=1), Finish("stop", 1, 1, index=1), TokenOutput(6, "b"), Finish("length", 1, 1)]
+
+    def write() -> None:
+        stream.put(items[0])  # before anyone reads
+        assert reading.wait(10)
+        for item in items[1:]:
+            stream.put(item)
+            RequestStream.wake_readers([stream])
+
+    async def read() -> list[TokenOutput | Finish]:
+        received = []
+        async for item in stream:
+            received.append(item)
+            reading.set()
+        return received
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert asyncio.run(asyncio.wait_for(read(), 10)) == items, "it ends when both continuations have finished"
+    writer.join()
+    RequestStream.wake_readers([stream])  # its loop is closed
+
+
+def test_all_streams_of_a_loop_wake_it_once() -> None:
+    async def wakes() -> int:
+        loop, calls = asyncio.get_running_loop(), []
+        streams = [RequestStream() for _ in range(3)]
+        readers = [asyncio.create_task(anext(aiter(stream))) for stream in streams]
+        await asyncio.sleep(0)
+        original = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: calls.append(call) or original(*call)  # type: ignore[method-assign]
+        for stream in streams:
+            stream.put(Finish("stop", 1, 0))
+        RequestStream.wake_readers(streams)
+        await asyncio.wait_for(asyncio.gather(*readers), 10)
+        return len(calls)
+
+    assert asyncio.run(wakes()) == 1

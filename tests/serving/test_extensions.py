@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from graftlm.evaluation.results import FILE_NAME
 from graftlm.pipelines.clarify import Conversation
 from graftlm.serving import reports
 from graftlm.serving.app import create_app
-from graftlm.serving.protocol import BusyError, End
+from graftlm.serving.protocol import Finish, QueueFullError
 from graftlm.serving.service import Service
-from graftlm.serving.state import Phase
 from serving.extending import client_of, post, refusal
-from serving.scripted import ENDLESS, FRENCH, ScriptedEngine, scripted_service
+from serving.scripted import ENDLESS, FRENCH, FinishedStream, ScriptedEngine, scripted_service
 from serving.web import running
 
 QUERY = "Are you sure it is pretty?"
@@ -80,7 +80,7 @@ def test_a_damaged_report_is_as_good_as_none(tmp_path: Path) -> None:
 
 def test_a_command_does_not_tell_where_things_lie() -> None:
     assert (
-        reports._elsewhere("graft compare /home/ann/a.yaml --out='/tmp/x y' a/b")
+        reports._without_paths("graft compare /home/ann/a.yaml --out='/tmp/x y' a/b")
         == "graft compare DIR --out='DIR y' a/b"
     )
 
@@ -138,12 +138,14 @@ def test_a_question_below_the_threshold_is_not_put(client: TestClient) -> None:
 def test_rules_ask_the_model_only_where_they_find_something(client: TestClient, engine: ScriptedEngine) -> None:
     found = post(client, "clarify", model="tiny", start=START | {"text": "The tea is hot."}, rules=True)
     assert found["summary"]["asked"] == 0
-    assert len(engine.asks) == 1
+    assert len(engine.requests) == 1
 
 
 def test_replies_stop_where_the_next_request_would_begin(client: TestClient, engine: ScriptedEngine) -> None:
     post(client, "clarify", model="router", start=START | {"text": "The tea is hot."}, max_tokens=9)
-    assert {(ask.model, ask.max_tokens, ask.stop) for ask in engine.asks} == {("router", 9, ("\n<text>",))}
+    assert {(request.model, request.max_tokens, request.stop) for request in engine.requests} == {
+        ("router", 9, ("\n<text>",))
+    }
 
 
 @pytest.mark.parametrize("template", ["/etc/passwd", "../../x.yaml", "x.yaml", "exemplars", "nothing"])
@@ -194,8 +196,8 @@ def test_a_turn_that_does_not_fit_is_refused(
 
 
 def test_what_the_engine_refuses_reaches_the_client(client: TestClient, engine: ScriptedEngine) -> None:
-    def full(prompt: str, ask: object) -> str:
-        raise BusyError("64 requests are waiting already: ask again in a moment.")
+    def full(prompt: str, request: object) -> str:
+        raise QueueFullError("64 requests are waiting already: ask again in a moment.")
 
     engine.say = full
     assert "waiting already" in refusal(client, "clarify", 429, model="tiny", start=START)
@@ -205,18 +207,13 @@ def test_what_the_engine_refuses_reaches_the_client(client: TestClient, engine: 
 def test_a_model_that_does_not_finish_is_an_error(
     service: Service, client: TestClient, monkeypatch: Any, reason: Any, status: int
 ) -> None:
-    class Ended:
-        def cancel(self) -> None: ...
-
-        async def __aiter__(self) -> Any:
-            yield End(reason, 3, 0)
-
-    monkeypatch.setattr(service.engine, "submit", lambda ask: Ended())
+    stream = FinishedStream([Finish(reason, 3, 0)])
+    monkeypatch.setattr(service.engine, "submit", lambda requests: stream)
     assert refusal(client, "clarify", status, model="tiny", start=START)
 
 
 def test_when_the_client_leaves_the_engine_stops(service: Service, engine: ScriptedEngine) -> None:
     start = START | {"text": f"Is it {ENDLESS}?"}
-    with running(dataclasses.replace(service, phase=Phase())) as address, pytest.raises(httpx.ReadTimeout):
+    with running(dataclasses.replace(service, closing=threading.Event())) as address, pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/v1/graftlm/clarify", json={"model": "tiny", "start": start}, timeout=0.5)
     assert engine.cancelled.wait(10)

@@ -32,20 +32,20 @@ def test_a_summary_tells_the_characters_of_its_sentences(client: TestClient) -> 
 
 def test_a_model_writes_the_summary_and_its_sentences_are_linked(client: TestClient, engine: ScriptedEngine) -> None:
     first = post(client, "summarize", text=TEA, sentences=2)["extract"]["sentences"][0]
-    engine.say = lambda prompt, ask: f" {first['text']} Zebras yawn"
+    engine.say = lambda prompt, request: f" {first['text']} Zebras yawn"
     found = post(client, "summarize", text=TEA, sentences=2, model="danish", max_tokens=200)
     assert found["writer"] == "danish"
     assert found["links"][0]["nearest"] == first["index"]
     assert found["links"][1]["nearest"] is None
-    assert engine.asks[0].max_tokens == 200
+    assert engine.requests[0].max_tokens == 200
     assert any("was not trained on this layout" in note for note in found["notes"])
 
 
 def test_a_graft_s_own_layout_is_used(client: TestClient, service: Service, engine: ScriptedEngine) -> None:
-    folder = next(entry.folder for entry in service.shelf.entries() if entry.name == "danish")
+    folder = next(entry.folder for entry in service.store.entries() if entry.name == "danish")
     (folder / "layout.json").write_text('{"summary": "\\n<sum>\\n"}')
     prompts: list[str] = []
-    engine.say = lambda prompt, ask: prompts.append(prompt) or "It is so."
+    engine.say = lambda prompt, request: prompts.append(prompt) or "It is so."
     found = post(client, "summarize", text=TEA, sentences=1, model="danish", max_tokens=20)
     (folder / "layout.json").unlink()
     assert prompts[0].endswith("\n<sum>\n")
@@ -53,7 +53,7 @@ def test_a_graft_s_own_layout_is_used(client: TestClient, service: Service, engi
 
 
 def test_a_summary_that_was_cut_ends_with_a_whole_sentence(client: TestClient, engine: ScriptedEngine) -> None:
-    engine.say = lambda prompt, ask: "Tea is old. Then it " + "goes " * 50
+    engine.say = lambda prompt, request: "Tea is old. Then it " + "goes " * 50
     assert post(client, "summarize", text=TEA, sentences=1, model="tiny", max_tokens=40)["summary"] == "Tea is old."
 
 

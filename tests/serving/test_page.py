@@ -9,8 +9,8 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from graftlm.backbone import Backbone
 from graftlm.serving.pages import FOLDER
-from graftlm.serving.server import open_service
-from graftlm.serving.settings import Settings
+from graftlm.serving.service import open_service
+from graftlm.serving.settings import ServerSettings
 from serving.browsing import begin, column, generate, opened, view
 from serving.scripted import ENDLESS, HOSTILE, ScriptedEngine, save_run
 from serving.web import running
@@ -50,7 +50,7 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
             f"Hello. This is {model}, née here. It writes 2 lines."
         )
         expect(column(page, name).get_by_role("status")).to_contain_text("It ended by itself")
-    assert {(ask.model, ask.seed, ask.temperature, ask.max_tokens) for ask in engine.asks} == {
+    assert {(request.model, request.seed, request.temperature, request.max_tokens) for request in engine.requests} == {
         (model, 7, 0.5, 80) for model in ("tiny", "danish", "danish+router")
     }
 
@@ -141,7 +141,7 @@ def test_a_chat_goes_on_with_what_was_said(page: Page, engine: ScriptedEngine) -
     generate(page, "And now?")
     expect(column(page, "danish").locator(".tokens")).to_have_count(2)
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()
-    said = [engine.prompts.tokenizer.decode(list(ask.prompt)) for ask in engine.asks if ask.model == "danish"]
+    said = [engine.tokenizer.decode(list(request.prompt)) for request in engine.requests if request.model == "danish"]
     assert re.search(r"User: Hello\.\nAssistant: This is danish, née.*User: And now\?\nAssistant:$", said[1], re.DOTALL)
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".tokens")).to_have_count(0)
@@ -206,7 +206,7 @@ def test_a_real_model_writes_on_the_page(browser: Browser, tmp_path: Path, compl
     backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
     graft = save_run(backbone, tmp_path)
     with (
-        running(open_service(backbone, {"danish": graft}, settings=Settings(port=0))) as address,
+        running(open_service(backbone, {"danish": graft}, settings=ServerSettings(port=0))) as address,
         opened(browser, address, complaints) as page,
     ):
         page.get_by_role("spinbutton", name="Tokens at most").fill("12")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from graftlm.serving.keys import Keys
 from graftlm.serving.service import Service
-from graftlm.serving.state import Phase
+from graftlm.serving.settings import ApiKeys
 from serving.browsing import QUERY, TEA, begin, column, generate, opened, view
 from serving.scripted import FRENCH, ScriptedEngine
 from serving.web import running
@@ -95,7 +95,7 @@ def test_sentences_and_passages_lead_to_each_other(page: Page) -> None:
 
 
 def test_a_written_summary_says_which_sentences_have_no_source(page: Page, engine: ScriptedEngine) -> None:
-    engine.say = lambda prompt, ask: "Most people who drink tea live in Asia. Zebras yawn 17 times."
+    engine.say = lambda prompt, request: "Most people who drink tea live in Asia. Zebras yawn 17 times."
     view(page, "Summarize")
     page.get_by_label("Text to summarise").fill(TEA)
     page.get_by_label("Written by").select_option("danish")
@@ -139,7 +139,7 @@ def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
     browser: Browser, service: Service, complaints: list[str]
 ) -> None:
     key = "a-key-of-some-length"
-    guarded = dataclasses.replace(service, keys=Keys([("anna", key)]), phase=Phase())
+    guarded = dataclasses.replace(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
     with running(guarded) as address, opened(browser, address, complaints) as page:
         expect(page.locator("#key-note")).to_contain_text("The API key is missing")
         page.get_by_label("API key").fill("another-key-of-some-length")

@@ -5,113 +5,120 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from graftlm.backbone import Backbone
-from graftlm.serving.keys import Keys
-from graftlm.serving.metrics import Metrics
-from graftlm.serving.prompts import Prompts
-from graftlm.serving.protocol import Ask, BusyError, ClosingError, End, Limits, Piece, Stats
-from graftlm.serving.server import Server
+from graftlm.serving.protocol import (
+    Engine,
+    EngineLimits,
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    RequestStream,
+    ShuttingDownError,
+    TokenOutput,
+)
+from graftlm.serving.server import GraftServer
 from graftlm.serving.service import Service
-from graftlm.serving.settings import Settings
-from graftlm.serving.shelf import Shelf
+from graftlm.serving.settings import ServerSettings
+from graftlm.serving.store import GraftStore
 from tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 HELLO = ("He", "llo", " wor", "ld", "!")
 
 
-def said(*texts: str, reason: Any = "stop", held: str = "", trace: dict[str, float] | None = None) -> list[Any]:
-    """Pieces of these texts, each its own first token, and their end."""
-    pieces: list[Piece | End] = []
-    for place, text in enumerate(texts):
+def outputs(
+    *texts: str, reason: Any = "stop", held: str = "", trace: dict[str, float] | None = None
+) -> list[TokenOutput | Finish | Exception]:
+    """Outputs with these texts, each with the first token of its text, and their finish."""
+    tokens: list[TokenOutput | Finish | Exception] = []
+    for position, text in enumerate(texts):
         token = TOKENIZER(text)["input_ids"][0] if text else 5
-        top = ((token, -0.5 - place), (7, -2.5))
-        pieces.append(Piece(token, text, -0.5 - place, top, dict(trace or {})))
-    return [*pieces, End(reason, 3, len(pieces), held)]
+        top = ((token, -0.5 - position), (7, -2.5))
+        tokens.append(TokenOutput(token, text, -0.5 - position, top, dict(trace or {})))
+    return [*tokens, Finish(reason, 3, len(tokens), held)]
 
 
 @dataclass
 class Script:
-    """What an engine writes for one request; a `gate` holds it back until it is set.
+    """The outputs of one continuation; a `gate` holds the last one back until it is set.
 
     Attributes:
-        items: pieces, an end, or an error.
+        items: outputs, a finish, or an error.
         gate: awaited before the last item.
-        cancelled: set when nobody waits any more.
+        cancelled: set when the stream is cancelled.
     """
 
-    items: list[Piece | End | Exception]
+    items: list[TokenOutput | Finish | Exception]
     gate: threading.Event | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    async def __aiter__(self) -> AsyncIterator[Piece | End]:
-        for place, item in enumerate(self.items):
-            while self.gate is not None and place == len(self.items) - 1 and not self.gate.is_set():
+    async def outputs(self, index: int) -> AsyncIterator[TokenOutput | Finish]:
+        for position, item in enumerate(self.items):
+            while self.gate is not None and position == len(self.items) - 1 and not self.gate.is_set():
                 await asyncio.sleep(0.005)
             if isinstance(item, Exception):
                 raise item
-            yield item
+            yield replace(item, index=index)
+
+
+class ScriptedStream(RequestStream):
+    """The outputs of scripts, one script after another."""
+
+    def __init__(self, scripts: list[Script]) -> None:
+        super().__init__(len(scripts))
+        self.scripts = scripts
+
+    async def __aiter__(self) -> AsyncIterator[TokenOutput | Finish]:
+        for index, script in enumerate(self.scripts):
+            async for item in script.outputs(index):
+                yield item
 
     def cancel(self) -> None:
-        self.cancelled.set()
+        for script in self.scripts:
+            script.cancelled.set()
 
 
 class ScriptedEngine:
-    """Answers each request with the next script, or says hello."""
+    """Answers each request with the next script, or with a greeting."""
 
     def __init__(self, names: tuple[str, ...] = ("tiny", "danish", "french")) -> None:
         self.names = names
-        self.asks: list[Ask] = []
+        self.requests: list[GenerationRequest] = []
         self.scripts: list[Script] = []
-        self.given: list[Script] = []
         self.refusal: Exception | None = None
-        self.room = 1000
         self.closed = False
 
-    def submit(self, ask: Ask) -> Script:
+    def submit(self, requests: Sequence[GenerationRequest]) -> ScriptedStream:
         if self.closed:
-            raise ClosingError("The server is shutting down: ask again in a moment.")
+            raise ShuttingDownError("The server is shutting down: ask again in a moment.")
         if self.refusal is not None:
             raise self.refusal
-        if len(self.asks) >= self.room:
-            raise BusyError("9 requests are waiting already: ask again in a moment.")
-        self.asks.append(ask)
-        self.given.append(self.scripts.pop(0) if self.scripts else Script(list(said(*HELLO))))
-        return self.given[-1]
+        self.requests.extend(requests)
+        return ScriptedStream([self.scripts.pop(0) if self.scripts else Script(outputs(*HELLO)) for _ in requests])
 
     def replace(self, name: str, graft: object | None) -> None:
-        self.names = tuple(one for one in self.names if one != name) + ((name,) if graft is not None else ())
+        self.names = tuple(known for known in self.names if known != name) + ((name,) if graft is not None else ())
 
-    def stats(self) -> Stats:
-        return Stats(1, 2, 3, {"stop": 4})
+    def stats(self) -> EngineStats:
+        return EngineStats(1, 2, 3, {"stop": 4})
 
     def close(self, grace: float) -> bool:
         self.closed = True
         return True
 
 
-def web_service(engine: ScriptedEngine, **changes: Any) -> Service:
-    """A service around it; `settings` and any part of the service may be changed."""
+def web_service(engine: Engine, **changes: Any) -> Service:
+    """A service around a scripted engine; `settings` and any part of the service may be changed."""
     backbone = changes.pop("backbone", None) or Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
-    settings = Settings(port=0, reload_seconds=0).model_copy(update=changes.pop("settings", {}))
-    service = Service(
-        backbone=backbone,
-        name="tiny",
-        engine=engine,
-        limits=Limits(batch_size=4, queue=4, max_tokens=100),
-        shelf=Shelf(backbone),
-        settings=settings,
-        prompts=Prompts(backbone, settings.chat_template),
-        metrics=Metrics(engine),
-        keys=Keys(),
-        started=1,
-    )
+    settings = ServerSettings(port=0, reload_seconds=0).model_copy(update=changes.pop("settings", {}))
+    limits = EngineLimits(batch_size=4, queue=4, max_tokens=100)
+    service = Service.create(backbone, engine, GraftStore(backbone), "tiny", settings=settings, limits=limits)
     return replace(service, **changes)
 
 
@@ -121,11 +128,11 @@ def running(service: Service) -> Iterator[str]:
     address: list[str] = []
     ready = threading.Event()
 
-    def on_ready(found: str) -> None:
-        address.append(found)
+    def on_ready(url: str) -> None:
+        address.append(url)
         ready.set()
 
-    server = Server(service, on_ready)
+    server = GraftServer(service, on_ready)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert ready.wait(20), "the server did not start"

@@ -27,6 +27,7 @@ from transformers import (
 from graftlm.backbone.families import FAMILIES, Sites
 from graftlm.config import Config
 from graftlm.errors import BackboneError
+from graftlm.io import check_model_folder
 from graftlm.models import register
 
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
@@ -197,7 +198,7 @@ def load_backbone(
     """
     name = str(name)
     register()
-    _check_folder(name)
+    check_model_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
@@ -238,25 +239,6 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         raise BackboneError(
             f"The tokenizer of {name} can't be loaded ({_first_line(error)}): restore its files."
         ) from error
-
-
-def _check_folder(name: str) -> None:
-    """Raise `BackboneError` where a local path can't hold a model."""
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
-        return
-    if (folder / "graft.json").exists():
-        raise BackboneError(
-            f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."
-        )
-    if not (folder / "config.json").exists():
-        raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        raise BackboneError(
-            f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
-        )
 
 
 def _first_line(error: Exception) -> str:

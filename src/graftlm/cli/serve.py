@@ -9,6 +9,7 @@ import typer
 
 from graftlm.cli.common import Device, Quiet, Trust, configure_logging, log
 from graftlm.errors import GraftError, MissingExtraError
+from graftlm.io import check_model_folder
 
 
 def serve(
@@ -53,51 +54,54 @@ def serve(
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a backbone and its grafts to OpenAI's clients."""
+    """Serve a backbone and its grafts to clients of OpenAI's API."""
+    check_model_folder(backbone)
+    given = named_folders(graft or [])
+    chat_template_text = _read(chat_template)
     configure_logging()
     try:
         from graftlm.serving import server
-        from graftlm.serving.keys import read_keys
-        from graftlm.serving.protocol import Limits
-        from graftlm.serving.settings import Settings
+        from graftlm.serving.service import EngineLimits, open_service
+        from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "fastapi", "serve", "A server") from None
-    settings = Settings(
+    from graftlm.backbone import default_device, load_backbone
+
+    settings = ServerSettings(
         host=host,
         port=port,
-        hosts=[*server.LOOPBACK, *allow_host] if allow_host else None,
+        hosts=[*LOOPBACK, *allow_host] if allow_host else None,
         origins=allow_origin or [],
         body_bytes=max_body,
         grace=grace,
         reload_seconds=reload_every,
-        chat_template=_read(chat_template),
+        chat_template=chat_template_text,
     )
-    limits = Limits(batch_size=batch_size, queue=queue, context=context, max_tokens=max_tokens, seconds=seconds)
+    limits = EngineLimits(batch_size=batch_size, queue=queue, context=context, max_tokens=max_tokens, seconds=seconds)
     keys = read_keys(api_keys)
     server.log_to_stderr(quiet)
-    given = named_folders(graft or [])
-    live = server.load(backbone, device=device, trust_remote_code=trust_remote_code)
-    service = server.open_service(live, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
-    if not server.is_local(settings) and not keys:
-        log(f"whoever reaches {host} can use this server: --api-keys (or {server.VARIABLE}) asks for a key.")
+    loaded = load_backbone(backbone, device=device or default_device(), trust_remote_code=trust_remote_code)
+    service = open_service(loaded, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
+    if not settings.is_local and not keys:
+        log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:
-    """`NAME=DIR` pairs.
+    """Folders by name, from `NAME=DIR` pairs.
 
     Raises:
-        GraftError: one is none, or a name stands twice.
+        GraftError: a pair has another form, or a name is not unique.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for pair in pairs:
         name, equals, folder = pair.partition("=")
         if not equals or not name or not folder:
             raise GraftError(f"--graft takes NAME=DIR, such as danish=runs/danish/graft, but {pair!r} was given.")
-        if name in found:
+        if name in folders:
             raise GraftError(f"--graft gives the name {name} twice: give each graft one of its own.")
-        found[name] = Path(folder)
-    return found
+        folders[name] = Path(folder)
+    return folders
 
 
 def _read(file: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The application: OpenAI's routes, health and metrics."""
+"""The web application: OpenAI's routes, health and metrics, and the files of the page."""
 
 from __future__ import annotations
 
@@ -7,69 +7,94 @@ import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from graftlm.serving import extensions
-from graftlm.serving.answers import Chat, Completion, ErrorAnswer, Health, ModelCard, ModelList
-from graftlm.serving.asks import Order, chat_order, completion_order
-from graftlm.serving.errors import handle_errors
-from graftlm.serving.guards import Guard
-from graftlm.serving.metrics import CONTENT_TYPE, Measure, kind_of
-from graftlm.serving.pages import page_router
-from graftlm.serving.protocol import End, Piece
-from graftlm.serving.schema import ChatRequest, CompletionRequest
-from graftlm.serving.service import Service, Tickets, user_of
-from graftlm.serving.streams import ClientLeftError, EventStream, unless_gone
-from graftlm.serving.writing import ChatWriting, CompletionWriting, Writing
+from graftlm.serving.errors import ErrorResponse, handle_errors
+from graftlm.serving.middleware import Guard, RequestMetrics, user_of
+from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
+from graftlm.serving.requests import ChatRequest, CompletionRequest, ParsedRequest, parse_chat, parse_completion
+from graftlm.serving.responses import (
+    Chat,
+    ChatBuilder,
+    ClientDisconnectedError,
+    CompletionBuilder,
+    EventStream,
+    Health,
+    ModelCard,
+    ModelList,
+    ResponseBuilder,
+    TextCompletion,
+    run_until_disconnect,
+    to_json,
+)
+from graftlm.serving.service import Service
 from graftlm.version import __version__
 
-_SAID = {
-    400: "Something in the request does not fit.",
+_ERROR_DESCRIPTIONS = {
+    400: "A value of the request does not fit.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "The model does not exist.",
     408: "The request did not arrive in time.",
     413: "The request is too large.",
     415: "The body is not JSON.",
-    421: "The server does not go by this name.",
+    421: "The Host is not a name of this server.",
     429: "The queue is full.",
-    500: "Something broke.",
+    500: "The server failed.",
+    501: "The server lacks a package that this route needs.",
     503: "The server is shutting down, or had no time for the request.",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": why} for status, why in _SAID.items()
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description} for status, description in _ERROR_DESCRIPTIONS.items()
 }
-_EXTRAS: dict[int | str, dict[str, Any]] = {
-    501: {"model": ErrorAnswer, "description": "The server lacks a package that this needs."}
-}
+_MISSING_EXTRA = {status: _ERRORS.pop(status) for status in [501]}
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_PAGE = Path(__file__).parent / "page"
+_CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application of a server; it watches the grafts' files while it runs, and stops the engine at its end."""
+    """The application of a server. While it runs it checks the grafts' files; at its end it closes the engine."""
     app = FastAPI(
         title="GraftLM",
         version=__version__,
         summary="An OpenAI-compatible server for a frozen backbone and its grafts.",
-        docs_url=None,  # both would fetch their pages from elsewhere
+        docs_url=None,  # both load their pages from another site
         redoc_url=None,
         lifespan=functools.partial(_lifespan, service),
     )
-    app.include_router(_openai(service))
-    app.include_router(extensions.router(service), responses=ERRORS | _EXTRAS)
-    app.include_router(_operation(service))
-    app.include_router(page_router())
+    app.include_router(_openai_router(service))
+    app.include_router(extensions.router(service), responses=_ERRORS | _MISSING_EXTRA)
+    app.include_router(_operations_router(service))
+    app.include_router(_page_router())
     handle_errors(app)
-    app.add_exception_handler(ClientLeftError, _on_left)
-    app.add_middleware(Guard, settings=service.settings, keys=service.keys, phase=service.phase)
+    app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
+    app.add_middleware(Guard, settings=service.settings, keys=service.keys, closing=service.closing)
     if service.settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Measure, metrics=service.metrics)
+    app.add_middleware(RequestMetrics, metrics=service.metrics)
     return app
 
 
@@ -80,133 +105,124 @@ async def _lifespan(service: Service, app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         watching.cancel()
-        service.phase.close()
+        service.closing.set()
         await asyncio.to_thread(service.engine.close, service.settings.grace)
 
 
 async def _watch(service: Service) -> None:
-    """Look at the grafts' files again and again."""
+    """Check the grafts' files at intervals."""
     while service.settings.reload_seconds:
         await asyncio.sleep(service.settings.reload_seconds)
         await asyncio.to_thread(service.reload)
 
 
-async def _on_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the log: nobody reads it
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the metrics; no client receives it
 
 
-def _openai(service: Service) -> APIRouter:
-    """OpenAI's own routes."""
-    router = APIRouter(prefix="/v1", responses=ERRORS)
+def _openai_router(service: Service) -> APIRouter:
+    """OpenAI's routes."""
+    router = APIRouter(prefix="/v1", responses=_ERRORS)
 
     @router.get("/models", response_model=ModelList, summary="All names that `model` may have")
     async def models() -> Response:
         cards = [_card(service, name) for name in service.engine.names]
-        return _json(ModelList(object="list", data=cards).json_line())
+        return _json_response(to_json(ModelList(object="list", data=cards)))
 
     @router.get("/models/{model:path}", response_model=ModelCard, summary="One of them, or a mixture")
     async def model(model: str) -> Response:
-        service.check_model(model)
-        return _json(_card(service, model).json_line())
+        check_model(service.engine.names, model)
+        return _json_response(to_json(_card(service, model)))
 
-    @router.post("/completions", response_model=Completion, responses=_STREAM, summary="Continue a text")
+    @router.post("/completions", response_model=TextCompletion, responses=_STREAM, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        order = await asyncio.to_thread(completion_order, service, body, user_of(request))
-        return await _answer(service, request, order, CompletionWriting(order, service.prompts, service.fingerprint))
+        parsed = await asyncio.to_thread(parse_completion, service, body, user_of(request))
+        return await _respond(service, request, CompletionBuilder(parsed, service.tokenizer, service.fingerprint))
 
     @router.post("/chat/completions", response_model=Chat, responses=_STREAM, summary="Continue a conversation")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        order = await asyncio.to_thread(chat_order, service, body, user_of(request))
-        return await _answer(service, request, order, ChatWriting(order, service.prompts, service.fingerprint))
+        parsed = await asyncio.to_thread(parse_chat, service, body, user_of(request))
+        return await _respond(service, request, ChatBuilder(parsed, service.tokenizer, service.fingerprint))
 
     return router
 
 
-def _operation(service: Service) -> APIRouter:
-    """For those who run the server."""
+def _operations_router(service: Service) -> APIRouter:
+    """The routes for operators."""
     router = APIRouter()
 
     @router.get("/health", response_model=Health, responses={503: {"model": Health}}, summary="Ready for requests?")
     async def health() -> Response:
-        stats, closing = service.engine.stats(), service.phase.closing
-        said = Health(
+        stats, closing = service.engine.stats(), service.closing.is_set()
+        state = Health(
             status="closing" if closing else "ready",
             running=stats.running,
             waiting=stats.waiting,
             models=len(service.engine.names),
-            broken=sorted(service.shelf.problems()),
+            broken=sorted(service.store.problems()),
         )
-        return _json(said.json_line(), 503 if closing else 200)
+        return _json_response(to_json(state), 503 if closing else 200)
 
     @router.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:
-        return Response(service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
 
 
-def _json(text: str, status: int = 200) -> Response:
+def _page_router(folder: Path = _PAGE) -> APIRouter:
+    """A route for each file of the page, with index.html at the root. All files are read now."""
+    router = APIRouter(include_in_schema=False)
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in _CONTENT_TYPES:
+            path = file.relative_to(folder).as_posix()
+            endpoint = functools.partial(_page_file, file.read_bytes(), _CONTENT_TYPES[file.suffix])
+            router.add_route("/" if path == "index.html" else f"/{path}", endpoint, methods=["GET"])
+    return router
+
+
+async def _page_file(data: bytes, content_type: str, request: Request) -> Response:
+    return Response(data, headers=_PAGE_HEADERS | {"Content-Type": content_type})
+
+
+def _json_response(text: str, status: int = 200) -> Response:
     return Response(text, status, media_type="application/json")
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    """What is told of a model."""
-    entries = {entry.name: entry for entry in service.shelf.entries()}
-    entry = entries.get(name)
+    entry = {entry.name: entry for entry in service.store.entries()}.get(name)
     kind = entry.manifest.kind if entry else "backbone" if name == service.name else "mixture"
     return ModelCard(
         id=name,
         object="model",
         created=entry.changed if entry else service.started,
         owned_by="graftlm",
-        graftlm={"kind": kind, "chat": "plain" if service.prompts.plain else "template"},
+        graftlm={"kind": kind, "chat": "plain" if service.tokenizer.plain else "template"},
     )
 
 
-async def _answer(service: Service, request: Request, order: Order, writing: Writing) -> Response:
-    """Whole, or as a stream; either way nothing more is written when the client leaves."""
-    tickets = Tickets(service.engine, order.asks)
-    pieces = _counted(service, order, tickets)
-    if order.stream:
-        return EventStream(_events(order, writing, pieces), service.settings.send_seconds, tickets.cancel)
+async def _respond(service: Service, request: Request, builder: ResponseBuilder) -> Response:
+    """Generate a whole response or a stream; generation ends when the client disconnects."""
+    stream = service.engine.submit(builder.parsed.requests)
+    outputs = _measured(service, builder.parsed, stream)
+    if builder.parsed.stream:
+        return EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel)
     try:
-        return _json(await unless_gone(request, _whole(writing, pieces)))
+        return _json_response(await run_until_disconnect(request, builder.complete(outputs)))
     finally:
-        tickets.cancel()
+        stream.cancel()
 
 
-async def _counted(service: Service, order: Order, tickets: Tickets) -> AsyncGenerator[tuple[int, Piece | End], None]:
-    """The pieces, with figures taken of them."""
-    started, waiting = time.perf_counter(), True
-    async for number, item in tickets:
-        if waiting and isinstance(item, Piece):
-            service.metrics.first.labels(kind_of(order.model)).observe(time.perf_counter() - started)
+async def _measured(
+    service: Service, parsed: ParsedRequest, stream: RequestStream
+) -> AsyncGenerator[TokenOutput | Finish, None]:
+    """The outputs of a stream; its tokens and its time to the first token enter the metrics."""
+    submitted, waiting = time.perf_counter(), True
+    async for item in stream:
+        if waiting and isinstance(item, TokenOutput):
+            service.metrics.observe_first_token(parsed.model, time.perf_counter() - submitted)
             waiting = False
-        if isinstance(item, End):
-            read = 0 if number % order.each else item.prompt_tokens
-            service.metrics.used(order.model, read, item.completion_tokens)
-        yield number, item
-
-
-async def _whole(writing: Writing, pieces: AsyncGenerator[tuple[int, Piece | End], None]) -> str:
-    async for number, item in pieces:
-        writing.take(number, item)
-    return writing.whole()
-
-
-async def _events(
-    order: Order, writing: Writing, pieces: AsyncGenerator[tuple[int, Piece | End], None]
-) -> AsyncGenerator[str, None]:
-    """The chunks of a stream as JSON."""
-    begun = set[int]()
-    async for number, item in pieces:
-        if number not in begun and (first := writing.first(number)):
-            yield first
-        begun.add(number)
-        text, told = writing.take(number, item)
-        if text or told:
-            yield writing.chunk(number, text, told, None)
-        if isinstance(item, End):
-            yield writing.chunk(number, "", [], writing.shown[number].finish)
-    if order.usage:
-        yield writing.last()
+        if isinstance(item, Finish):
+            prompt_tokens = 0 if item.index % parsed.n else item.prompt_tokens
+            service.metrics.count_tokens(parsed.model, prompt_tokens, item.completion_tokens)
+        yield item

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients know, each with its status: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's form, each with its HTTP status: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from graftlm.config import Config, explain
 from graftlm.errors import GraftError
-from graftlm.serving.protocol import BusyError, ClosingError, ServingError
+from graftlm.serving.protocol import QueueFullError, ServingError, ShuttingDownError
 
 BODY = "The request"
 LOG = logging.getLogger("graftlm.serving")
 
 
 class RefusedError(ServingError):
-    """What a request says does not fit.
+    """A value of the request does not fit.
 
     Args:
         message: one sentence.
-        param: the key of the request that is meant.
+        param: the key of the request.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -33,9 +33,13 @@ class RefusedError(ServingError):
 
 
 class UnsupportedError(RefusedError):
-    """A key of OpenAI's protocol that is not implemented here."""
+    """A key of OpenAI's protocol that this server does not implement."""
 
     code = "unsupported_parameter"
+
+
+class UnsupportedValueError(ValueError):
+    """A key of OpenAI's protocol that this server does not implement; validators of pydantic raise ValueErrors."""
 
 
 class UnreadableError(ServingError):
@@ -51,13 +55,13 @@ class UnknownKeyError(ServingError):
 
 
 class UnknownPathError(ServingError):
-    """Nothing answers at this path."""
+    """The path does not exist."""
 
     status, code = 404, "unknown_url"
 
 
 class WrongMethodError(ServingError):
-    """The path answers to another method."""
+    """The path has other methods."""
 
     status, code = 405, "method_not_allowed"
 
@@ -69,60 +73,75 @@ class TooSlowError(ServingError):
 
 
 class TooLargeError(ServingError):
-    """The body is larger than the server takes."""
+    """The body is larger than the limit."""
 
     status, code = 413, "request_too_large"
 
 
 class NotJsonError(ServingError):
-    """The body says that it is something else than JSON."""
+    """The Content-Type of the body is not JSON."""
 
     status, code = 415, "unsupported_media_type"
 
 
 class UnknownHostError(ServingError):
-    """The request calls the server by a name that is not its own."""
+    """The Host of the request is not a name of this server."""
 
     status, code = 421, "unknown_host"
 
 
-class BrokenError(ServingError):
-    """A mistake of ours."""
+class InternalError(ServingError):
+    """An unexpected exception in the server."""
 
     status, kind, code = 500, "server_error", "internal_error"
 
 
 class TimedOutError(ServingError):
-    """The time of a request ended before anything was written."""
+    """The time limit of a request passed before a token was generated."""
 
     status, kind, code = 503, "server_error", "timed_out"
 
 
+class ErrorDetail(BaseModel):
+    """The content of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every response whose status is not 200."""
+
+    error: ErrorDetail
+
+
 def error_body(error: GraftError) -> dict[str, Any]:
-    """As JSON. What is no `ServingError` is a mistake of the request that a model found."""
+    """The JSON object of an error. An error that is no `ServingError` is a mistake in the request."""
     known = error if isinstance(error, ServingError) else ServingError()
-    said = {"message": str(error), "type": known.kind, "param": getattr(error, "param", None), "code": known.code}
-    return {"error": {key: _unicode(value) for key, value in said.items()}}
+    values = {"message": str(error), "type": known.kind, "param": getattr(error, "param", None), "code": known.code}
+    return {"error": {key: _encodable(value) for key, value in values.items()}}
 
 
-def _unicode(text: str | None) -> str | None:
-    """Text that can be sent: a request may hold halves of surrogate pairs, and an error shows what it holds."""
+def _encodable(text: str | None) -> str | None:
+    """The text with unpaired surrogates replaced: an error quotes the request, which may have them."""
     return None if text is None else text.encode("utf-8", "replace").decode()
 
 
 def error_response(error: GraftError) -> JSONResponse:
-    """As an answer."""
+    """The HTTP response of an error."""
     status = error.status if isinstance(error, ServingError) else 400
-    headers = {"Retry-After": "1"} if isinstance(error, BusyError | ClosingError) else {}
+    headers = {"Retry-After": "1"} if isinstance(error, QueueFullError | ShuttingDownError) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status, headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let an app's errors leave it in this form; of mistakes of ours the guard makes answers."""
+    """Register the handlers of an app; `Guard` converts unexpected exceptions."""
     app.add_exception_handler(GraftError, _on_graft_error)
-    app.add_exception_handler(RequestValidationError, _on_misfit)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
 
 
@@ -131,13 +150,13 @@ async def _on_graft_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _on_misfit(request: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_misfit(request, error))
+    return error_response(_invalid(request, error))
 
 
-def _misfit(request: Request, error: RequestValidationError) -> ServingError:
-    """One sentence about a body, or a part of the address, that does not fit its schema."""
+def _invalid(request: Request, error: RequestValidationError) -> ServingError:
+    """The error of a body or path parameter that does not fit its schema."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         why = str(first.get("ctx", {}).get("error", "")).rstrip(".")
@@ -154,23 +173,19 @@ def _explained(model: type[Config], values: dict[str, Any]) -> ServingError:
     try:
         model.model_validate(values)
     except ValidationError as error:
-        problem = max(error.errors(), key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+        problem = max(error.errors(), key=lambda item: (item["type"] == "extra_forbidden", len(item["loc"])))
         param = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[")))
-        missing = isinstance(problem.get("ctx", {}).get("error"), NotHere)
-        return (UnsupportedError if missing else RefusedError)(explain(error, model, BODY), param)
+        unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
+        return (UnsupportedError if unsupported else RefusedError)(explain(error, model, BODY), param)
     return RefusedError("The request does not fit its schema: compare it with /openapi.json.")
-
-
-class NotHere(ValueError):  # noqa: N818  # pydantic's validators raise values' errors
-    """A key that OpenAI has and this server has not."""
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(_plain(request, error))
+    return error_response(_routing_error(request, error))
 
 
-def _plain(request: Request, error: HTTPException) -> ServingError:
+def _routing_error(request: Request, error: HTTPException) -> ServingError:
     if error.status_code == 404:
         return UnknownPathError(f"Nothing answers at {request.url.path[:200]}: see /openapi.json for what there is.")
     if error.status_code == 405:
@@ -181,7 +196,7 @@ def _plain(request: Request, error: HTTPException) -> ServingError:
     )
 
 
-def our_mistake(path: str, error: Exception) -> ServingError:
-    """What clients hear of a mistake of ours: the log says more."""
+def internal_error(path: str, error: Exception) -> ServingError:
+    """The error that clients receive for an unexpected exception; the log has the traceback."""
     LOG.error("%s failed", path, exc_info=error)
-    return BrokenError("Something broke in the server, whose log says what: try again.")
+    return InternalError("Something broke in the server, whose log says what: try again.")

@@ -1,24 +1,33 @@
-"""What the web side and the engine say to each other.
+"""The interface between the web side and an engine: requests, streams of outputs, errors, and the models by name.
 
-The web side turns a request into an `Ask` and hands it to an engine, which gives a `Ticket`; the ticket yields one
-`Piece` a token and at last one `End`. Everything that can be wrong with an `Ask` is a `ServingError`, raised when it is
-handed over or, if it happens later, out of the ticket.
+The web side turns an HTTP request into `GenerationRequest`s, one for each continuation, and submits them together. The
+engine returns a `RequestStream`, which yields a `TokenOutput` for each token and a `Finish` for each continuation.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
+from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
-from graftlm.errors import GraftError
+from graftlm.errors import BackboneError, GraftError, TapConflictError, did_you_mean
+from graftlm.grafts import Graft
+from graftlm.grafts.base import supports_row_groups
+
+EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 
 
 class ServingError(GraftError):
-    """A request that can't be served, with the status that HTTP has for it."""
+    """A request that can not be served; `status` is its HTTP status, `kind` and `code` are OpenAI's keys."""
 
     status: ClassVar[int] = 400
     kind: ClassVar[str] = "invalid_request_error"
@@ -31,39 +40,39 @@ class UnknownModelError(ServingError):
     status, code = 404, "model_not_found"
 
 
-class TooLongError(ServingError):
-    """The prompt, with what is to be written, exceeds the model's context or the server's limit."""
+class ContextLengthError(ServingError):
+    """The prompt and its continuation exceed the model's context or the server's limit."""
 
     code = "context_length_exceeded"
 
 
-class BusyError(ServingError):
-    """The queue is full."""
+class QueueFullError(ServingError):
+    """Too many requests are waiting."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
 
 
-class ClosingError(ServingError):
-    """The server is shutting down and takes nothing new."""
+class ShuttingDownError(ServingError):
+    """The server is shutting down and accepts nothing new."""
 
     status, kind, code = 503, "server_error", "shutting_down"
 
 
 class EngineError(ServingError):
-    """Something broke while a request was being answered."""
+    """The engine failed while it generated."""
 
     status, kind, code = 500, "server_error", "engine_failed"
 
 
-class Limits(Config):
-    """What an engine takes on.
+class EngineLimits(Config):
+    """The limits of an engine.
 
     Args:
-        batch_size: requests that are answered at a time.
-        queue: further ones that wait.
-        context: tokens of a prompt and its continuation; None is the backbone's own limit.
-        max_tokens: of a continuation.
-        seconds: that one request may take, waiting included.
+        batch_size: continuations that are generated at the same time.
+        queue: further continuations that may wait.
+        context: maximum tokens of a prompt and its continuation; None uses the backbone's context length.
+        max_tokens: maximum tokens of a continuation.
+        seconds: maximum time of a request, waiting included.
     """
 
     batch_size: int = Field(16, ge=1)
@@ -74,20 +83,20 @@ class Limits(Config):
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One continuation that is asked for.
+class GenerationRequest:
+    """One continuation of one prompt.
 
     Attributes:
-        prompt: token ids, one at least.
-        model: the backbone's name, a graft's, or several grafts' joined by `+`, which then act together.
-        max_tokens: the most to write.
-        temperature: 0 takes the likeliest token always.
-        top_p: choose among the likeliest tokens of this probability.
-        seed: of the random choices; None draws one.
-        stop: strings before which the continuation ends; none of them is ever shown.
-        logprobs: how many of the likeliest tokens to tell at each place, None for no log-probabilities at all.
-        trace: whether to tell what grafts did at each token.
-        user: who asks, such as an API key's name: waiting requests are taken from users in turn.
+        prompt: token ids, at least one.
+        model: name of the backbone or of a graft, or names of grafts joined by `+`, which then act together.
+        max_tokens: maximum number of new tokens.
+        temperature: 0 selects the most likely token at each step.
+        top_p: sample among the most likely tokens of this total probability.
+        seed: of the sampling; None draws a seed.
+        stop: the continuation ends before the first of these strings.
+        logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.
+        trace: True reports what the grafts did at each token.
+        user: name of the API key or address of the client; waiting requests are admitted from users in turn.
     """
 
     prompt: tuple[int, ...]
@@ -103,15 +112,17 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenOutput:
     """One generated token.
 
     Attributes:
-        token: its id.
-        text: what can be shown by now: whole characters, held back while they may begin a stop string; often empty.
-        logprob: log p in nats of this token before temperature and top_p, None where it was not asked for.
-        top: the likeliest tokens with theirs.
-        trace: what grafts did where it was written, by label, such as an expert's weight or a gate's mean opening.
+        token: token id.
+        text: the text that is final after this token. It has whole characters only, and nothing that may begin a stop
+            string, so that it is often empty.
+        logprob: log p in nats before temperature and top_p; None if it was not requested.
+        top: the most likely tokens with their log p.
+        trace: what the grafts did at this token, by label, such as an expert's weight or a gate's mean opening.
+        index: number of the continuation in its stream.
     """
 
     token: int
@@ -119,48 +130,93 @@ class Piece:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     trace: dict[str, float] = field(default_factory=dict)
+    index: int = 0
 
 
 @dataclass(frozen=True)
-class End:
-    """How a continuation ended.
+class Finish:
+    """The end of one continuation.
 
     Attributes:
-        reason: an end token or stop string; the most tokens; the time limit; the client left.
-        prompt_tokens, completion_tokens: how many there were.
-        text: what was held back and is no stop string after all.
+        reason: an end token or a stop string; the maximum number of tokens; the time limit; a cancelled request.
+        prompt_tokens, completion_tokens: numbers of tokens.
+        text: text that was held back and turned out not to begin a stop string.
+        index: number of the continuation in its stream.
     """
 
-    reason: Literal["stop", "length", "time", "cancelled"]
+    reason: EngineFinishReason
     prompt_tokens: int
     completion_tokens: int
     text: str = ""
+    index: int = 0
 
 
-class Ticket(Protocol):
-    """A request under way."""
+class RequestStream:
+    """The outputs of submitted requests: the engine thread puts them, one event loop iterates them.
 
-    def __aiter__(self) -> AsyncIterator[Piece | End]:
-        """Its pieces as they are written, then its end.
+    Args:
+        count: number of continuations; the iteration ends when each of them has finished.
+    """
 
-        Raises:
-            ServingError: it failed; the others go on.
-        """
-        ...
+    def __init__(self, count: int = 1) -> None:
+        self.cancelled = False
+        self._items: deque[TokenOutput | Finish | Exception] = deque()
+        self._unfinished = count
+        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        ...
+        """Let the engine drop what has not finished."""
+        self.cancelled = True
+
+    def put(self, item: TokenOutput | Finish | Exception) -> None:
+        """Add an output; the reader sees it after `wake_readers`."""
+        self._items.append(item)
+
+    async def __aiter__(self) -> AsyncIterator[TokenOutput | Finish]:
+        """The outputs in the order of generation.
+
+        Raises:
+            ServingError: one of the continuations failed.
+        """
+        available = asyncio.Event()
+        self._reader = (asyncio.get_running_loop(), available)  # before the first look, so that no output is missed
+        while self._unfinished:
+            available.clear()
+            while self._items:
+                item = self._items.popleft()
+                if isinstance(item, Exception):
+                    raise item
+                self._unfinished -= isinstance(item, Finish)
+                yield item
+            if self._unfinished:
+                await available.wait()
+
+    @staticmethod
+    def wake_readers(streams: Iterable[RequestStream]) -> None:
+        """Wake each event loop once for all of its streams."""
+        events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for stream in streams:
+            if stream._reader is not None:
+                loop, available = stream._reader
+                events.setdefault(loop, []).append(available)
+        for loop, available_events in events.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers are gone
+                loop.call_soon_threadsafe(_set_all, available_events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 @dataclass(frozen=True)
-class Stats:
-    """What an engine is doing.
+class EngineStats:
+    """The state of an engine.
 
     Attributes:
-        running, waiting: requests.
-        tokens: written since it began.
-        finished: requests by the reason of their end; `error` for those that failed.
+        running, waiting: numbers of continuations.
+        tokens: tokens generated since the start.
+        finished: continuations by the reason of their end; `error` for those that failed.
     """
 
     running: int
@@ -170,29 +226,196 @@ class Stats:
 
 
 class Engine(Protocol):
-    """Answers requests to one backbone and its grafts. All methods may be called from any thread; none waits long."""
+    """Generates for one backbone and its grafts. All methods are thread-safe, and none blocks for long but `close`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The backbone's name first, then the grafts'."""
+        """The backbone's name first, then the grafts' names."""
         ...
 
-    def submit(self, ask: Ask) -> Ticket:
-        """Take a request on.
+    def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
+        """Accept all of these requests, or none; the stream's indices are their positions.
 
         Raises:
-            UnknownModelError, TooLongError, BusyError, ClosingError: it is not.
+            UnknownModelError, ContextLengthError, QueueFullError, ShuttingDownError: a request can not be accepted.
         """
         ...
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Answer new requests with this graft, or under this name no longer; running ones keep theirs to the end."""
+        """Use this graft for new requests, or remove the name; running requests keep their graft."""
         ...
 
-    def stats(self) -> Stats:
-        """What it is doing now."""
+    def stats(self) -> EngineStats:
+        """The current state."""
         ...
 
     def close(self, grace: float) -> bool:
-        """Take nothing new, finish what runs within `grace` seconds, cancel the rest; whether all was finished."""
+        """Accept nothing new, finish within `grace` seconds, cancel the rest; True if all requests finished."""
         ...
+
+
+def check_model(names: Sequence[str], model: str) -> None:
+    """Check that a model is a known name, or known names joined by +.
+
+    Raises:
+        UnknownModelError: it is not; the message lists the names.
+    """
+    if unknown := [part for part in model.split("+") if part not in names]:
+        raise UnknownModelError(
+            f"There is no model {unknown[0][:100]!r} here: use one of {', '.join(names)}, or grafts joined by +."
+        )
+
+
+def context_limit(backbone: Backbone, limits: EngineLimits) -> int:
+    """Maximum tokens of a prompt and its continuation; `UNLIMITED` if neither the model nor the limits set one."""
+    return min(max_sequence_length(backbone), limits.context or UNLIMITED)
+
+
+def end_token_ids(backbone: Backbone) -> frozenset[int]:
+    """The token ids that end a text: those of the checkpoint's generation config, and the tokenizer's."""
+    configured = getattr(getattr(backbone.model, "generation_config", None), "eos_token_id", None)
+    ids = list(configured) if isinstance(configured, list | tuple) else [configured]
+    if backbone.tokenizer is not None:
+        ids.append(backbone.tokenizer.eos_token_id)
+    return frozenset(token for token in ids if isinstance(token, int))
+
+
+class ModelRegistry:
+    """The backbone and the grafts by name, and the check of requests. All methods are thread-safe.
+
+    Args:
+        backbone: a causal language model.
+        grafts: grafts for this backbone, by name.
+        name: name of the backbone in requests; by default its own name.
+        limits: of the engine.
+        shared_batches: True accepts only grafts that can act on some rows of a batch.
+
+    Raises:
+        BackboneError: the backbone is not a causal language model.
+        GraftError: a name is not usable.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft],
+        name: str | None = None,
+        limits: EngineLimits | None = None,
+        *,
+        shared_batches: bool = False,
+    ) -> None:
+        if backbone.kind != "causal-lm" or not backbone.sites.family.causal:
+            raise BackboneError(
+                f"The backbone {backbone.name} ({backbone.sites.model_type}) writes no text: serve a causal language "
+                "model."
+            )
+        self.name, self.limits = name or backbone.name, limits or EngineLimits()
+        self._context = context_limit(backbone, self.limits)
+        self._vocabulary = int(backbone.config.vocab_size)
+        self._sites, self._shared_batches = backbone.sites, shared_batches
+        self._lock = threading.Lock()
+        self._grafts: dict[str, Graft] = {}
+        for graft_name, graft in grafts.items():
+            self.replace(graft_name, graft)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The backbone's name first, then the grafts' names."""
+        with self._lock:
+            return (self.name, *self._grafts)
+
+    def replace(self, name: str, graft: object | None) -> None:
+        """Register a graft under a name, or remove the name.
+
+        Raises:
+            GraftError: the name is the backbone's or not usable, or the object is not a graft.
+        """
+        if name == self.name or not name or "+" in name:
+            why = (
+                "is the backbone's" if name == self.name else "is empty" if not name else "holds a +, which joins names"
+            )
+            raise GraftError(f"The name {name!r} {why}: give the graft another.")
+        if graft is not None and not isinstance(graft, Graft):
+            raise GraftError(
+                f"{type(graft).__name__} is no graft, which is expected under {name!r}: build or load one."
+            )
+        if self._shared_batches and graft is not None and not supports_row_groups(graft):
+            raise GraftError(
+                f"The graft {name} brings modules of its own into the model, which would act on the requests of others "
+                "too: use it with graft generate, which answers one at a time."
+            )
+        with self._lock:
+            if graft is None:
+                self._grafts.pop(name, None)
+            else:
+                self._grafts[name] = graft
+
+    def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
+        """Whether all of these grafts are still registered under their names."""
+        with self._lock:
+            return all(self._grafts.get(name) is graft for name, graft in grafts)
+
+    def check(self, request: GenerationRequest) -> dict[str, Graft]:
+        """The grafts that a request names; empty for the bare backbone.
+
+        Raises:
+            ServingError: the request does not fit the models or the limits.
+        """
+        grafts = self._grafts_of(request.model)
+        if request.max_tokens < 1:
+            raise ServingError(f"max_tokens is {request.max_tokens}, but 1 at least is expected.")
+        self._check_prompt(request.prompt)
+        self._check_length(request)
+        return grafts
+
+    def _grafts_of(self, model: str) -> dict[str, Graft]:
+        with self._lock:
+            known = dict(self._grafts)
+        if model == self.name:
+            return {}
+        names = model.split("+")
+        for name in names:
+            if name == self.name:
+                raise ServingError(f"The backbone {name} is in every mixture already: leave it out of {model!r}.")
+            if name not in known:
+                raise UnknownModelError(f"There is no model {name!r}{did_you_mean(name, (self.name, *known))}.")
+            if names.count(name) > 1:
+                raise ServingError(f"The mixture {model!r} names {name} twice: leave one out.")
+        grafts = {name: known[name] for name in names}
+        if len(grafts) > 1:
+            self._check_mixture(grafts)
+        return grafts
+
+    def _check_mixture(self, grafts: dict[str, Graft]) -> None:
+        if alone := [name for name, graft in grafts.items() if not supports_row_groups(graft)]:
+            raise ServingError(
+                f"The graft {alone[0]} brings modules of its own into the model, so that it acts alone: leave out the "
+                "others, or this one."
+            )
+        try:
+            check_conflicts(self._sites, {name: graft.taps() for name, graft in grafts.items()})
+        except TapConflictError as error:
+            raise ServingError(str(error)) from error
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        if not prompt:
+            raise ServingError("The prompt has no tokens: give at least one word to continue.")
+        unknown = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if unknown is not None:
+            raise ServingError(
+                f"The prompt holds the token id {unknown}, but the model knows 0 to {self._vocabulary - 1}."
+            )
+
+    def _check_length(self, request: GenerationRequest) -> None:
+        if request.max_tokens > self.limits.max_tokens:
+            raise ContextLengthError(
+                f"max_tokens is {request.max_tokens}, but this server writes {self.limits.max_tokens} at most: ask "
+                "for fewer."
+            )
+        length = len(request.prompt)
+        if length + request.max_tokens > self._context:
+            raise ContextLengthError(
+                f"The prompt has {length} tokens, which with {request.max_tokens} new ones makes "
+                f"{length + request.max_tokens}, but {self._context} is the most here: shorten the prompt, or ask for "
+                "fewer."
+            )

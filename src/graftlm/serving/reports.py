@@ -1,9 +1,9 @@
-"""What is told of the grafts in service: what they are, what they learned and forgot, and the report of their run."""
+"""Reports of the grafts in service: what they are, what they learned and forgot, and the results of their run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,23 +16,23 @@ from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric
 from graftlm.runs.graft_run import graft_label
 from graftlm.serving.service import Service
-from graftlm.serving.shelf import Entry
+from graftlm.serving.store import StoredGraft
 
-_GRAFT = "graft"  # the folder in a run's folder that holds its graft
-_LARGEST = 32 * 2**20  # bytes of a report that is read
+_GRAFT_FOLDER = "graft"  # name of a graft's folder inside of a run's folder
+_MAX_REPORT_BYTES = 32 * 2**20
 _SETTINGS = ("batch_size", "learning_rate", "schedule", "precision", "seed")
 
 
-class Base(BaseModel):
-    """The model that all grafts sit on."""
+class ServedBackbone(BaseModel):
+    """The backbone of all grafts."""
 
     name: str
     chat: bool
     context: int | None
 
 
-class GraftCard(BaseModel):
-    """A graft in short; metrics in nats per token, None where they were not measured."""
+class GraftSummary(BaseModel):
+    """A graft in short. Metrics are in nats per token, None if they were not measured."""
 
     name: str
     kind: str
@@ -44,16 +44,16 @@ class GraftCard(BaseModel):
     forgotten: Interval | None
 
 
-class Overview(BaseModel):
-    """The answer of /v1/graftlm/grafts."""
+class ServedModels(BaseModel):
+    """The response of /v1/graftlm/grafts."""
 
     object: Literal["list"] = "list"
-    backbone: Base
-    data: list[GraftCard]
+    backbone: ServedBackbone
+    data: list[GraftSummary]
 
 
-class Point(BaseModel):
-    """A method in the plane of learning and forgetting, in nats per token; `own` is the graft itself."""
+class TradeOffPoint(BaseModel):
+    """A method's learning and forgetting in nats per token; `own` marks the graft itself."""
 
     id: str
     label: str
@@ -62,37 +62,37 @@ class Point(BaseModel):
     own: bool
 
 
-class Report(BaseModel):
-    """The answer of /v1/graftlm/grafts/NAME/report.
+class GraftReport(BaseModel):
+    """The response of /v1/graftlm/grafts/NAME/report.
 
     Attributes:
-        points: of the graft and of what it was compared with, where that is known.
-        paths: [forgotten, learned] of other settings, by the point's id, in order.
+        points: the graft, and the methods of the same run.
+        paths: [forgotten, learned] of other settings in order, by the point's id.
         measured: all metrics of the graft.
-        training: the run's settings.
-        results: the run's results.json, where it lies beside the graft.
+        training: settings of the run.
+        results: the run's results.json, if it is in a folder of the graft's run.
     """
 
     name: str
-    card: GraftCard
-    points: list[Point]
+    card: GraftSummary
+    points: list[TradeOffPoint]
     paths: dict[str, JsonValue]
     measured: dict[str, Metric]
     training: dict[str, JsonValue]
     results: dict[str, JsonValue] | None
 
 
-def overview(service: Service) -> Overview:
-    """All that is served."""
+def served_models(service: Service) -> ServedModels:
+    """The backbone and the grafts of a service."""
     context = service.context if service.context < UNLIMITED else None
-    base = Base(name=service.name, chat=not service.prompts.plain, context=context)
-    return Overview(backbone=base, data=[card_of(entry) for entry in service.shelf.entries()])
+    backbone = ServedBackbone(name=service.name, chat=not service.tokenizer.plain, context=context)
+    return ServedModels(backbone=backbone, data=[graft_summary(entry) for entry in service.store.entries()])
 
 
-def card_of(entry: Entry) -> GraftCard:
-    """A graft in short, by its graft.json alone."""
+def graft_summary(entry: StoredGraft) -> GraftSummary:
+    """A graft in short, from its graft.json."""
     manifest, measured = entry.manifest, _measured(entry.manifest)
-    return GraftCard(
+    return GraftSummary(
         name=entry.name,
         kind=manifest.kind,
         label=_label(manifest),
@@ -104,77 +104,81 @@ def card_of(entry: Entry) -> GraftCard:
     )
 
 
-def report_of(entry: Entry) -> Report:
-    """What was measured of a graft: by its graft.json, and by the results.json of its run where that can be found."""
-    found = _results(entry)
-    results, own = found if found is not None else (None, entry.manifest.kind)
-    card = card_of(entry)
-    settings = entry.manifest.training.get("training")
-    known = settings if isinstance(settings, dict) else {}
+def graft_report(entry: StoredGraft) -> GraftReport:
+    """The measurements of a graft, from its graft.json and from the results.json of its run if there is one."""
+    results, row_id = _find_results(entry)
+    summary = graft_summary(entry)
+    training = entry.manifest.training.get("training")
+    settings = training if isinstance(training, dict) else {}
     paths = results.details.get("paths") if results is not None else None
-    return Report(
+    return GraftReport(
         name=entry.name,
-        card=card,
-        points=_points(results, own, card),
+        card=summary,
+        points=_points(results, row_id, summary),
         paths=paths if isinstance(paths, dict) else {},
         measured=_measured(entry.manifest),
-        training={key: known[key] for key in _SETTINGS if known.get(key) is not None},
-        results=None if results is None else results.model_dump(mode="json") | {"command": _elsewhere(results.command)},
+        training={key: settings[key] for key in _SETTINGS if settings.get(key) is not None},
+        results=None
+        if results is None
+        else results.model_dump(mode="json") | {"command": _without_paths(results.command)},
     )
 
 
-def _elsewhere(command: str) -> str:
-    """A command without this machine's places, which older reports may still tell."""
+def _without_paths(command: str) -> str:
+    """A command without absolute paths of this machine, which older reports may have."""
     return re.sub(r"(?<![^\s='\"])/[^\s'\"]+", "DIR", command)
 
 
-def _results(entry: Entry) -> tuple[Results, str] | None:
-    """The results of the run that made a graft, and the id of its row there.
+def _find_results(entry: StoredGraft) -> tuple[Results | None, str]:
+    """The results of the run that trained a graft, and the id of its row in them.
 
-    They lie in the graft's folder, or, where that is the folder `graft` of a run, in the run's or the one above.
+    A damaged file counts as missing, because graft.json has the graft's own metrics.
     """
-    for folder, row_id in _places(entry):
+    for folder, row_id in _result_folders(entry):
         path = folder / FILE_NAME
-        if path.is_file() and path.stat().st_size <= _LARGEST:
+        if path.is_file() and path.stat().st_size <= _MAX_REPORT_BYTES:
             try:
                 results = Results.read(path)
-            except GraftError:  # a damaged report is as good as none: the graft's own figures stand in graft.json
+            except GraftError:
                 continue
             if row_id in [row.id for row in results.rows]:
                 return results, row_id
-    return None
+    return None, entry.manifest.kind
 
 
-def _places(entry: Entry) -> Iterator[tuple[Path, str]]:
+def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
+    """The folders that may hold results.json, each with the graft's row id: its own, its run's, and the parent's."""
     kind, folder = entry.manifest.kind, entry.folder.absolute()
     yield folder, kind
-    if folder.name == _GRAFT:
+    if folder.name == _GRAFT_FOLDER:
         yield folder.parent, kind
         yield folder.parent.parent, folder.parent.name
 
 
-def _points(results: Results | None, own: str, card: GraftCard) -> list[Point]:
+def _points(results: Results | None, row_id: str, summary: GraftSummary) -> list[TradeOffPoint]:
     if results is None:
-        mine = Point(id=own, label=card.label, learned=card.learned, forgotten=card.forgotten, own=True)
-        return [mine] if card.learned or card.forgotten else []
-    rows = [row for row in results.rows if {"learned", "forgotten"} & row.metrics.keys()]
+        own = TradeOffPoint(
+            id=row_id, label=summary.label, learned=summary.learned, forgotten=summary.forgotten, own=True
+        )
+        return [own] if summary.learned or summary.forgotten else []
     return [
-        Point(
+        TradeOffPoint(
             id=row.id,
             label=row.label,
             learned=_interval(row.metrics.get("learned")),
             forgotten=_interval(row.metrics.get("forgotten")),
-            own=row.id == own,
+            own=row.id == row_id,
         )
-        for row in rows
+        for row in results.rows
+        if {"learned", "forgotten"} & row.metrics.keys()
     ]
 
 
 def _measured(manifest: Manifest) -> dict[str, Metric]:
-    found = manifest.training.get("measured")
-    known: Mapping[str, Any] = found if isinstance(found, dict) else {}
-    each = {name: _metric(value) for name, value in known.items()}
-    return {name: value for name, value in each.items() if value is not None}
+    """The metrics in graft.json; values that are no metrics are left out."""
+    values = manifest.training.get("measured")
+    metrics = {name: _metric(value) for name, value in values.items()} if isinstance(values, dict) else {}
+    return {name: metric for name, metric in metrics.items() if metric is not None}
 
 
 def _metric(value: Any) -> Metric | None:

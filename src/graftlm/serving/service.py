@@ -1,129 +1,137 @@
-"""A server's parts, and continuations under way that belong to one request."""
+"""The parts of a running server, and their construction from a backbone and folders of grafts."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from starlette.requests import Request
-
-from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
-from graftlm.serving.keys import Keys
-from graftlm.serving.metrics import Metrics
-from graftlm.serving.prompts import Prompts
-from graftlm.serving.protocol import Ask, End, Engine, EngineError, Limits, Piece, Ticket, UnknownModelError
-from graftlm.serving.settings import Settings
-from graftlm.serving.shelf import Shelf
-from graftlm.serving.state import Phase
+from graftlm.backbone import Backbone
+from graftlm.errors import GraftError
+from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.middleware import ServerMetrics
+from graftlm.serving.protocol import Engine, EngineLimits, context_limit
+from graftlm.serving.settings import ApiKeys, ServerSettings
+from graftlm.serving.store import NAME, GraftStore
+from graftlm.serving.tokenization import ServingTokenizer
 
 
 @dataclass(frozen=True)
 class Service:
-    """What routes work with.
+    """What the routes work with.
 
     Attributes:
-        backbone: the frozen model; `name` is what requests call it.
-        engine: what writes.
+        name: name of the backbone in requests.
+        fingerprint: of the backbone, as responses report it.
+        context: maximum tokens of a prompt and its continuation.
+        engine: generates.
         limits: of the engine.
-        shelf: the grafts in service.
+        store: the grafts in service.
         settings: of the web side.
-        keys: who may ask.
-        started: when, in seconds since 1970.
+        tokenizer: the backbone's.
+        metrics: for Prometheus.
+        keys: API keys.
+        started: start time in seconds since 1970.
+        closing: set once the server accepts nothing new.
     """
 
-    backbone: Backbone
     name: str
+    fingerprint: str
+    context: int
     engine: Engine
-    limits: Limits
-    shelf: Shelf
-    settings: Settings
-    prompts: Prompts
-    metrics: Metrics
-    keys: Keys
+    limits: EngineLimits
+    store: GraftStore
+    settings: ServerSettings
+    tokenizer: ServingTokenizer
+    metrics: ServerMetrics
+    keys: ApiKeys
     started: int
-    phase: Phase = field(default_factory=Phase)
+    closing: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def context(self) -> int:
-        """The most tokens that a prompt and its continuation have together."""
-        return min(max_sequence_length(self.backbone), self.limits.context or UNLIMITED)
+    @classmethod
+    def create(
+        cls,
+        backbone: Backbone,
+        engine: Engine,
+        store: GraftStore,
+        name: str,
+        *,
+        settings: ServerSettings | None = None,
+        limits: EngineLimits | None = None,
+        keys: ApiKeys | None = None,
+    ) -> Service:
+        """A service around an engine; the other parts have defaults.
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the backbone, as answers tell it."""
-        return f"fp_{self.backbone.fingerprint.id}"
+        Raises:
+            BackboneError: the backbone has no tokenizer.
+        """
+        settings, limits = settings or ServerSettings(), limits or EngineLimits()
+        return cls(
+            name=name,
+            fingerprint=f"fp_{backbone.fingerprint.id}",
+            context=context_limit(backbone, limits),
+            engine=engine,
+            limits=limits,
+            store=store,
+            settings=settings,
+            tokenizer=ServingTokenizer(backbone, settings.chat_template),
+            metrics=ServerMetrics(engine),
+            keys=keys or ApiKeys(),
+            started=int(time.time()),
+        )
 
     def reload(self, *, now: bool = False) -> None:
         """Take changed grafts into service."""
-        self.shelf.refresh(self.engine.replace, self.metrics.loaded, now=now)
-
-    def check_model(self, model: str) -> None:
-        """Raise `UnknownModelError`, which tells the known names, unless this is one of them, or several by +."""
-        names = self.engine.names
-        if unknown := [part for part in model.split("+") if part not in names]:
-            raise UnknownModelError(
-                f"There is no model {unknown[0][:100]!r} here: use one of {', '.join(names)}, or grafts joined by +."
-            )
+        self.store.refresh(self.engine.replace, self.metrics.count_load, now=now)
 
 
-def user_of(request: Request) -> str:
-    """Who asks: the name of the API key, or the client's address."""
-    return getattr(request.state, "user", "")
-
-
-class Tickets:
-    """Continuations that one request asks for; an iterator of their pieces, each with the number of its continuation.
+def open_service(
+    backbone: Backbone,
+    given: Mapping[str, str | Path] | None = None,
+    folder: str | Path | None = None,
+    *,
+    name: str | None = None,
+    settings: ServerSettings | None = None,
+    limits: EngineLimits | None = None,
+    keys: ApiKeys | None = None,
+) -> Service:
+    """Load grafts, start the engine, and return the service.
 
     Args:
-        engine: what takes them on, all or none.
-        asks: one each.
+        backbone: a causal language model with its tokenizer.
+        given: folders of grafts by name.
+        folder: a folder with further grafts' folders.
+        name: name of the backbone in requests; by default its name on the hub, or its folder's name.
+        settings: of the web side.
+        limits: of the engine.
+        keys: API keys.
 
     Raises:
-        ServingError: the engine refuses one of them.
+        GraftError: a part can not be loaded or used.
     """
-
-    def __init__(self, engine: Engine, asks: Sequence[Ask]) -> None:
-        self._tickets: dict[int, Ticket] = {}
-        self._pumps: list[asyncio.Task[None]] = []
-        try:
-            for number, ask in enumerate(asks):
-                self._tickets[number] = engine.submit(ask)
-        except BaseException:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Nobody waits any more for those that have not ended."""
-        for ticket in self._tickets.values():
-            ticket.cancel()
-        for pump in self._pumps:
-            pump.cancel()
-        self._tickets, self._pumps = {}, []
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece | End]]:
-        """Whatever comes first, of any of them, until all have ended.
-
-        Raises:
-            ServingError: one of them failed.
-        """
-        queue: asyncio.Queue[tuple[int, Piece | End | Exception]] = asyncio.Queue()
-        self._pumps = [asyncio.create_task(_pump(ticket, n, queue)) for n, ticket in self._tickets.items()]
-        while self._tickets:
-            number, item = await queue.get()
-            if isinstance(item, End | Exception):
-                del self._tickets[number]
-            if isinstance(item, Exception):
-                raise item
-            yield number, item
+    name = checked_name(name or served_name(backbone.name))
+    backbone.need_tokenizer()
+    folders = {graft: Path(path) for graft, path in (given or {}).items()}
+    store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
+    engine = BatchingEngine(backbone, store.open(), name, limits)
+    return Service.create(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
 
 
-async def _pump(ticket: Ticket, number: int, queue: asyncio.Queue[tuple[int, Piece | End | Exception]]) -> None:
-    try:
-        async for item in ticket:
-            queue.put_nowait((number, item))
-            if isinstance(item, End):
-                return
-        raise EngineError("The continuation broke off: ask again.")
-    except Exception as error:  # handed to who iterates
-        queue.put_nowait((number, error))
+def served_name(name: str) -> str:
+    """The default name of a backbone in requests: its name on the hub, or the last part of its folder's path."""
+    return Path(name).absolute().name if Path(name).is_dir() else name
+
+
+def checked_name(name: str) -> str:
+    """The name of a backbone in requests.
+
+    Raises:
+        GraftError: requests can not use the name.
+    """
+    if not all(NAME.fullmatch(part) for part in name.split("/")):
+        raise GraftError(
+            f"Requests can't call the backbone {name!r}: give it another (--name), of letters, digits, dots, dashes."
+        )
+    return name

@@ -1,29 +1,38 @@
-"""What the web side of a server is set to."""
+"""The settings of the web side, and API keys from a file or an environment variable."""
 
 from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from pathlib import Path
 
 from pydantic import Field
 
 from graftlm.config import Config
+from graftlm.errors import GraftError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEYS_VARIABLE = "GRAFTLM_API_KEYS"
+_MIN_KEY_LENGTH = 16
 
 
-class Settings(Config):
-    """How requests reach the models.
+class ServerSettings(Config):
+    """The settings of the HTTP server.
 
     Args:
-        host: address to listen at; the default is this machine alone.
-        port: 0 takes a free one.
-        hosts: names that requests may call this server by; None is any, or only the machine's own where `host` is one.
-        origins: web pages of other places that may use it from a browser; none by default.
-        body_bytes: the largest request, refused before it is parsed.
-        body_seconds: how long a request may take to arrive.
-        send_seconds: how long a client may take nothing of its answer before it counts as gone.
-        requests: that are open at a time.
-        grace: seconds that running requests have when the server stops.
-        reload_seconds: how often the grafts' files are looked at; 0 looks only when a SIGHUP comes.
-        chat_template: Jinja text in place of the tokenizer's own.
+        host: address to listen at; the default accepts connections of this machine only.
+        port: 0 selects a free port.
+        hosts: names that the Host header may have. None allows any name, or this machine's names if `host` is one.
+        origins: web origins whose pages may use the server from a browser.
+        body_bytes: maximum size of a request, checked before it is parsed.
+        body_seconds: maximum time for a request to arrive.
+        send_seconds: a client that accepts nothing of a stream for so long counts as disconnected.
+        requests: maximum number of open requests.
+        grace: seconds in which running requests may finish when the server stops.
+        reload_seconds: interval between checks of the grafts' files; 0 checks only after a SIGHUP.
+        chat_template: Jinja chat template in place of the tokenizer's own.
     """
 
     host: str = "127.0.0.1"
@@ -38,12 +47,83 @@ class Settings(Config):
     reload_seconds: float = Field(2.0, ge=0)
     chat_template: str | None = None
 
-    def known_hosts(self) -> frozenset[str] | None:
-        """Names that a request's Host may have, None for any.
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in LOOPBACK
 
-        A page of another site could reach a server on the reader's own machine under that site's name, so a server that
-        listens there answers to the machine's names alone.
+    def allowed_hosts(self) -> frozenset[str] | None:
+        """Names that the Host header may have, in lower case; None allows any.
+
+        A local server checks them against DNS rebinding: a foreign page could reach it under the name of its own site.
         """
         if self.hosts is not None:
             return frozenset(name.lower() for name in self.hosts)
-        return frozenset(LOOPBACK) if self.host in LOOPBACK else None
+        return frozenset(LOOPBACK) if self.is_local else None
+
+
+class ApiKeys:
+    """Names by API key; only the hashes of the keys are kept. Without keys anyone may use the server.
+
+    Args:
+        keys: pairs of a name and its key.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
+        self._names = {_hash(key): name for name, key in keys}
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def name_of(self, key: str) -> str | None:
+        """The name of a key. All known keys are compared, each in constant time."""
+        digest, match = _hash(key), None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                match = name
+        return match
+
+    def name_of_header(self, header: str) -> str | None:
+        """The name of the key in an Authorization header."""
+        scheme, _, key = header.strip().partition(" ")
+        return self.name_of(key.strip()) if scheme.lower() == "bearer" else None
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(file: Path | None = None) -> ApiKeys:
+    """API keys from a file, else from GRAFTLM_API_KEYS: `NAME:KEY` or `KEY`, separated by lines or commas.
+
+    Raises:
+        GraftError: the file can not be read or has no key, or a key is too short or not unique.
+    """
+    if file is None:
+        return _parse(os.environ.get(KEYS_VARIABLE, ""), KEYS_VARIABLE)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GraftError(f"The file of API keys {file} can't be read ({error}): name a text file.") from None
+    keys = _parse(text, str(file))
+    if not keys:
+        raise GraftError(f"{file} holds no API key: write one a line, as NAME:KEY, or leave the option out.")
+    return keys
+
+
+def _parse(text: str, source: str) -> ApiKeys:
+    lines = [line.strip() for line in text.replace(",", "\n").splitlines()]
+    pairs = []
+    for number, line in enumerate((line for line in lines if line and not line.startswith("#")), start=1):
+        name, colon, key = line.partition(":")
+        pairs.append((name.strip(), key.strip()) if colon else (f"key-{number}", line))
+    for name, key in pairs:
+        if len(key) < _MIN_KEY_LENGTH:
+            raise GraftError(
+                f"The API key {name} of {source} has {len(key)} characters, and {_MIN_KEY_LENGTH} are the least: make "
+                'one, as with python -c "import secrets; print(secrets.token_urlsafe(32))".'
+            )
+    for column, what in enumerate(("name", "API key")):
+        if len({pair[column] for pair in pairs}) < len(pairs):
+            raise GraftError(f"{source} has the same {what} twice: give each user one of their own.")
+    return ApiKeys(pairs)

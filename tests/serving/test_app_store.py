@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import generate_latest
 
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import _watch
-from graftlm.serving.server import checked_name, open_service, served_name
-from graftlm.serving.settings import Settings
-from graftlm.serving.shelf import Shelf
+from graftlm.serving.service import checked_name, open_service, served_name
+from graftlm.serving.settings import ServerSettings
+from graftlm.serving.store import GraftStore
 from tiny import tiny_model, tiny_tokenizer
 
 CONFIG = graft_config({"kind": "adapter", "width": 4})
@@ -43,7 +44,7 @@ def value_of(graft: Graft | None) -> float | None:
 class Counter:
     """What is in service, and what was told of each change."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: GraftStore) -> None:
         self.shelf = shelf
         self.grafts = {name: value_of(graft) for name, graft in shelf.open().items()}
         self.told: list[tuple[str, str]] = []
@@ -73,7 +74,7 @@ def folder(backbone: Backbone, tmp_path: Path) -> Path:
 
 
 def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     assert counter.grafts == {"danish": 1.0, "french": 2.0}
     assert [entry.manifest.kind for entry in counter.shelf.entries()] == ["adapter", "adapter"]
     assert counter.look(3) == []
@@ -81,7 +82,7 @@ def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, fo
 
 
 def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     write(backbone, folder / "danish", 3.0)
     assert counter.look(1) == [], "it may still be written"
     assert counter.look(1) == [("danish", "loaded")]
@@ -90,13 +91,13 @@ def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone,
 
 
 def test_who_asks_for_it_does_not_wait(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     write(backbone, folder / "danish", 3.0)
     assert counter.look(1, now=True) == [("danish", "loaded")]
 
 
 def test_files_that_are_overwritten_in_place_are_seen_too(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     other = write(backbone, tmp_path / "other", 5.0)
     shutil.copyfile(other / "graft.safetensors", folder / "danish" / "graft.safetensors")
     assert counter.look() == [("danish", "loaded")]
@@ -107,7 +108,7 @@ def test_files_that_are_overwritten_in_place_are_seen_too(backbone: Backbone, fo
 def test_a_bad_file_leaves_the_old_graft_in_service(
     backbone: Backbone, folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     tensors, manifest = folder / "danish" / "graft.safetensors", folder / "danish" / "graft.json"
     if damage == "tensors":
         tensors.write_bytes(tensors.read_bytes()[:-8])
@@ -132,7 +133,7 @@ def test_a_bad_file_leaves_the_old_graft_in_service(
 
 
 def test_a_graft_that_the_engine_refuses_leaves_the_old_one(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     write(backbone, folder / "danish", 3.0)
 
     def refuse(name: str, graft: Graft | None) -> None:
@@ -148,17 +149,17 @@ def test_a_graft_that_the_engine_refuses_leaves_the_old_one(backbone: Backbone, 
 def test_a_file_that_changes_while_it_is_read_waits(
     backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     write(backbone, folder / "danish", 3.0)
-    load, written = Shelf._load, []
+    load, written = GraftStore._load, []
 
-    def slow(self: Shelf, name: str, place: Path):
+    def slow(self: GraftStore, name: str, place: Path):
         found = load(self, name, place)
         if not written:
             written.append(write(backbone, place, 4.0))
         return found
 
-    monkeypatch.setattr(Shelf, "_load", slow)
+    monkeypatch.setattr(GraftStore, "_load", slow)
     assert counter.look() == []
     assert counter.grafts["danish"] == 1.0
     assert counter.look(2) == [("danish", "loaded")]
@@ -166,7 +167,7 @@ def test_a_file_that_changes_while_it_is_read_waits(
 
 
 def test_folders_that_come_and_go(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(Shelf(backbone, folder=folder))
+    counter = Counter(GraftStore(backbone, folder=folder))
     write(backbone, folder / "german", 7.0)
     assert counter.look() == [("german", "loaded")]
     shutil.rmtree(folder / "french")
@@ -177,7 +178,7 @@ def test_folders_that_come_and_go(backbone: Backbone, folder: Path) -> None:
 
 
 def test_a_graft_that_was_given_by_name_stays(backbone: Backbone, tmp_path: Path) -> None:
-    counter = Counter(Shelf(backbone, {"danish": write(backbone, tmp_path / "graft", 1.0)}))
+    counter = Counter(GraftStore(backbone, {"danish": write(backbone, tmp_path / "graft", 1.0)}))
     shutil.rmtree(tmp_path / "graft")
     assert counter.look(3) == [("danish", "refused")]
     assert counter.grafts == {"danish": 1.0}
@@ -186,7 +187,7 @@ def test_a_graft_that_was_given_by_name_stays(backbone: Backbone, tmp_path: Path
 def test_drafts_and_odd_names_are_no_grafts(backbone: Backbone, folder: Path) -> None:
     for name in (".danish.1234", "a b", "one+two", "tiny"):
         shutil.copytree(folder / "danish", folder / name)
-    shelf = Shelf(backbone, folder=folder, reserved=frozenset({"tiny"}))
+    shelf = GraftStore(backbone, folder=folder, reserved=frozenset({"tiny"}))
     assert set(shelf.open()) == {"danish", "french"}
     assert set(shelf.problems()) == {"a b", "one+two", "tiny"}
     assert "is the backbone's" in shelf.problems()["tiny"]
@@ -194,7 +195,7 @@ def test_drafts_and_odd_names_are_no_grafts(backbone: Backbone, folder: Path) ->
 
 def test_a_broken_graft_of_the_folder_does_not_keep_the_others(backbone: Backbone, folder: Path) -> None:
     (folder / "danish" / "graft.json").write_text("{")
-    shelf = Shelf(backbone, folder=folder)
+    shelf = GraftStore(backbone, folder=folder)
     assert set(shelf.open()) == {"french"}
     assert set(shelf.problems()) == {"danish"}
 
@@ -226,10 +227,10 @@ def test_a_folder_that_is_not_there_and_names_that_can_t_be(backbone: Backbone, 
 async def _watched(backbone: Backbone, folder: Path) -> str:
     import asyncio
 
-    service = open_service(backbone, folder=folder, name="tiny", settings=Settings(reload_seconds=0.01))
+    service = open_service(backbone, folder=folder, name="tiny", settings=ServerSettings(reload_seconds=0.01))
     watching = asyncio.create_task(_watch(service))
     await asyncio.to_thread(write, backbone, folder / "danish", 3.0)
-    while not (page := service.metrics.page().decode()).count('graft="danish",outcome="loaded"'):
+    while not (page := generate_latest(service.metrics.registry).decode()).count('graft="danish",outcome="loaded"'):
         await asyncio.sleep(0.01)
     watching.cancel()
     service.engine.close(5)

@@ -1,0 +1,249 @@
+"""Generation with several graft sets on one backbone: its own modules run once for the rows of all sets.
+
+Each row's logits equal those of the row alone. Shape suffixes: B rows, T tokens of this pass, V tokens of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
+from graftlm.backbone.taps import check_conflicts
+from graftlm.errors import GraftError
+from graftlm.grafts.base import Graft, Trace, supports_row_groups
+from graftlm.grafts.model import GraftedModel, forward_traces
+from graftlm.grafts.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
+
+
+@dataclass(frozen=True)
+class GraftSet:
+    """Grafts that act together on the same rows, in the order in which they act; empty for the bare backbone."""
+
+    grafts: tuple[tuple[str, Graft], ...] = ()
+
+    def __str__(self) -> str:
+        return "+".join(name for name, _ in self.grafts) or "the bare backbone"
+
+
+class RowGroupError(Exception):
+    """A forward pass failed; the cause is the graft's exception, and the batch is as it was before the pass.
+
+    Attributes:
+        group: index of the row group whose grafts failed; None if the failure belongs to no group.
+    """
+
+    def __init__(self, group: int | None) -> None:
+        super().__init__("a forward pass failed")
+        self.group = group
+
+
+class MultiGraftModel:
+    """A backbone with several graft sets attached, each acting on its own rows, for generation.
+
+    As with `GraftedModel`, nothing else may attach to the backbone until `detach`.
+
+    Args:
+        backbone: a causal language model.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._bare = GraftedModel(backbone, {})  # freezes the backbone until `detach`
+        self._model, self._sites, self._device = backbone.model, backbone.sites, backbone.device
+        self._tap_hooks: RowScopedHooks | None = None
+        self._wired: tuple[GraftSet, ...] = ()
+
+    @property
+    def wired(self) -> tuple[GraftSet, ...]:
+        """The graft sets whose taps are connected."""
+        return self._wired
+
+    def wire(self, graft_sets: Sequence[GraftSet]) -> None:
+        """Connect the taps of these graft sets, and of no others.
+
+        Raises:
+            GraftError: the grafts of a set conflict, or a graft acts on all rows of a batch.
+        """
+        if set(graft_sets) == set(self._wired):
+            return
+        taps: dict[Any, list[Any]] = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
+        self._unwire()
+        self._tap_hooks = RowScopedHooks(self._model, self._sites, taps, _prepare)
+        self._wired = tuple(graft_sets)
+
+    def _taps(self, graft_set: GraftSet) -> list[Any]:
+        for name, graft in graft_set.grafts:
+            if not supports_row_groups(graft):
+                raise GraftError(
+                    f"The graft {name} brings modules of its own into the model, which act on every row: run it alone."
+                )
+            graft.eval()
+        taps = {name: graft.taps() for name, graft in graft_set.grafts}
+        check_conflicts(self._sites, taps)
+        return [tap for own in taps.values() for tap in own]
+
+    def _unwire(self) -> None:
+        if self._tap_hooks is not None:
+            self._tap_hooks.remove()
+        self._tap_hooks, self._wired = None, ()
+
+    def detach(self) -> Backbone:
+        """Remove all taps and return the backbone as it was."""
+        self._unwire()
+        return self._bare.detach()
+
+    @torch.inference_mode()
+    def prefill(
+        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any]
+    ) -> tuple[MixedBatch, Tensor]:
+        """Read prompts; returns a new batch of one group, and (B, V) the logits of each row's next token.
+
+        Raises:
+            RowGroupError: the pass failed.
+        """
+        if graft_set not in self._wired:
+            self.wire([*self._wired, graft_set])
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        shared = use_growing_layers(DynamicCache(config=self._model.config))
+        group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
+        batch = MixedBatch(shared, mask[:, :0].to(self._device), [group], list(tags))
+        logits = self._forward(batch, ids.to(self._device), mask.to(self._device))
+        batch.separate = not _is_joinable(batch.cache)
+        group.separate = not _is_joinable(group.cache)
+        return batch, logits
+
+    @torch.inference_mode()
+    def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
+        """(B, V) the logits after one more token of each row.
+
+        Raises:
+            RowGroupError: the pass failed; the batch is as it was.
+        """
+        ids = torch.tensor(tokens_B, device=self._device)[:, None]
+        with _restored_on_failure(batch):
+            return self._forward(batch, ids, torch.ones_like(ids))
+
+    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        assert self._tap_hooks is not None, "prefill connects the taps"
+        batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
+        inputs: dict[str, Any] = {}
+        if not bool(batch.mask.all()):
+            positions = self._sites.positions(batch.mask)
+            inputs = {
+                "attention_mask": batch.mask,
+                "position_ids": None if positions is None else positions[:, -ids_BT.shape[1] :],
+            }
+        scopes = tuple(group.row_scope() for group in batch.groups)
+        try:
+            with self._tap_hooks.announce(row_scopes=scopes) as calls:
+                output: Any = self._model(
+                    input_ids=ids_BT, past_key_values=batch.cache, use_cache=True, logits_to_keep=1, **inputs
+                )
+        except RowScopeError as error:
+            raise RowGroupError(scopes.index(error.scope)) from _root_cause(error)
+        except Exception as error:
+            raise RowGroupError(None) from error
+        batch.calls = [call for _, call in self._tap_hooks.calls(calls[0])]
+        return output.logits[:, -1]
+
+
+def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str, float]]:
+    """The traces of some rows' newest tokens: row -> label -> value."""
+    traces_by_row: dict[int, dict[str, float]] = {}
+    for group, call in zip(batch.groups, batch.calls, strict=True):
+        span = group.span.rows
+        own = [row for row in rows if span.start <= row < span.stop]
+        if own:
+            assert isinstance(group.owner, GraftSet)
+            traces = forward_traces(dict(group.owner.grafts), call)
+            traces_by_row |= {row: newest_values(traces, row - span.start) for row in own}
+    return traces_by_row
+
+
+def newest_values(traces: Mapping[str, Trace], row: int) -> dict[str, float]:
+    """The trace values of one row's newest token by label; the graft's name precedes it if several grafts trace."""
+    return {
+        f"{name}: {label}" if len(traces) > 1 else label: value
+        for name, trace in traces.items()
+        for label, value in zip(trace.labels, trace.values[row, -1].tolist(), strict=True)
+    }
+
+
+def _prepare(owner: Hashable, call: Call) -> None:
+    assert isinstance(owner, GraftSet)
+    for name, graft in owner.grafts:
+        graft.prepare(call)
+        if isinstance(call.cache, RowGroupCache) and not _has_views_first(call.cache):
+            raise GraftError(
+                f"The graft {name} exchanges what this backbone remembers of a text, which it can't do for some rows "
+                "alone: ask the backbone, or another graft."
+            )
+
+
+def _has_views_first(cache: RowGroupCache) -> bool:
+    """Whether a graft has left the layer views in their positions."""
+    is_view = [isinstance(layer, LayerView) for layer in cache.layers]
+    return is_view[:1] == [True] and is_view == sorted(is_view, reverse=True)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The exception of the innermost pass."""
+    while isinstance(error, RowScopeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_joinable(cache: Cache) -> bool:
+    """Whether a cache can be joined with others of its kind."""
+    try:
+        join([cache], [0])
+    except JoinError:
+        return False
+    return True
+
+
+@contextmanager
+def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
+    """Restore mask and caches of a batch if a pass fails."""
+    mask = batch.mask
+    restores = [_snapshot(cache) for cache in (batch.cache, *(group.cache for group in batch.groups))]
+    try:
+        yield
+    except RowGroupError:
+        batch.mask = mask
+        for restore in restores:
+            restore()
+        raise
+
+
+def _snapshot(cache: Cache) -> Callable[[], None]:
+    """A function that restores a cache to its current state; tensors are assumed never to be written in place."""
+    own = {name: copy.copy(value) for name, value in vars(cache).items()}
+    layers = [(layer, _shallow_copies(vars(layer))) for layer in cache.layers if not isinstance(layer, LayerView)]
+
+    def restore() -> None:
+        vars(cache).clear()
+        vars(cache).update(own)
+        for layer, values in layers:
+            vars(layer).clear()
+            vars(layer).update(values)
+
+    return restore
+
+
+def _shallow_copies(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in values.items()}

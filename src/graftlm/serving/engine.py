@@ -1,0 +1,377 @@
+"""The engine: one thread that generates for many requests in one batch, which rows join and leave at any token.
+
+Each step drops cancelled and overdue requests, admits waiting requests and reads their prompts, joins their rows to the
+running batches, and generates one token of each row.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.backbone import Backbone
+from graftlm.errors import GraftError
+from graftlm.grafts import Graft
+from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
+from graftlm.grafts.row_groups import MixedBatch
+from graftlm.serving.protocol import (
+    EngineError,
+    EngineFinishReason,
+    EngineLimits,
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    ModelRegistry,
+    QueueFullError,
+    RequestStream,
+    ServingError,
+    ShuttingDownError,
+    TokenOutput,
+    end_token_ids,
+)
+from graftlm.serving.sampling import SampledToken, sample
+from graftlm.serving.tokenization import IncrementalDetokenizer
+
+_PROMPT_TOKENS = 2048  # maximum prompt tokens of one step, so that running rows do not wait long
+_log = logging.getLogger(__name__)
+
+
+class ScheduledRequest:
+    """The state of an accepted request, from its arrival to its end.
+
+    Args:
+        request: what to generate.
+        graft_set: the grafts that act on its row.
+        stream: receives the outputs.
+        index: number of the continuation in the stream.
+        seconds: maximum time from now.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, graft_set: GraftSet, stream: RequestStream, index: int, seconds: float
+    ) -> None:
+        self.request, self.graft_set, self.stream, self.index = request, graft_set, stream, index
+        self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
+        self.newest = -1
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._deadline = time.monotonic() + seconds
+        self._count = 0
+
+    @property
+    def overdue(self) -> Literal["time", "cancelled"] | None:
+        """The reason to end the request now, if there is one."""
+        if self.stream.cancelled:
+            return "cancelled"
+        return "time" if time.monotonic() > self._deadline else None
+
+    def add(
+        self, sampled: SampledToken, trace: dict[str, float], tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[TokenOutput, Finish | None]:
+        """The output of a sampled token, and the end if a stop string or the maximum length is reached."""
+        if self._detokenizer is None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, self.request.prompt, self.request.stop)
+        text, stopped = self._detokenizer.add(sampled.token)
+        self._count += 1
+        self.newest = sampled.token
+        output = TokenOutput(sampled.token, text, sampled.logprob, sampled.top, trace, self.index)
+        if stopped:
+            return output, Finish("stop", len(self.request.prompt), self._count, index=self.index)
+        return output, self.finish("length") if self._count == self.request.max_tokens else None
+
+    def finish(self, reason: EngineFinishReason) -> Finish:
+        """The end, with the text that was held back."""
+        rest = self._detokenizer.rest() if self._detokenizer is not None else ""
+        return Finish(reason, len(self.request.prompt), self._count, rest, self.index)
+
+
+class RequestQueue:
+    """Waiting requests; users take turns. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_user: OrderedDict[str, deque[ScheduledRequest]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(requests) for requests in self._by_user.values())
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Append a request to those of its user."""
+        self._by_user.setdefault(request.request.user, deque()).append(request)
+
+    def take(self, count: int, tokens: int) -> list[ScheduledRequest]:
+        """Remove at most `count` requests, one user after another, while their prompts have `tokens` tokens or fewer.
+
+        A first request with more tokens is removed alone.
+        """
+        taken: list[ScheduledRequest] = []
+        while self._by_user and len(taken) < count:
+            user, requests = next(iter(self._by_user.items()))
+            tokens -= len(requests[0].request.prompt)
+            if taken and tokens < 0:
+                break
+            taken.append(requests.popleft())
+            del self._by_user[user]
+            if requests:
+                self._by_user[user] = requests  # after the other users
+        return taken
+
+    def drop(self, condition: Callable[[ScheduledRequest], object]) -> list[ScheduledRequest]:
+        """Remove the requests for which the condition is true."""
+        dropped = [request for requests in self._by_user.values() for request in requests if condition(request)]
+        for request in dropped:
+            self._by_user[request.request.user].remove(request)
+        self._by_user = OrderedDict((user, requests) for user, requests in self._by_user.items() if requests)
+        return dropped
+
+
+class BatchingEngine:
+    """An `Engine` of `protocol.py` with continuous batching, on its own thread.
+
+    The engine owns the backbone until `close`: nothing else may attach grafts to it.
+
+    Args:
+        backbone: a causal language model with its tokenizer.
+        grafts: grafts for this backbone, by name.
+        name: name of the backbone in requests; by default its own name.
+        limits: of the engine.
+
+    Raises:
+        BackboneError: the backbone is not a causal language model, or has no tokenizer.
+        GraftError: a name is not usable, or a graft can not act on some rows of a batch.
+        TapConflictError: the backbone carries grafts already.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft] | None = None,
+        name: str | None = None,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        self._tokenizer, self._end_ids = backbone.need_tokenizer(), end_token_ids(backbone)
+        self._registry = ModelRegistry(backbone, grafts or {}, name, limits, shared_batches=True)
+        self._limits = self._registry.limits
+        self._model = MultiGraftModel(backbone)
+        self._queue = RequestQueue()
+        self._batches: list[MixedBatch] = []
+        self._running: set[ScheduledRequest] = set()
+        self._updated: set[RequestStream] = set()
+        self._changed = threading.Condition()
+        self._closing = self._stopping = self._has_replaced = False
+        self._tokens = 0
+        self._finished: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._work, name="batching-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._registry.names
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
+        graft_sets = [GraftSet(tuple(self._registry.check(request).items())) for request in requests]
+        stream = RequestStream(len(requests))
+        with self._changed:
+            if self._closing:
+                raise ShuttingDownError("The server is shutting down: ask again in a moment.")
+            free = self._limits.batch_size + self._limits.queue - len(self._running) - len(self._queue)
+            if len(requests) > free:
+                raise QueueFullError(f"{len(self._queue)} requests are waiting already: ask again in a moment.")
+            for index, (request, graft_set) in enumerate(zip(requests, graft_sets, strict=True)):
+                self._queue.add(ScheduledRequest(request, graft_set, stream, index, self._limits.seconds))
+            self._changed.notify()
+        return stream
+
+    def replace(self, name: str, graft: object | None) -> None:
+        self._registry.replace(name, graft)
+        self._has_replaced = True
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            return EngineStats(len(self._running), len(self._queue), self._tokens, dict(self._finished))
+
+    def close(self, grace: float) -> bool:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(grace)
+        if self._thread.is_alive():
+            self._stopping = True
+            self._thread.join()
+        return not self._stopping
+
+    # The methods below run on the engine's thread.
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                try:
+                    self._step()
+                except Exception as error:  # a failure that belongs to no row ends all running requests
+                    self._batches = []
+                    for request in list(self._running):
+                        self._fail(request, error)
+                self._wake_readers()
+        finally:
+            self._end_all()
+            self._model.detach()
+
+    def _wait(self) -> bool:
+        """Wait for requests; False once the engine is to stop."""
+        with self._changed:
+            while not self._queue and not self._running and not self._closing:
+                self._changed.wait()
+            return not self._stopping and bool(self._queue or self._running)
+
+    def _wake_readers(self) -> None:
+        RequestStream.wake_readers(self._updated)
+        self._updated.clear()
+
+    def _step(self) -> None:
+        self._drop_overdue()
+        self._unwire_replaced()
+        for graft_set, requests in self._admit().items():
+            self._prefill(graft_set, requests)
+        for batch in list(self._batches):
+            self._decode(batch)
+        self._batches = [batch for batch in self._batches if len(batch)]
+
+    def _drop_overdue(self) -> None:
+        """End cancelled requests and those whose time is over."""
+        with self._changed:
+            dropped = self._queue.drop(lambda request: request.overdue)
+        for request in dropped:
+            self._finish(request, request.finish(request.overdue or "cancelled"))
+        for batch in self._batches:
+            late = {row: why for row, request in enumerate(batch.tags) if (why := request.overdue)}
+            for row, why in late.items():
+                self._finish(batch.tags[row], batch.tags[row].finish(why))
+            batch.keep([row for row in range(len(batch)) if row not in late])
+
+    def _unwire_replaced(self) -> None:
+        """Disconnect graft sets that no request can name any longer, once their last row has left."""
+        if self._has_replaced:
+            self._has_replaced = False
+            busy = {group.owner for batch in self._batches for group in batch.groups}
+            wired = self._model.wired
+            known = [graft_set for graft_set in wired if self._registry.holds(graft_set.grafts)]
+            self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
+            self._has_replaced = len(known) < len(self._model.wired)
+
+    def _admit(self) -> dict[GraftSet, list[ScheduledRequest]]:
+        """The waiting requests that start in this step, by graft set."""
+        with self._changed:
+            free = self._limits.batch_size - len(self._running)
+            admitted = self._queue.take(free, _PROMPT_TOKENS) if free > 0 else []
+            self._running.update(admitted)
+        by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
+        for request in admitted:
+            by_graft_set.setdefault(request.graft_set, []).append(request)
+        return by_graft_set
+
+    def _prefill(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
+        """Read the prompts of some requests, generate their first tokens, and join them to a running batch."""
+        try:
+            batch, logits = self._model.prefill(
+                graft_set, [scheduled.request.prompt for scheduled in requests], requests
+            )
+        except (RowGroupError, GraftError) as error:
+            if len(requests) == 1:
+                self._fail(requests[0], error)
+            else:  # single requests show which of them fails
+                for request in requests:
+                    self._prefill(graft_set, [request])
+            return
+        self._emit(batch, logits)
+        if len(batch) and not any(other.join(batch) for other in self._batches):
+            self._batches.append(batch)
+
+    def _decode(self, batch: MixedBatch) -> None:
+        """Generate one token of each row; a row whose grafts fail leaves, and the pass is repeated without it."""
+        while len(batch):
+            try:
+                logits = self._model.decode(batch, [request.newest for request in batch.tags])
+            except RowGroupError as error:
+                self._remove_failed(batch, error)
+            else:
+                self._emit(batch, logits)
+                return
+
+    def _remove_failed(self, batch: MixedBatch, error: RowGroupError) -> None:
+        """Remove the row that made a pass fail; a group of several rows is split, so that its rows run one by one."""
+        group = None if error.group is None else batch.groups[error.group]
+        if group is not None and group.size > 1:
+            batch.split(batch.groups.index(group))
+            return
+        failed = range(len(batch)) if group is None else range(group.span.rows.start, group.span.rows.stop)
+        for row in failed:
+            self._fail(batch.tags[row], error)
+        batch.keep([row for row in range(len(batch)) if row not in failed])
+
+    def _emit(self, batch: MixedBatch, logits_BV: Tensor) -> None:
+        """Sample each row's next token and put it into its stream; rows that have finished leave."""
+        scheduled: list[ScheduledRequest] = batch.tags
+        sampled = sample(logits_BV, [row.request for row in scheduled], [row.generator for row in scheduled])
+        traces = latest_traces(batch, [row for row, request in enumerate(scheduled) if request.request.trace])
+        kept = []
+        for row, (request, token) in enumerate(zip(scheduled, sampled, strict=True)):
+            if token is None:
+                self._fail(request, EngineError("The model's answer is no number: ask another model."))
+            elif token.token in self._end_ids:
+                self._finish(request, request.finish("stop"))
+            elif not self._emit_token(request, token, traces.get(row, {})):
+                kept.append(row)
+        batch.keep(kept)
+
+    def _emit_token(self, request: ScheduledRequest, token: SampledToken, trace: dict[str, float]) -> bool:
+        """Put a token into its stream; True if the request ends with it."""
+        output, finish = request.add(token, trace, self._tokenizer)
+        self._tokens += 1
+        self._put(request, output)
+        if finish is not None:
+            self._finish(request, finish)
+        return finish is not None
+
+    def _put(self, request: ScheduledRequest, item: TokenOutput | Finish | ServingError) -> None:
+        request.stream.put(item)
+        self._updated.add(request.stream)
+
+    def _finish(self, request: ScheduledRequest, finish: Finish) -> None:
+        self._running.discard(request)
+        self._finished[finish.reason] += 1
+        self._put(request, finish)
+
+    def _fail(self, request: ScheduledRequest, error: BaseException) -> None:
+        """End a request with an error."""
+        self._running.discard(request)
+        self._finished["error"] += 1
+        self._put(request, _as_serving_error(error))
+
+    def _end_all(self) -> None:
+        """Reject waiting requests and cancel running ones when the thread ends."""
+        with self._changed:
+            self._closing = True
+            waiting = self._queue.drop(lambda request: True)
+        self._batches = []
+        for request in waiting:
+            self._fail(request, ShuttingDownError("The server is shutting down: ask again in a moment."))
+        for request in list(self._running):
+            self._finish(request, request.finish("cancelled"))
+        self._wake_readers()
+
+
+def _as_serving_error(error: BaseException) -> ServingError:
+    cause = error.__cause__ if isinstance(error, RowGroupError) and error.__cause__ is not None else error
+    if isinstance(cause, ServingError):
+        return cause
+    if isinstance(cause, GraftError):
+        return ServingError(str(cause))
+    _log.error("a request failed", exc_info=cause)
+    return EngineError(f"Something broke while this was being written ({type(cause).__name__}): ask again.")

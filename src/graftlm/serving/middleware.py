@@ -1,0 +1,297 @@
+"""ASGI middleware in front of the routes: checks of every request, and metrics for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from graftlm.serving.errors import (
+    NotJsonError,
+    TooLargeError,
+    TooSlowError,
+    UnknownHostError,
+    UnknownKeyError,
+    error_response,
+    internal_error,
+)
+from graftlm.serving.protocol import Engine, QueueFullError, ServingError, ShuttingDownError
+from graftlm.serving.settings import ApiKeys, ServerSettings
+
+_PROTECTED = ("/v1", "/metrics")
+_DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
+_DRAIN_SECONDS = 2.0
+_MIXTURE = "mixture"
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REQUEST_BUCKETS = (*_FIRST_TOKEN_BUCKETS, 300, 600)
+
+
+def user_of(request: Request) -> str:
+    """The name of the request's API key, or without keys the client's address."""
+    return getattr(request.state, "user", "")
+
+
+class Guard:
+    """Checks host, key, content type, size and speed of a request before its body is parsed.
+
+    Args:
+        app: the guarded application.
+        settings: the limits.
+        keys: the API keys.
+        closing: set once the server accepts nothing new.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys, closing: threading.Event) -> None:
+        self.app, self.settings, self.closing = app, settings, closing
+        self.keys = keys or None
+        self.hosts = settings.allowed_hosts()
+        self.open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            self._check(scope, headers)
+        except ServingError as error:
+            await self._drain(headers, receive)
+            return await error_response(error)(scope, receive, send)
+        self.open += 1
+        try:
+            await self._forward(scope, headers, receive, send)
+        finally:
+            self.open -= 1
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Check what the headers tell.
+
+        Raises:
+            ServingError: the request is refused.
+        """
+        self._check_host(headers.get("host", ""))
+        if _is_under(scope["path"], _PROTECTED):
+            scope.setdefault("state", {})["user"] = self._user(scope, headers)
+            if self.closing.is_set():
+                raise ShuttingDownError("The server is shutting down and takes nothing new: try again in a moment.")
+            if self.open >= self.settings.requests:
+                raise QueueFullError(f"{self.open} requests are open, which is the most: try again in a moment.")
+        _check_type(scope, headers)
+        if int(headers.get("content-length") or 0) > self.settings.body_bytes:
+            raise self._too_large()
+
+    def _check_host(self, host: str) -> None:
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        if self.hosts is not None and name.strip("[]").lower() not in self.hosts:
+            raise UnknownHostError(
+                f"This server does not go by the name {name[:100]!r}: call it by {', '.join(sorted(self.hosts))}, or "
+                "start it with --allow-host."
+            )
+
+    def _user(self, scope: Scope, headers: Headers) -> str:
+        if self.keys is None:
+            return (scope.get("client") or ("",))[0]
+        header = headers.get("authorization", "")
+        name = self.keys.name_of_header(header)
+        if name is None:
+            problem = "is not one that this server knows" if header else "is missing"
+            raise UnknownKeyError(f"The API key {problem}: send the header Authorization: Bearer KEY.")
+        return name
+
+    async def _forward(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._read(receive)
+        except ServingError as error:
+            if isinstance(error, TooLargeError):
+                await self._drain(headers, receive)
+            return await error_response(error)(scope, receive, send)
+        if body is not None:
+            await self._run_app(scope, _replay(body, receive), send)
+        return None
+
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; an unexpected exception becomes a response, or the connection would break."""
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        except Exception as error:
+            if started:
+                raise
+            await error_response(internal_error(scope["path"], error))(scope, receive, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client disconnects."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.settings.body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise TooSlowError(
+                f"The request did not arrive whole within {self.settings.body_seconds:g} seconds: send it faster."
+            ) from None
+
+    async def _drain(self, headers: Headers, receive: Receive) -> None:
+        """Discard the rest of a body: a client that still sends does not read the response of a closed connection."""
+        if "expect" in headers:  # the client waits before it sends
+            return
+        left = _DRAIN_FACTOR * self.settings.body_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return
+
+    def _too_large(self) -> TooLargeError:
+        limit = self.settings.body_bytes
+        return TooLargeError(f"The request is larger than {limit:,} bytes, which is the most: send less text.")
+
+
+def _check_type(scope: Scope, headers: Headers) -> None:
+    """Require JSON: a page of another site may send text or forms without the browser's preflight request."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    has_body = "transfer-encoding" in headers or int(headers.get("content-length") or 0) > 0
+    if scope["method"] == "POST" and has_body and kind != "application/json":
+        raise NotJsonError(
+            f"The body is said to be {kind[:100] or 'of no type'}: send JSON, with Content-Type: application/json."
+        )
+
+
+def _is_under(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}/") for root in roots)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive function that returns a body that was read, then what `receive` returns."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
+
+
+class EngineCollector(Collector):
+    """The state of an engine as metrics, read when Prometheus asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.engine.stats()
+        yield GaugeMetricFamily("graftlm_running", "Continuations being generated.", stats.running)
+        yield GaugeMetricFamily("graftlm_waiting", "Waiting continuations.", stats.waiting)
+        yield CounterMetricFamily("graftlm_generated_tokens", "Tokens generated since the start.", stats.tokens)
+        finished = CounterMetricFamily("graftlm_continuations", "Continuations by finish reason.", labels=["reason"])
+        for reason, count in sorted(stats.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+
+
+class ServerMetrics:
+    """The metrics of one server.
+
+    Args:
+        engine: the engine of the server.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = registry = CollectorRegistry()
+        for collector in (EngineCollector(engine), ProcessCollector(registry=None)):
+            registry.register(collector)
+        GCCollector(registry=registry)
+        self.requests = Counter(
+            "graftlm_requests",
+            "Requests by path and status; 499: the client left.",
+            ["path", "status"],
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "graftlm_request_seconds",
+            "From a request to the end of its response.",
+            ["path"],
+            registry=registry,
+            buckets=_REQUEST_BUCKETS,
+        )
+        self.first_token_seconds = Histogram(
+            "graftlm_first_token_seconds",
+            "From a request to its first token.",
+            ["model"],
+            registry=registry,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        )
+        self.prompt_tokens = Counter("graftlm_prompt_tokens", "Prompt tokens.", ["model"], registry=registry)
+        self.completion_tokens = Counter("graftlm_completion_tokens", "New tokens.", ["model"], registry=registry)
+        self.loads = Counter("graftlm_graft_loads", "Loaded graft files.", ["graft", "outcome"], registry=registry)
+
+    def count_load(self, graft: str, outcome: str) -> None:
+        """Count a graft's new files: loaded, refused or withdrawn."""
+        self.loads.labels(graft, outcome).inc()
+
+    def count_tokens(self, model: str, prompt: int, completion: int) -> None:
+        """Count the tokens of a continuation."""
+        self.prompt_tokens.labels(model_label(model)).inc(prompt)
+        self.completion_tokens.labels(model_label(model)).inc(completion)
+
+    def observe_first_token(self, model: str, seconds: float) -> None:
+        """Record the time from a request to its first token."""
+        self.first_token_seconds.labels(model_label(model)).observe(seconds)
+
+
+def model_label(model: str) -> str:
+    """A model's name, or one label for all mixtures, so that clients can not create labels."""
+    return _MIXTURE if "+" in model else model
+
+
+class RequestMetrics:
+    """Counts and times the requests of an application by their route."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, start = 499, time.perf_counter()
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        finally:
+            path = getattr(scope.get("route"), "path", None) or "other"
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.request_seconds.labels(path).observe(time.perf_counter() - start)
+        return None

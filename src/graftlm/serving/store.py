@@ -1,0 +1,212 @@
+"""The grafts of a server by name: folders that were given, and the sub-folders of one folder, loaded again on changes.
+
+A name that a client sends never becomes a path: it is looked up among the known names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graftlm.artifact import JSON_NAME, TENSORS_NAME, Manifest, load_graft, read_manifest
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError, GraftError
+from graftlm.grafts import Graft
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LOG = logging.getLogger("graftlm.serving")
+
+FileSignature = tuple[tuple[int, ...] | None, ...]
+"""Inode, size and times of each of a graft's files; None for a missing file."""
+Replace = Callable[[str, Graft | None], None]
+OnOutcome = Callable[[str, str], None]
+"""Called with a graft's name and the outcome of its new files: loaded, refused or withdrawn."""
+
+
+@dataclass(frozen=True)
+class StoredGraft:
+    """A graft in service.
+
+    Attributes:
+        name: its name in requests.
+        folder: the folder of its files.
+        manifest: its graft.json.
+        changed: modification time of graft.json in seconds since 1970.
+    """
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    changed: int
+
+
+@dataclass
+class WatchedFolder:
+    """A graft's folder: the signature of its files at the last check, and at the last load or failure."""
+
+    folder: Path
+    given: bool
+    seen: FileSignature | None = ()
+    processed: FileSignature | None = ()
+    graft: StoredGraft | None = None
+
+
+@dataclass
+class GraftStore:
+    """The grafts of a server. All methods are thread-safe.
+
+    Args:
+        backbone: the backbone of all grafts.
+        given: folders of grafts by name.
+        folder: a folder with further grafts' folders, named as the folders are; it is searched at each refresh.
+        reserved: names that no graft may have, such as the backbone's.
+    """
+
+    backbone: Backbone
+    given: Mapping[str, Path] = field(default_factory=dict)
+    folder: Path | None = None
+    reserved: frozenset[str] = frozenset()
+    _watched: dict[str, WatchedFolder] = field(default_factory=dict)
+    _problems: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def entries(self) -> tuple[StoredGraft, ...]:
+        """The grafts in service, by name."""
+        watched = [self._watched[name] for name in sorted(self._watched)]
+        return tuple(item.graft for item in watched if item.graft is not None)
+
+    def problems(self) -> dict[str, str]:
+        """The errors of the newest files by graft; an older state of the graft may be in service."""
+        return dict(self._problems)
+
+    def open(self) -> dict[str, Graft]:
+        """Load all grafts for the first time. A broken graft of `folder` becomes a problem.
+
+        Raises:
+            GraftError: a graft that was given by name is not usable.
+        """
+        for name in self.given:
+            if not NAME.fullmatch(name) or name in self.reserved:
+                raise GraftError(_bad_name(name, self.reserved))
+        if self.folder is not None and not self.folder.is_dir():
+            raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
+        grafts: dict[str, Graft] = {}
+        self.refresh(lambda name, graft: grafts.__setitem__(name, graft) if graft is not None else None, now=True)
+        if broken := [self._problems[name] for name in self.given if name in self._problems]:
+            raise ArtifactError(broken[0])
+        return grafts
+
+    def refresh(
+        self, replace: Replace, on_outcome: OnOutcome = lambda name, outcome: None, *, now: bool = False
+    ) -> None:
+        """Check all files once, and load those that changed and are the same as at the last check.
+
+        Args:
+            replace: puts a graft into service, or with None removes it.
+            on_outcome: called for each graft whose files changed.
+            now: load changed files at once, and try failed files again.
+        """
+        with self._lock:
+            self._search()
+            for name, watched in list(self._watched.items()):
+                signature = read_signature(watched.folder)
+                failed = now and name in self._problems
+                unchanged = signature == watched.processed and not failed
+                if unchanged or (signature != watched.seen and not now):  # changed files may still be incomplete
+                    watched.seen = signature
+                else:
+                    self._process(name, watched, signature, replace, on_outcome)
+
+    def _search(self) -> None:
+        """Watch all folders that were given or that are in `folder` now."""
+        for name, folder in self.given.items():
+            self._watched.setdefault(name, WatchedFolder(folder, given=True))
+        for folder in sorted(self.folder.iterdir()) if self.folder is not None and self.folder.is_dir() else ():
+            if folder.name.startswith(".") or folder.name in self.given or not (folder / JSON_NAME).is_file():
+                continue
+            if NAME.fullmatch(folder.name) and folder.name not in self.reserved:
+                self._watched.setdefault(folder.name, WatchedFolder(folder, given=False))
+            else:
+                self._report(folder.name, _bad_name(folder.name, self.reserved))
+
+    def _process(
+        self,
+        name: str,
+        watched: WatchedFolder,
+        signature: FileSignature | None,
+        replace: Replace,
+        on_outcome: OnOutcome,
+    ) -> None:
+        """Withdraw a graft whose folder is gone, or load its files."""
+        watched.seen = signature
+        if signature is None and not watched.given:
+            del self._watched[name]
+            self._problems.pop(name, None)
+            if watched.graft is not None:
+                replace(name, None)
+                LOG.info("graft %s: its folder is gone, and so is its name", name)
+                on_outcome(name, "withdrawn")
+            return
+        try:
+            graft, entry = self._load(name, watched.folder)
+            if read_signature(watched.folder) != signature:
+                return  # the files changed during loading; the next check sees it
+            replace(name, graft)
+        except Exception as error:  # whatever the error of the new files, the old graft stays in service
+            watched.processed = signature
+            consequence = "; the one loaded before stays in service" if watched.graft is not None else ""
+            self._report(name, str(error) or type(error).__name__, consequence)
+            on_outcome(name, "refused")
+            return
+        watched.processed, watched.graft = signature, entry
+        self._problems.pop(name, None)
+        LOG.info("graft %s: loaded from %s", name, watched.folder)
+        on_outcome(name, "loaded")
+
+    def _report(self, name: str, problem: str, consequence: str = "") -> None:
+        if self._problems.get(name) != problem:
+            LOG.warning("graft %s: %s%s", name, problem.rstrip("."), consequence)
+        self._problems[name] = problem
+
+    def _load(self, name: str, folder: Path) -> tuple[Graft, StoredGraft]:
+        """Load a graft from a copy of its files, so that later changes of the files can not reach it."""
+        with tempfile.TemporaryDirectory(prefix="graftlm-") as scratch:
+            copy = Path(scratch) / folder.name
+            copy.mkdir()
+            for file in (JSON_NAME, TENSORS_NAME):
+                if (folder / file).is_file():
+                    shutil.copyfile(folder / file, copy / file)
+            try:
+                graft, manifest = load_graft(copy, self.backbone), read_manifest(copy)
+            except GraftError as error:
+                raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
+        return graft, StoredGraft(name, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))
+
+
+def read_signature(folder: Path) -> FileSignature | None:
+    """The signature of a graft's files, which changes when they change; None if there are no files."""
+    stats = tuple(_stat(folder / file) for file in (JSON_NAME, TENSORS_NAME))
+    return stats if any(stats) else None
+
+
+def _stat(file: Path) -> tuple[int, ...] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _bad_name(name: str, reserved: frozenset[str]) -> str:
+    if name in reserved:
+        return f"The name {name} is the backbone's, and a graft needs one of its own: give it another."
+    return (
+        f"The name {name[:80]!r} can't be a graft's: up to 64 letters, digits, dots, dashes and underscores are "
+        "expected, a letter or digit first."
+    )

@@ -1,0 +1,233 @@
+"""Text and conversations to token ids, and generated tokens back to text."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from graftlm.backbone import Backbone
+from graftlm.serving.errors import RefusedError
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}\n\n"
+    "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}"
+    "{% endfor %}Assistant:"
+)
+"""The chat template of tokenizers without one, such as those of base models: role names and colons."""
+PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
+_CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the first new token, which may need a space before it
+_INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are incomplete
+
+
+class ServingTokenizer:
+    """A copy of the backbone's tokenizer with the conversions that requests need. All methods are thread-safe.
+
+    Args:
+        backbone: its tokenizer is copied.
+        template: Jinja chat template in place of the tokenizer's own.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+    """
+
+    def __init__(self, backbone: Backbone, template: str | None = None) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(backbone.need_tokenizer())
+        self.plain = not (template or self.tokenizer.chat_template)
+        self._template = PLAIN_TEMPLATE if self.plain else template
+        self._vocabulary = int(getattr(backbone.config, "vocab_size", len(self.tokenizer)))
+        self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self._is_byte_level = is_byte_level(self.tokenizer)
+        self._special = set(self.tokenizer.all_special_ids)
+        self.bytes_of = lru_cache(maxsize=2**16)(self._bytes_of)
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """Strings that end an assistant's message under the plain template."""
+        return PLAIN_STOPS if self.plain else ()
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the tokenizer adds to every text.
+
+        Raises:
+            RefusedError: the text has no tokens.
+        """
+        return _not_empty(self._encode(prompt, special=True), "prompt")
+
+    def check_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """The ids that a client sent.
+
+        Raises:
+            RefusedError: there are none, or an id is not in the vocabulary.
+        """
+        if (largest := max(prompt, default=0)) >= self._vocabulary:
+            raise RefusedError(
+                f"prompt holds the token id {largest}, and the model has {self._vocabulary:,} tokens, from 0 on: "
+                "encode it with the model's own tokenizer.",
+                "prompt",
+            )
+        return _not_empty(list(prompt), "prompt")
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The ids of a conversation, up to the start of the assistant's next message.
+
+        Args:
+            messages: roles (system, user or assistant) and texts.
+
+        Raises:
+            RefusedError: the chat template rejects the messages.
+        """
+        chat = [{"role": role, "content": text} for role, text in messages]
+        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
+        try:
+            text = self.tokenizer.apply_chat_template(chat, **options)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise RefusedError(
+                f"The model's chat template refuses these messages ({str(error).rstrip('.')}): change them, or use "
+                "/v1/completions.",
+                "messages",
+            ) from None
+        return _not_empty(self._encode(str(text), special=self.plain), "messages")
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def text_of(self, token: int) -> str:
+        """A token's text; a token that is part of a character is written as its bytes."""
+        data = self.bytes_of(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes_of(self, token: int) -> bytes:
+        text = self.tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(text, str):  # the model's vocabulary is larger than the tokenizer's
+            return b""
+        if token in self._special:
+            return text.encode()
+        if self._is_byte_level and all(letter in self._byte_of for letter in text):
+            return bytes(self._byte_of[letter] for letter in text)
+        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
+            return bytes([int(byte[1], 16)])
+        return text.replace("▁", " ").encode()
+
+
+def _not_empty(ids: list[int], param: str) -> tuple[int, ...]:
+    if not ids:
+        raise RefusedError(f"{param} has no tokens: give at least one word to continue.", param)
+    return tuple(ids)
+
+
+def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether each token stands for its own bytes, whatever precedes it; slow tokenizers count as byte-level."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is None or "ByteLevel" in repr(backend.decoder)
+
+
+class IncrementalDetokenizer:
+    """The text of one continuation: whole characters only, and nothing that may begin a stop string.
+
+    `tokenizers.DecodeStream` decodes byte-level tokens. Other tokens are decoded with some tokens before them, because
+    their text depends on the preceding tokens.
+
+    Args:
+        tokenizer: the backbone's.
+        prompt: token ids.
+        stops: strings before which the text ends.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self._ids = self._end_of(prompt)
+        self._start, self._read = 0, len(self._ids)
+        self._before = self._decode(self._ids)
+        self._shown = len(self._before)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        independent = backend is not None and is_byte_level(tokenizer) and not self._before.endswith(_INCOMPLETE)
+        self._stream = DecodeStream(skip_special_tokens=True) if independent else None
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """The text that is final after this token, and whether a stop string has ended it."""
+        return self._before_stops(self._next_text(token) if self._stream is None else self._streamed_text(token))
+
+    def rest(self) -> str:
+        """The text that was held back; call it once no token follows."""
+        if self._stream is not None:
+            return self._held + self._decode(self._pending)
+        text = self._decode(self._ids[self._start :])
+        return self._held + self._new_part(text, text)
+
+    def _streamed_text(self, token: int) -> str:
+        assert self._stream is not None
+        self._pending.append(token)
+        text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        if text:
+            self._pending.clear()
+        return text
+
+    def _next_text(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        complete = text.rstrip(_INCOMPLETE)
+        new = self._new_part(complete, text)
+        if new:
+            self._shown, self._before = len(complete), ""
+            if complete == text:
+                self._start, self._read = self._read, len(self._ids)
+                self._shown = len(self._decode(self._ids[self._start :]))
+        return new
+
+    def _new_part(self, complete: str, text: str) -> str:
+        if self._before.endswith(_INCOMPLETE):  # the prompt ends within a character, which may be complete now
+            return complete[_common_prefix(self._before, text) :]
+        return complete[self._shown :]
+
+    def _before_stops(self, new: str) -> tuple[str, bool]:
+        if not self._stops or not new:
+            return new, False
+        text = self._held + new
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self._held = ""
+            return text[: min(starts)], True
+        begun = max(_begun_length(text, stop) for stop in self._stops)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun], False
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt: some that are not special, if there are any, from the start of a character."""
+        special, count = set(self._tokenizer.all_special_ids), _CONTEXT_TOKENS
+        while count < len(prompt):
+            end = list(prompt[-count:])
+            plain = sum(token not in special for token in end)
+            if plain >= _CONTEXT_TOKENS // 2 and not self._decode(end).startswith(_INCOMPLETE):
+                return end
+            count *= 2
+        return list(prompt)
+
+
+def _begun_length(text: str, stop: str) -> int:
+    """The number of characters at the end of a text that begin a stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _common_prefix(first: str, second: str) -> int:
+    """The length of the common prefix of two texts."""
+    shorter = min(len(first), len(second))
+    return next((n for n in range(shorter) if first[n] != second[n]), shorter)
