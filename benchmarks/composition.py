@@ -1,11 +1,10 @@
-"""What a composition costs beside its two parents: decoding, generation, training and memory.
+"""The cost of a composition against its two parents: decoding, generation, training, memory.
 
     python benchmarks/composition.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
-What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
-does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
-largest. Anchor and augmenting model are random Llamas, and the parents that they are held against are copies of them
-with nothing attached.
+Both sides of a ratio run in one process, in rounds of alternating order, so that other load affects both.
+A row's `ratio` is the median over rounds; its interval is the smallest and the largest. Anchor and augmenting model are
+random Llamas, and the parents are copies of them without a graft.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ ROWS = {  # row id -> label, aim
     "memory": ("weights and caches, over the sum of both parents'", None),
 }
 HOW = {
-    "decode_step": "seconds of one forward pass of one token behind a cached context; the parents' passes are their "
-    "own, each with its cache and its output layer. bound: weights read by a composed step (the augmenting model's "
-    "output layer is not) over those read by both parents",
+    "decode_step": "seconds of a forward pass of one token behind a cached context; each parent has its own cache and "
+    "output layer. bound: weights read by a composed step (without the augmenting model's output layer) over those "
+    "read by both parents",
     "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
     "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
     "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. "
@@ -51,13 +50,13 @@ HOW = {
 
 
 def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
-    """Seconds of a decode step of `composed`, `anchor` and `augmenting`; what a turn reads is taken back after it."""
+    """Seconds of a decode step of `composed`, `anchor` and `augmenting`; the cache is cropped after each."""
     ids = random_ids(size, 1, size.context, pair.composed.device)
 
     def decode(reader: Reader) -> float:
-        taken = pair.seconds(lambda: reader.step(ids[:, :1], size.steps)) / size.steps
+        step_seconds = pair.seconds(lambda: reader.step(ids[:, :1], size.steps)) / size.steps
         reader.cache.crop(-size.steps)
-        return taken
+        return step_seconds
 
     readers = {name: Reader(model, ids) for name, model in pair.models.items()}
     turns = {name: lambda reader=reader: decode(reader) for name, reader in readers.items()}
@@ -65,56 +64,56 @@ def measure_decoding(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
 
 
 def weight_bound(pair: Pair) -> float:
-    """The ratio to expect of decoding that waits for weights alone."""
+    """The ratio of decode steps whose time is that of reading the weights."""
     parents = count(pair.anchor.model) + count(pair.augmenting.model)
     unread = count(pair.augmenting.model.get_input_embeddings())  # tied to the output layer
     return (parents - unread + count(pair.graft)) / parents
 
 
 def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
-    """Seconds of a generation with the cache, `cached`, and with everything read again at each token, `recomputed`."""
+    """Seconds of a generation: `cached`, and `recomputed` without a cache."""
     ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
     lengths = sampled_lengths(size)
 
     @torch.inference_mode()
-    def again(so_far: Tensor) -> None:
+    def recompute(so_far: Tensor) -> None:
         mask = torch.ones_like(so_far)
         pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
 
     def one_token(reader: Reader, n: int) -> float:
         if missing := n - 1 - reader.cache.get_seq_length():
             reader.read(ids[:, n - 1 - missing : n - 1])
-        taken = pair.seconds(lambda: reader.step(ids[:, n - 1 : n], size.steps)) / size.steps
+        step_seconds = pair.seconds(lambda: reader.step(ids[:, n - 1 : n], size.steps)) / size.steps
         reader.cache.crop(-size.steps)
-        return taken
+        return step_seconds
 
-    found: Turns = {"cached": [], "recomputed": []}
-    taken: Turns = {}
+    measured: Turns = {"cached": [], "recomputed": []}
+    step_seconds: Turns = {}
     for _ in range(size.generate_rounds):
-        taken = {"cached": [], "recomputed": []}
+        step_seconds = {"cached": [], "recomputed": []}
         readers: list[Reader] = []
         start = pair.seconds(lambda readers=readers: readers.append(Reader(pair.composed.model, ids[:, : size.prompt])))
         for n in lengths:
-            taken["cached"].append(one_token(readers[0], n))
-            taken["recomputed"].append(pair.seconds(lambda n=n: again(ids[:, :n])))
-        for name, some in taken.items():
-            found[name].append(start + summed(lengths, some, size))
-    return found, {"lengths": lengths, "seconds_by_length": taken}
+            step_seconds["cached"].append(one_token(readers[0], n))
+            step_seconds["recomputed"].append(pair.seconds(lambda n=n: recompute(ids[:, :n])))
+        for name, values in step_seconds.items():
+            measured[name].append(start + summed(lengths, values, size))
+    return measured, {"lengths": lengths, "seconds_by_length": step_seconds}
 
 
 def sampled_lengths(size: Size) -> list[int]:
-    """Lengths of text at which a pass is timed, the first and last behind the prompt among them."""
+    """The text lengths at which a pass is timed, the first and the last included."""
     last = size.prompt + size.new_tokens - 1
     return [*range(size.prompt + 1, last, size.every), last]
 
 
-def summed(lengths: list[int], taken: list[float], size: Size) -> float:
-    """The seconds of all passes behind the prompt's, those between by linear interpolation."""
-    return float(np.interp(range(size.prompt + 1, size.prompt + size.new_tokens), lengths, taken).sum())
+def summed(lengths: list[int], step_seconds: list[float], size: Size) -> float:
+    """The seconds of all passes after the prompt, by linear interpolation between the timed lengths."""
+    return float(np.interp(range(size.prompt + 1, size.prompt + size.new_tokens), lengths, step_seconds).sum())
 
 
-class Vector(Graft):
-    """A trainable vector behind one layer: the least that sends a backward pass down to there."""
+class TrainableVector(Graft):
+    """A trainable vector after one layer: the smallest graft whose backward pass reaches that layer."""
 
     def __init__(self, layer: int, width: int) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class Vector(Graft):
         self.vector = nn.Parameter(torch.zeros(width))
 
     def taps(self) -> list[Tap]:
-        """It is added to what the layer gives."""
+        """The vector is added to the layer's output."""
         return [
             Tap(Site("layer", self.layer), "after", "add", lambda call, inputs, outputs: self.vector.expand_as(outputs))
         ]
@@ -134,14 +133,14 @@ def measure_training(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
     ids = random_ids(size, size.rows, size.length, device)
     optimiser = make_optimizer(pair.composed.trainable_parameters(), TrainingConfig(steps=1, learning_rate=1e-4))
     first = min(layer for _, layer in pair.pairs)
-    vector = Vector(first, pair.anchor.sites.width).to(device, pair.anchor.model.dtype)
+    vector = TrainableVector(first, pair.anchor.sites.width).to(device, pair.anchor.model.dtype)
 
     def step() -> None:
         pair.composed(ids, labels=ids).loss.backward()
         optimiser.step()
         optimiser.zero_grad()
 
-    def least() -> None:
+    def lower_bound() -> None:
         with torch.no_grad():
             pair.augmenting.model.base_model(input_ids=ids, use_cache=False)
         bounding(ids, labels=ids).loss.backward()
@@ -149,10 +148,10 @@ def measure_training(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
 
     pair.composed.train()
     with GraftedModel(pair.anchor, {"vector": vector}).train() as bounding:
-        turns = {"composed": lambda: pair.seconds(step), "bound": lambda: pair.seconds(least)}
-        found = rounds(turns, size.train_rounds)
+        turns = {"composed": lambda: pair.seconds(step), "bound": lambda: pair.seconds(lower_bound)}
+        measured = rounds(turns, size.train_rounds)
     pair.composed.eval()
-    return found, {"first_paired_layer": first}
+    return measured, {"first_paired_layer": first}
 
 
 @torch.inference_mode()
@@ -175,23 +174,23 @@ def measure_memory(pair: Pair, size: Size) -> dict[str, dict[str, int]]:
 
 
 def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
-    """All rows, with their aims and what belongs to them."""
+    """All rows, with their aims and details."""
     load = [os.getloadavg()[0]]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pair = Pair(size, device, dtype, clock)
     decoding, of_decoding = measure_decoding(pair, size)
     parents = [a + b for a, b in zip(decoding["anchor"], decoding["augmenting"], strict=True)]
-    found = {"decode_step": told("decode_step", decoding["composed"], parents)}
+    measured = {"decode_step": ratio_row("decode_step", decoding["composed"], parents)}
     memory = measure_memory(pair, size)
     composed, both = (float(sum(memory[side].values())) for side in ("composed", "parents"))
     training, of_training = measure_training(pair, size)
-    found["train_step"] = told("train_step", training["composed"], training["bound"])
+    measured["train_step"] = ratio_row("train_step", training["composed"], training["bound"])
     generation, of_generation = measure_generation(pair, size)
     longer, of_longer = measure_generation(pair, replace(size, prompt=size.context))
-    found["generate_256_vs_recompute"] = told(
+    measured["generate_256_vs_recompute"] = ratio_row(
         "generate_256_vs_recompute", generation["recomputed"], generation["cached"]
     )
-    found["memory"] = told("memory", [composed], [both])
+    measured["memory"] = ratio_row("memory", [composed], [both])
     load.append(os.getloadavg()[0])
     details = {
         "size": asdict(size),
@@ -199,7 +198,7 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         "threads": torch.get_num_threads(),
         "clock": clock,
         "load_average": load,
-        "pairs": [list(one) for one in pair.pairs],
+        "pairs": [list(layers) for layers in pair.pairs],
         "parameters": {
             "anchor": count(pair.anchor.model),
             "augmenting": count(pair.augmenting.model),
@@ -213,12 +212,12 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         "train_step": of_training | {"seconds": training},
         "memory": {"bytes": memory},
     }
-    rows = [Row(id=name, label=label, metrics={"ratio": found[name]}) for name, (label, _) in ROWS.items()]
-    return Results.here(NAME, rows, aims=aims(found, size), details=details)
+    rows = [Row(id=name, label=label, metrics={"ratio": measured[name]}) for name, (label, _) in ROWS.items()]
+    return Results.here(NAME, rows, aims=aims(measured, size), details=details)
 
 
-def told(name: str, over: list[float], under: list[float]) -> Interval:
-    """A row's ratio, round by round, which is printed as well."""
+def ratio_row(name: str, over: list[float], under: list[float]) -> Interval:
+    """Compute and print a row's ratio."""
     ratio, (label, aim) = ratios(over, under), ROWS[name]
     aimed = f", aim {aim[0]} {aim[1]:g}" if aim else ""
     print(f"{label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){aimed}", flush=True)
@@ -226,14 +225,14 @@ def told(name: str, over: list[float], under: list[float]) -> Interval:
 
 
 def ratios(over: list[float], under: list[float]) -> Interval:
-    """Round by round."""
+    """The ratios, round by round, as an interval."""
     return interval([a / b for a, b in zip(over, under, strict=True)])
 
 
-def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
-    """What the ratios should be of models of this size; small ones say nothing about them."""
+def aims(measured: Mapping[str, Interval], size: Size) -> list[Aim]:
+    """The aims; they hold for the full size, so a quick run measures none."""
     return [
-        made_aim(label, "ratio", aim, None if size == QUICK else found[name].mean)
+        made_aim(label, "ratio", aim, None if size == QUICK else measured[name].mean)
         for name, (label, aim) in ROWS.items()
         if aim is not None
     ]

@@ -1,4 +1,4 @@
-"""A random Llama and random LoRA adapters for it in folders: what the benchmark of routed mixtures runs on."""
+"""The models of the token-routing benchmark: a random Llama and random LoRA adapters in folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECIAL = {"eos_token": "<eos>", "unk_token": "<unk>"}
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and the work are."""
+    """Sizes of the model and of the work."""
 
     shape: Shape = SHAPE
     vocabulary: int = 32_000
@@ -67,8 +67,8 @@ QUICK = Size(
 )
 
 
-class BackboneEvaluator:
-    """A random backbone, adapters for it in folders, and what is made of them; all share the backbone's weights."""
+class RoutingBenchmark:
+    """A random backbone with adapters in folders, and the models built from them, which share its weights."""
 
     def __init__(self, size: Size, folder: Path, device: torch.device, clock: Clock) -> None:
         self.size, self.device, self.folder = size, device, folder
@@ -79,11 +79,11 @@ class BackboneEvaluator:
         self.adapters = self.write(size.experts, size.rank)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long `work` takes."""
+        """The duration of `work`."""
         return seconds(work, self.device, self.clock)
 
     def write(self, number: int, rank: int) -> list[Path]:
-        """So many adapters of random factors, as PEFT writes them."""
+        """Write `number` PEFT adapters with random factors."""
         config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         peft = get_peft_model(self.shared(), config)
         generator = torch.Generator().manual_seed(1)
@@ -96,15 +96,15 @@ class BackboneEvaluator:
         return folders
 
     def shared(self) -> Any:
-        """The backbone as a model of its own, with the same weights in memory."""
-        return copy.deepcopy(self.model, {id(one): one for one in self.model.parameters()})
+        """Another instance of the backbone that shares the weights in memory."""
+        return copy.deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
 
     def routed(self, graft: TokenRouting, backbone: Backbone) -> Any:
-        """A model with a routing."""
+        """A model with a routing graft."""
         return GraftedModel(backbone, {"graft": graft}).eval().model
 
     def routing(self, adapters: Sequence[Path], **settings: Any) -> tuple[Any, Clocked]:
-        """A model with a routing between adapters, and the routing."""
+        """A model with a routing between adapters, and its graft."""
         experts = {f"expert{n}": {"path": str(folder)} for n, folder in enumerate(adapters)}
         backbone = self.backbone()
         graft = Clocked(TokenRoutingConfig.parse({"experts": experts, **settings}), backbone, self.clock)
@@ -112,17 +112,17 @@ class BackboneEvaluator:
         return self.routed(graft, backbone), graft
 
     def again(self, graft: Clocked, **changes: Any) -> tuple[Any, Clocked]:
-        """Another model with the same experts in memory, told otherwise."""
+        """Another model with the same experts in memory and a changed config."""
         other = copy.copy(graft)
         other.config = graft.config.model_copy(update=changes)
         return self.routed(other, self.backbone()), other
 
     def backbone(self) -> Backbone:
-        """A backbone of its own, with the same weights."""
+        """Another backbone with the same weights."""
         return Backbone.wrap(self.shared(), self.tokenizer, "a random Llama")
 
     def peft(self, number: int) -> PeftModel:
-        """PEFT with the first so many adapters, unmerged, and the first of them active."""
+        """PEFT with the first `number` adapters, unmerged, the first of them active."""
         first, *others = self.adapters[:number]
         peft = PeftModel.from_pretrained(self.shared(), str(first), "0", autocast_adapter_dtype=False)
         for n, folder in enumerate(others, 1):
@@ -130,7 +130,7 @@ class BackboneEvaluator:
         return peft.eval()
 
     def xlora(self) -> Any:
-        """PEFT's X-LoRA with all adapters, its classifier as it starts."""
+        """PEFT's X-LoRA with all adapters and an untrained classifier."""
         model = self.shared()
         model.config.use_cache = False
         adapters = {str(n): str(folder) for n, folder in enumerate(self.adapters)}
@@ -143,18 +143,18 @@ class BackboneEvaluator:
         return torch.randint(2, self.size.vocabulary, (rows, length), generator=generator).to(self.device)
 
     def step(self, reader: Reader) -> float:
-        """Seconds of a decode step, of which one in two takes a new route."""
+        """Seconds of a decode step; every second step has a route update."""
         steps = self.size.steps
         return self.seconds(lambda: reader.step(steps)) / steps
 
     def decode(self, models: Mapping[str, Any], ids: Tensor, count: int) -> Turns:
-        """Seconds of each model's decode step behind the same text, in turns."""
+        """Seconds of each model's decode step behind the same text, in alternation."""
         readers = {name: Reader(model, ids) for name, model in models.items()}
         return rounds({name: partial(self.step, reader) for name, reader in readers.items()}, count)
 
 
 class Clocked(TokenRouting):
-    """A routing that counts the seconds of its `prepare`, by a clock around it."""
+    """A routing that measures the seconds of its `prepare`."""
 
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone, clock: Clock) -> None:
         super().__init__(config, backbone)
@@ -166,11 +166,11 @@ class Clocked(TokenRouting):
 
 
 class Reader:
-    """A model that reads random text on and on, with a cache.
+    """Reads random text with a model and a cache.
 
     Args:
-        model: it.
-        ids: (B, T) the text before.
+        model: the model.
+        ids: (B, T) the context.
     """
 
     def __init__(self, model: Any, ids: Tensor) -> None:
@@ -188,14 +188,14 @@ class Reader:
         self._model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def step(self, number: int) -> None:
-        """Read so many more tokens, one by one."""
+        """Read `number` more tokens, one at a time."""
         for _ in range(number):
             self._read(self._more[:, self._next : self._next + 1])
             self._next += 1
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Every token is a word; the first two are special."""
+    """A tokenizer of one token per word; the first two are special."""
     words = [*SPECIAL.values(), *(f"w{n}" for n in range(len(SPECIAL), vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -203,7 +203,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def random_words(seed: int, vocabulary: int) -> str:
-    """Text for a centroid."""
+    """Random text for a centroid."""
     generator = torch.Generator().manual_seed(100 + seed)
     return " ".join(f"w{n}" for n in torch.randint(2, vocabulary, (64,), generator=generator).tolist())
 

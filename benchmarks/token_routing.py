@@ -1,11 +1,11 @@
-"""What a routed mixture of LoRA experts costs beside one adapter, the published merge, X-LoRA and the bare backbone.
+"""The cost of a routed mixture of LoRA experts against one adapter, the published merge, X-LoRA and the backbone.
 
     python benchmarks/token_routing.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
-What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
-does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
-largest. The backbone is a random Llama, whose weights all models of a comparison share; the experts are random LoRA
-adapters on q_proj and v_proj, as in the paper, that PEFT wrote into folders and both sides read.
+Both sides of a ratio run in one process, in rounds of alternating order, so that other load affects both.
+A row's `ratio` is the median over rounds; its interval is the smallest and the largest. The backbone is a random Llama
+whose weights all models share. The experts are random LoRA adapters on q_proj and v_proj, as in the paper, in PEFT
+folders that both sides read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pair import bytes_of, count
 from peft import PeftModel
-from routed import QUICK, BackboneEvaluator, Clocked, Reader, Size, lora_parameters
+from routed import QUICK, Clocked, Reader, RoutingBenchmark, Size, lora_parameters
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, rounds
@@ -77,7 +77,7 @@ Routed = Mapping[str, tuple[Any, Clocked]]
 """Models with a routing of the four experts, by name."""
 
 
-def measure_decoding(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], Metrics]:
+def measure_decoding(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a decode step with four experts, of PEFT with one and with four adapters, and bare; and the row."""
     experts = bench.size.experts
     four: Any = bench.peft(experts)
@@ -100,7 +100,7 @@ def measure_decoding(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str
     }
 
 
-def measure_peers(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
+def measure_peers(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
     """Seconds of a token of ours, by the published merge, and by X-LoRA; and both rows."""
     size = bench.size
     peft, xlora = bench.peft(size.experts), bench.xlora()
@@ -122,7 +122,7 @@ def measure_peers(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, T
     }
 
 
-def merge_and_read(bench: BackboneEvaluator, peft: PeftModel, text: Tensor) -> float:
+def merge_and_read(bench: RoutingBenchmark, peft: PeftModel, text: Tensor) -> float:
     """Seconds of one token as published."""
     names = [str(n) for n in range(bench.size.experts)]
 
@@ -143,7 +143,7 @@ def read_whole(model: Any, text: Tensor) -> None:
     model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, logits_to_keep=1)
 
 
-def measure_share(bench: BackboneEvaluator, graft: Clocked) -> tuple[dict[str, Any], Metrics]:
+def measure_share(bench: RoutingBenchmark, graft: Clocked) -> tuple[dict[str, Any], Metrics]:
     """The share of `prepare` in a decode step, round by round; and the row."""
     size = bench.size
 
@@ -162,20 +162,25 @@ def measure_share(bench: BackboneEvaluator, graft: Clocked) -> tuple[dict[str, A
         model, own = bench.again(graft, **changes)
         turns[name] = partial(turn, own, Reader(model, bench.ids(1, length)))
     shares = rounds(turns, size.share_rounds)
-    found = {name: interval(some) for name, some in shares.items()}
-    further = {name: found.pop(name).model_dump() for name in ("ratio_every_1", "ratio_prompt")}
-    return {"shares": shares} | further, dict(found)
+    intervals = {name: interval(values) for name, values in shares.items()}
+    further = {name: intervals.pop(name).model_dump() for name in ("ratio_every_1", "ratio_prompt")}
+    return {"shares": shares} | further, dict(intervals)
 
 
-def measure_states(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
+def measure_states(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
     """Seconds of decode steps and of prompts, routed by hidden states and by token embeddings; and the rows."""
     size, layers = bench.size, bench.size.shape.layers
     ids = bench.ids(1, size.context)
     taken, rows = {}, {}
     for name, number in (("states_quarter", layers // 4), ("states_last", layers)):
         model, graft = bench.routing(bench.adapters, embedder={"layers": number})
-        each, every = (bench.again(one, every=1)[0] for one in (graft, routed["routed"][1]))
-        models = {"states": model, "tokens": routed["routed"][0], "states_every_1": each, "tokens_every_1": every}
+        states_1, tokens_1 = (bench.again(routing, every=1)[0] for routing in (graft, routed["routed"][1]))
+        models = {
+            "states": model,
+            "tokens": routed["routed"][0],
+            "states_every_1": states_1,
+            "tokens_every_1": tokens_1,
+        }
         steps = bench.decode(models, ids, size.share_rounds)
         prompts = rounds(
             {key: partial(bench.seconds, partial(Reader, models[key], ids)) for key in ("states", "tokens")},
@@ -191,7 +196,7 @@ def measure_states(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, 
     return taken, rows
 
 
-def measure_batch(bench: BackboneEvaluator, routed: Routed) -> tuple[dict[str, Any], Metrics]:
+def measure_batch(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], Metrics]:
     """Seconds of a step of many rows, with a mixture each and with one; and the row."""
     size = bench.size
     mixed = bench.ids(size.rows, size.short)
@@ -212,7 +217,7 @@ def mixtures_of(graft: Clocked, reader: Reader) -> int:
     return len(trace.values[:, -1].unique(dim=0))
 
 
-def measure_experts(bench: BackboneEvaluator, adapters: Sequence[Path]) -> tuple[Turns, Metrics]:
+def measure_experts(bench: RoutingBenchmark, adapters: Sequence[Path]) -> tuple[Turns, Metrics]:
     """Seconds of a decode step with some experts loaded, and bare; and the row."""
     size = bench.size
     model, graft = bench.routing(adapters)
@@ -223,12 +228,12 @@ def measure_experts(bench: BackboneEvaluator, adapters: Sequence[Path]) -> tuple
         "bare": bench.shared(),
     }
     taken = bench.decode(models, bench.ids(1, size.short), size.many_rounds)
-    found: Metrics = {name: ratios(taken[name], taken["bare"]) for name in models if name != "bare"}
+    metrics: Metrics = {name: ratios(taken[name], taken["bare"]) for name in models if name != "bare"}
     bound = 1 + count(graft) / count(bench.model)
-    return taken, found | {"rank_sum": len(adapters) * size.low_rank, "bound": bound}
+    return taken, metrics | {"rank_sum": len(adapters) * size.low_rank, "bound": bound}
 
 
-def measure_memory(bench: BackboneEvaluator, graft: Clocked) -> dict[str, int]:
+def measure_memory(bench: RoutingBenchmark, graft: Clocked) -> dict[str, int]:
     """Bytes of the four experts here and in PEFT, and of what a generation remembers beside its keys and values."""
     model, own = bench.again(graft)
     reader = Reader(model, bench.ids(1, bench.size.context))
@@ -243,36 +248,36 @@ def measure_memory(bench: BackboneEvaluator, graft: Clocked) -> dict[str, int]:
 
 
 def bytes_in(tensors: Iterable[Tensor]) -> int:
-    """What tensors hold, each piece of memory once."""
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    """The size of the tensors' storages, shared ones counted once."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
-    """All rows, with their aims and what belongs to them."""
+    """All rows, with their aims and details."""
     with TemporaryDirectory() as folder:
-        return measure(BackboneEvaluator(size, Path(folder), device, clock))
+        return measure(RoutingBenchmark(size, Path(folder), device, clock))
 
 
-def measure(bench: BackboneEvaluator) -> Results:
-    """The same, in a folder of adapters."""
+def measure(bench: RoutingBenchmark) -> Results:
+    """All rows, from a benchmark whose adapters exist."""
     load, size, rows = [os.getloadavg()[0]], bench.size, {}
     model, graft = bench.routing(bench.adapters)
     routed: Routed = {"routed": (model, graft), "routed_top2": bench.again(graft, top=2)}
     decoding, row = measure_decoding(bench, routed)
-    rows |= told({"decode_vs_one_lora": row})
+    rows |= print_rows({"decode_vs_one_lora": row})
     peers, of_peers = measure_peers(bench, routed)
-    rows |= told(of_peers)
+    rows |= print_rows(of_peers)
     shares, row = measure_share(bench, graft)
-    rows |= told({"routing_share": row})
+    rows |= print_rows({"routing_share": row})
     states, of_states = measure_states(bench, routed)
-    rows |= told(of_states)
+    rows |= print_rows(of_states)
     batch, row = measure_batch(bench, routed)
-    rows |= told({"batch16_mixed": row})
+    rows |= print_rows({"batch16_mixed": row})
     memory = measure_memory(bench, graft)
     many, adapters = {}, bench.write(max(COUNTS), size.low_rank)
     for number in COUNTS:
         many[f"experts_{number}"], row = measure_experts(bench, adapters[:number])
-        rows |= told({f"experts_{number}": row})
+        rows |= print_rows({f"experts_{number}": row})
     load.append(os.getloadavg()[0])
     details = {
         "size": asdict(size),
@@ -294,8 +299,8 @@ def measure(bench: BackboneEvaluator) -> Results:
     return Results.here(NAME, made, aims=aims(rows, size), details=details)
 
 
-def told(rows: dict[str, Metrics]) -> dict[str, Metrics]:
-    """Rows as they are, which are printed as well."""
+def print_rows(rows: dict[str, Metrics]) -> dict[str, Metrics]:
+    """Print rows, and return them."""
     for name, metrics in rows.items():
         label, aim = ROWS[name]
         values = ", ".join(f"{key} {value_of(value):.4g}" for key, value in metrics.items())
@@ -304,7 +309,7 @@ def told(rows: dict[str, Metrics]) -> dict[str, Metrics]:
 
 
 def aims(rows: Mapping[str, Metrics], size: Size) -> list[Aim]:
-    """What the figures should be of a model of this size; a small one says nothing about them."""
+    """The aims; they hold for the full size, so a quick run measures none."""
     known: dict[str, Any] = (
         {} if size == QUICK else {name: value_of(metrics["ratio"]) for name, metrics in rows.items()}
     )
@@ -314,13 +319,13 @@ def aims(rows: Mapping[str, Metrics], size: Size) -> list[Aim]:
 
 
 def growth(rows: Mapping[str, Metrics]) -> float:
-    """How much faster than the rank sum the cost of experts grows from a number to the next, at worst."""
+    """The largest growth of the experts' cost from one count to the next, relative to that of the rank sum."""
     added = [max(value_of(rows[f"experts_{n}"]["ratio"]) - 1, 1e-3) for n in COUNTS]
     return max((b / a) / (m / n) for (a, b), (n, m) in zip(pairwise(added), pairwise(COUNTS), strict=True))
 
 
 def spread(rows: Mapping[str, Metrics]) -> float:
-    """A step with the most experts over one with the fewest, two of them in use."""
+    """A step with the most experts over a step with the fewest, both with top: 2."""
     fewest, most = (value_of(rows[f"experts_{n}"]["ratio_top2"]) for n in (min(COUNTS), max(COUNTS)))
     return most / fewest
 
