@@ -1,6 +1,6 @@
 """Five collections of technical proposals with human abstracts, split by time within each.
 
-What is summarised is the document without its abstract and without what is no text: front matter, header fields,
+What is summarized is the document without its abstract and without what is no text: front matter, header fields,
 tables of contents and a checklist that all documents of a collection share. The abstract is what a summary is compared
 with; it is read as the document is, so that neither has markup.
 """

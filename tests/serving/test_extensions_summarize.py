@@ -1,4 +1,4 @@
-"""The route that summarises."""
+"""The route that summarizes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_texts_of_other_formats_are_read(client: TestClient, kind: str, text: st
         ({"path": "/etc/passwd"}, 400, "path"),
     ],
 )
-def test_a_text_that_can_t_be_summarised_is_refused(
+def test_a_text_that_can_t_be_summarized_is_refused(
     client: TestClient, body: dict[str, Any], status: int, sentence: str
 ) -> None:
     assert sentence in refusal(client, "summarize", status, **body)
@@ -94,7 +94,7 @@ def test_a_text_that_can_t_be_summarised_is_refused(
 
 def test_a_package_that_is_not_installed_is_not_the_client_s_mistake(client: TestClient, monkeypatch: Any) -> None:
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise MissingExtraError("sumy", "summarize", "Summarising")
+        raise MissingExtraError("sumy", "summarize", "Summarizing")
 
     monkeypatch.setattr(extensions.summing, "summarize", missing)
     answer = client.post("/v1/graftlm/summarize", json={"text": TEA})
@@ -108,7 +108,7 @@ def test_more_at_a_time_than_there_is_room_for_is_refused(service: Service, monk
     def waits(*args: Any, **kwargs: Any) -> Any:
         inside.set()
         gate.wait(20)
-        raise MissingExtraError("sumy", "summarize", "Summarising")
+        raise MissingExtraError("sumy", "summarize", "Summarizing")
 
     monkeypatch.setattr(extensions, "MOST_SUMMARIES", 1)
     monkeypatch.setattr(extensions.summing, "summarize", waits)

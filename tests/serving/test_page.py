@@ -64,12 +64,12 @@ def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Pa
     page.get_by_label("Text to continue").fill("Hello. ")
     page.keyboard.press("Control+Enter")
     expect(page.locator("#compare-error")).to_contain_text("has not said yet what it serves")
-    for name, asks in {"Clarify": "Begin", "Summarize": "Summarise"}.items():
+    for name, asks in {"Clarify": "Begin", "Summarize": "Summarize"}.items():
         view(page, name)
         expect(page.get_by_role("button", name=asks)).to_be_disabled()
     (models,) = held
     models.continue_()
-    for name, asks in {"Summarize": "Summarise", "Clarify": "Begin", "Compare": "Generate"}.items():
+    for name, asks in {"Summarize": "Summarize", "Clarify": "Begin", "Compare": "Generate"}.items():
         view(page, name)
         expect(page.get_by_role("button", name=asks)).to_be_enabled()
     expect(page.locator("#compare-error")).to_be_hidden()
@@ -173,8 +173,8 @@ def test_nothing_that_a_server_says_is_read_as_html(page: Page) -> None:
     begin(page, HOSTILE + " Are you sure?")
     expect(page.locator(".talk")).to_contain_text(HOSTILE)
     view(page, "Summarize")
-    page.get_by_label("Text to summarise").fill(f"Tea is {HOSTILE} old. It is hot.")
-    page.get_by_role("button", name="Summarise").click()
+    page.get_by_label("Text to summarize").fill(f"Tea is {HOSTILE} old. It is hot.")
+    page.get_by_role("button", name="Summarize").click()
     expect(page.locator(".source")).to_contain_text(HOSTILE)
     view(page, "Grafts")
     page.get_by_role("button", name="Show the report").first.click()

@@ -1,4 +1,4 @@
-"""The page's other views, in headless Chromium: clarify, summarise, grafts; the key, colours, accessibility."""
+"""The page's other views, in headless Chromium: clarify, summarize, grafts; the key, colours, accessibility."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_what_is_refused_leaves_the_form_as_it_was(page: Page, complaints: list[
 
 def test_sentences_and_passages_lead_to_each_other(page: Page) -> None:
     view(page, "Summarize")
-    page.get_by_label("Text to summarise").fill(TEA)
+    page.get_by_label("Text to summarize").fill(TEA)
     page.get_by_label("Sentences at most").fill("2")
-    page.get_by_role("button", name="Summarise").click()
+    page.get_by_role("button", name="Summarize").click()
     sentences, passages = page.locator(".sentences a"), page.locator(".source mark a")
     expect(sentences).to_have_count(2)
     for place in range(2):
@@ -97,9 +97,9 @@ def test_sentences_and_passages_lead_to_each_other(page: Page) -> None:
 def test_a_written_summary_says_which_sentences_have_no_source(page: Page, engine: ScriptedEngine) -> None:
     engine.say = lambda prompt, request: "Most people who drink tea live in Asia. Zebras yawn 17 times."
     view(page, "Summarize")
-    page.get_by_label("Text to summarise").fill(TEA)
+    page.get_by_label("Text to summarize").fill(TEA)
     page.get_by_label("Written by").select_option("danish")
-    page.get_by_role("button", name="Summarise").click()
+    page.get_by_role("button", name="Summarize").click()
     expect(page.locator(".sentences li").nth(1)).to_contain_text("no passage is near")
     expect(page.locator(".sentences li").nth(0).get_by_role("link")).to_be_visible()
     expect(page.locator(".notes")).to_contain_text("Not in the source: 17")
@@ -109,13 +109,13 @@ def test_files_are_read_by_their_ending_or_refused(page: Page) -> None:
     view(page, "Summarize")
     file, error = page.get_by_label("Choose a file"), page.locator("#summarize-error")
     file.set_input_files({"name": "tea.md", "mimeType": "", "buffer": b"# Tea\n\nTea is old."})
-    expect(page.get_by_label("Text to summarise")).to_have_value("# Tea\n\nTea is old.")
+    expect(page.get_by_label("Text to summarize")).to_have_value("# Tea\n\nTea is old.")
     expect(page.get_by_label("Read it as")).to_have_value("markdown")
     file.set_input_files({"name": "tea.pdf", "mimeType": "", "buffer": b"%PDF"})
     expect(error).to_contain_text("tea.pdf is no text that can be read here")
     file.set_input_files({"name": "tea.txt", "mimeType": "", "buffer": b"\xff\xfe"})
     expect(error).to_have_text("tea.txt is not UTF-8 text: convert it first.")
-    expect(page.get_by_label("Text to summarise")).to_have_value("# Tea\n\nTea is old.")
+    expect(page.get_by_label("Text to summarize")).to_have_value("# Tea\n\nTea is old.")
 
 
 # Grafts, key, colours
@@ -189,8 +189,8 @@ def test_every_view_passes_axe_and_fits_the_screen(
         page.get_by_label("a stranger").check()
         page.get_by_role("button", name="Answer", exact=True).click()
         view(page, "Summarize")
-        page.get_by_label("Text to summarise").fill(TEA)
-        page.get_by_role("button", name="Summarise").click()
+        page.get_by_label("Text to summarize").fill(TEA)
+        page.get_by_role("button", name="Summarize").click()
         expect(page.locator(".source mark").first).to_be_visible()
         check(page)
         view(page, "Grafts")

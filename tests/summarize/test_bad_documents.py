@@ -1,4 +1,4 @@
-"""Documents that can't be summarised are refused in one sentence; odd ones are summarised with one."""
+"""Documents that can't be summarized are refused in one sentence; odd ones are summarized with one."""
 
 from __future__ import annotations
 

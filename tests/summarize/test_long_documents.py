@@ -44,7 +44,7 @@ def selector(head: str, document: SourceDocument) -> TrainedSelector:
 
 
 @pytest.mark.parametrize("head", ["classifier", "pointer"])
-def test_ten_windows_are_summarised_within_their_budgets(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_windows_are_summarized_within_their_budgets(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     document = long_document()
     chosen = selector(head, document)
     model = tiny_model("llama", max_position_embeddings=TOKENS).eval()

@@ -1,4 +1,4 @@
-"""Cross-attention of a window's tokens to context states, which summarise the text before them.
+"""Cross-attention of a window's tokens to context states, which summarize the text before them.
 
 - `sh`: outputs of a state-space model at the window's tokens; a token attends to those up to its own.
 - `mh`: the same, with one output for each head.
