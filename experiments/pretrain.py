@@ -8,7 +8,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
-from graftlm.data.build import build_blocks
+from graftlm.data.packing import build_blocks
 from graftlm.demo.run import random_llama
 from graftlm.evaluation import Row
 from graftlm.runs.graft_run import count_parameters

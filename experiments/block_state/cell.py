@@ -13,7 +13,7 @@ from pydantic import Field
 from experiments.block_state.corpora import CORPORA, make_tokenizer
 from experiments.jobs import Job
 from graftlm.data import NEW, Mixture, SourceConfig, TokenBlocks, build_documents, pack
-from graftlm.data.sources import read_some
+from graftlm.data.sources import read_documents
 from graftlm.evaluation import MemoryWatch
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.language_run import LengthsConfig, bits_per_byte, metrics_by_length
@@ -89,5 +89,5 @@ def measure(cell: Cell, folder: Path) -> Mapping[str, Any]:
 def _rows(corpora: str, pieces: int, length: int) -> TokenBlocks:
     """All training texts, kept for the next cells of this process."""
     sources = [SourceConfig(path=str(Path(corpora) / f"{name}-train.jsonl")) for name in CORPORA]
-    documents = (document for source in sources for document in read_some(source))
+    documents = (document for source in sources for document in read_documents(source))
     return pack(documents, make_tokenizer(Path(corpora), pieces), length, boundaries="joined")

@@ -148,8 +148,8 @@ def _sums(config: Parent, pairs: Pairs, source: random.Random) -> Iterator[Docum
 
 def rows(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> Mixture:
     """Documents as batches: rows as long as the longest, or as two of the shortest where that takes fewer tokens."""
-    by_length = sorted(documents, key=lambda document: len(document.whole))  # those that share a row come together
-    longest, shortest = len(by_length[-1].whole), len(by_length[0].whole)  # a character is a token
+    by_length = sorted(documents, key=lambda document: len(document.full_text))  # those that share a row come together
+    longest, shortest = len(by_length[-1].full_text), len(by_length[0].full_text)  # a character is a token
     lengths = {longest, max(longest, 2 * shortest)}
     tried = [pack(by_length, tokenizer, length, boundaries="whole") for length in lengths]
     blocks = min(tried, key=lambda one: one.marked.size)

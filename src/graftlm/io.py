@@ -1,18 +1,22 @@
-"""Files: atomic writes, folders renamed into place, digests, and what a model's folder must hold."""
+"""Files: digests, atomic writes, folders renamed into place, text, and what a model's folder must hold."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from graftlm.errors import BackboneError, EvaluationError
+from graftlm.errors import BackboneError, DataError, EvaluationError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def digest(*values: Any) -> str:
@@ -112,3 +116,51 @@ def check_model_folder(name: str) -> None:
         raise BackboneError(
             f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
         )
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn errors that reading a file raises into a `DataError` that names the file."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise DataError(f"{path} is not a whole gzip file: fetch it again, or unpack it first.") from None
+    except OSError as error:
+        raise DataError(f"{path} can't be read ({error.strerror or error}): check the file.") from None
+
+
+def open_binary(path: Path) -> BinaryIO:
+    """Open a file for reading; one that ends in `.gz` is decompressed."""
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file, without a byte order mark; CRLF becomes LF.
+
+    Raises:
+        DataError: the file can't be read, or is not UTF-8 text.
+    """
+    with read_errors(path), open_binary(path) as file:
+        data = file.read()
+    if b"\0" in data:
+        raise DataError(
+            f"{path} is a binary file (a NUL byte at byte {data.index(0)}), but UTF-8 text is expected: "
+            "convert it, or leave it out by the source's pattern."
+        )
+    return decode_utf8(data, str(path)).replace("\r\n", "\n")
+
+
+def decode_utf8(data: bytes, where: str) -> str:
+    """Decode bytes without a byte order mark.
+
+    Raises:
+        DataError: they are not UTF-8; the message begins with `where`.
+    """
+    mark = len(BYTE_ORDER_MARK) if data.startswith(BYTE_ORDER_MARK) else 0
+    try:
+        return data[mark:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start + mark
+        raise DataError(
+            f"{where} is not UTF-8 text (byte {at} is 0x{data[at]:02x}): convert it to UTF-8 first."
+        ) from None

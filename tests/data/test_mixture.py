@@ -21,6 +21,7 @@ from graftlm.data import (
     DataConfig,
     Document,
     Mixture,
+    RowPacker,
     StreamingBlocks,
     TokenBlocks,
     build_mixture,
@@ -132,7 +133,7 @@ def corpus() -> list[Document]:
 def stream(
     documents: Callable[[], Iterable[Document]] = corpus, buffer_rows: int = 4, length: int = LENGTH
 ) -> StreamingBlocks:
-    return StreamingBlocks(documents, tiny_tokenizer(), length, buffer_rows=buffer_rows)
+    return StreamingBlocks(RowPacker(documents, tiny_tokenizer(), length, repeat=True), buffer_rows=buffer_rows)
 
 
 def streaming_mixture() -> Mixture:
@@ -142,7 +143,7 @@ def streaming_mixture() -> Mixture:
 @pytest.mark.parametrize("group", [1, 60, 10**6])
 @pytest.mark.parametrize("stop", [0, 1, 7, 30])
 def test_a_stream_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken = streaming_mixture(), streaming_mixture()
     expected = [unbroken.batch(step) for step in range(40)]
     for step in range(stop):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.data import Batch, Document, TokenBlocks, pack, packing
-from graftlm.data.batch import assemble, check_apart
+from graftlm.data.packing import check_boundaries, collate
 from graftlm.errors import DataError, RecipeError
 from tiny import tiny_model, tiny_tokenizer
 
@@ -43,7 +43,7 @@ def packed(
 def whole(blocks: TokenBlocks) -> Batch:
     """All rows in order, as one batch."""
     marks = np.ones(len(blocks))
-    return assemble(blocks.marked, marks, boundaries=blocks.boundaries, pad_id=blocks.pad_id)
+    return collate(blocks.marked, marks, boundaries=blocks.boundaries, pad_id=blocks.pad_id)
 
 
 def long_enough(corpus: list[str], length: int, kind: str = "eos") -> list[str]:
@@ -134,7 +134,7 @@ def test_inputs_of_a_forward_pass() -> None:
 
 def test_totals_count_targets_and_tokens_of_each_domain() -> None:
     blocks = packed(["abc", "déf " * 9], 16)
-    batch = assemble(blocks.marked, np.arange(len(blocks)) % 2, boundaries="separate", pad_id=0)
+    batch = collate(blocks.marked, np.arange(len(blocks)) % 2, boundaries="separate", pad_id=0)
     totals = batch.totals()
     real = (blocks.marked != packing.PADDING).sum(axis=1)
     assert totals.dtype == torch.float32
@@ -160,11 +160,11 @@ def test_long_documents_are_cut_where_it_does_not_show(monkeypatch: pytest.Monke
     corpus = ["one line\n\ntwo lines\nthree  lines \n four\nfive\n" * 30, "short"]
     expected = packed(corpus, 16).marked
     done: list[int] = []
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 100)
     documents = [Document(text) for text in corpus]
-    pieces = list(packing.cut_pieces(documents))
-    assert len(pieces) > 10
-    assert max(len(piece.text) for piece in pieces) <= 100
+    chunks = list(packing.split_documents(documents))
+    assert len(chunks) > 10
+    assert max(len(chunk.text) for chunk in chunks) <= 100
     blocks = pack(documents, TOKENIZERS["eos"], 16, progress=done.append)
     np.testing.assert_array_equal(blocks.marked, expected)
     assert sum(done) == sum(map(len, corpus))
@@ -174,12 +174,12 @@ def test_long_documents_are_cut_where_it_does_not_show(monkeypatch: pytest.Monke
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(3, 20))
 def test_pieces_are_the_whole_document(text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "PIECE_CHARACTERS", size)
-        pieces = list(packing.cut_pieces([Document(text)]))
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.first for piece in pieces] == [i == 0 for i in range(len(pieces))]
-    assert [piece.last for piece in pieces] == [i == len(pieces) - 1 for i in range(len(pieces))]
-    assert all(0 < len(piece.text) <= size for piece in pieces)
+        patch.setattr(packing, "CHUNK_CHARACTERS", size)
+        chunks = list(packing.split_documents([Document(text)]))
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [chunk.first for chunk in chunks] == [i == 0 for i in range(len(chunks))]
+    assert [chunk.last for chunk in chunks] == [i == len(chunks) - 1 for i in range(len(chunks))]
+    assert all(0 < len(chunk.text) <= size for chunk in chunks)
 
 
 def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> None:
@@ -197,7 +197,7 @@ def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> Non
 
 
 def test_documents_are_kept_apart_by_models_that_take_position_ids() -> None:
-    check_apart(tiny_model("llama"), "separate")
-    check_apart(tiny_model("block-state"), "joined")
+    check_boundaries(tiny_model("llama"), "separate")
+    check_boundaries(tiny_model("block-state"), "joined")
     with pytest.raises(RecipeError, match="takes no position ids, .* set data.boundaries to joined"):
-        check_apart(tiny_model("block-state"), "whole")
+        check_boundaries(tiny_model("block-state"), "whole")

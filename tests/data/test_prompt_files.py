@@ -51,7 +51,7 @@ def test_columns_of_a_dataset(tmp_path: Path) -> None:
 
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "set"))
     source = SourceConfig(dataset=str(tmp_path / "set"), text_column="answer", prompt_column="question")
-    assert [document.whole for document in build_documents([source])] == [r["question"] + r["answer"] for r in ROWS]
+    assert [document.full_text for document in build_documents([source])] == [r["question"] + r["answer"] for r in ROWS]
 
 
 def test_a_recipe_of_examples(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_bad_rows(tmp_path: Path, suffix: str, row: dict, expected: str) -> None
     ("text", "expected"),
     [
         ("", " has no column 'text' (found: none): set the source's text_column."),
-        ("text,prompt\na,b\nc\n", ": row 2 has 1 cells, but the header has 2: mend the row."),
-        ('text,prompt\na,"b\n', " is not valid CSV (unexpected end of data, at line 2): mend that line."),
+        ("text,prompt\na,b\nc\n", ": row 2 has 1 cells, but the header has 2: correct the row."),
+        ('text,prompt\na,"b\n', " is not valid CSV (unexpected end of data, at line 2): correct that line."),
         ("text,prompt\n,b\n", ": row 1 has a prompt and an empty completion in the column 'text': give it text"),
     ],
 )
@@ -119,9 +119,9 @@ def test_plain_text_has_no_prompts(tmp_path: Path) -> None:
 def test_a_document_longer_than_a_row_is_named(
     tmp_path: Path, streaming: bool, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
     monkeypatch.setattr(packing, "GROUP_CHARACTERS", group)
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 6)
+    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 6)
     path = write(tmp_path / "rows.jsonl", [{"text": "abc", "prompt": "d"}, {"text": "a b\n" * 9, "prompt": "zz"}])
     source = {"path": str(path), "prompt_column": "prompt", "streaming": streaming}
     config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": 16, "boundaries": "whole"})

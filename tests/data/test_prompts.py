@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from graftlm.data import (
     Batch,
     Document,
     Mixture,
+    RowPacker,
     StreamingBlocks,
     pack,
     packing,
 )
-from graftlm.data.batch import assemble
+from graftlm.data.packing import collate
 from graftlm.errors import DataError
 from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
 
@@ -70,8 +72,14 @@ def literal_rows(corpus: list[Document], tokenizer: PreTrainedTokenizerBase, len
     return rows
 
 
+def streaming(
+    documents: Callable[[], list[Document]], length: int, boundaries: packing.Boundaries, buffer_rows: int
+) -> StreamingBlocks:
+    return StreamingBlocks(RowPacker(documents, PLAIN, length, boundaries, repeat=True), buffer_rows=buffer_rows)
+
+
 def batch_of(marked: np.ndarray, boundaries: packing.Boundaries) -> Batch:
-    return assemble(marked, np.ones(len(marked)), boundaries=boundaries, pad_id=0)
+    return collate(marked, np.ones(len(marked)), boundaries=boundaries, pad_id=0)
 
 
 @settings(max_examples=40)
@@ -153,13 +161,13 @@ def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None
     st.sampled_from([3, 100]),
 )
 def test_a_stream_gives_the_rows_of_the_packed_documents(
-    corpus: list[Document], boundaries: packing.Boundaries, group: int, piece: int
+    corpus: list[Document], boundaries: packing.Boundaries, group: int, chunk: int
 ) -> None:
     twice = [*corpus, *corpus]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
-        patch.setattr(packing, "PIECE_CHARACTERS", piece)
-        stream = StreamingBlocks(lambda: corpus, PLAIN, LENGTH, boundaries=boundaries, buffer_rows=1)
+        patch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
+        patch.setattr(packing, "CHUNK_CHARACTERS", chunk)
+        stream = streaming(lambda: corpus, LENGTH, boundaries, buffer_rows=1)
         if boundaries != "whole" and sum(len(literal(document, PLAIN)[0]) for document in twice) < LENGTH:
             return
         packed = pack(twice, PLAIN, LENGTH, boundaries=boundaries).marked[:-1]  # the last row goes on in the stream
@@ -168,10 +176,10 @@ def test_a_stream_gives_the_rows_of_the_packed_documents(
 
 @pytest.mark.parametrize("size", range(1, 16))
 def test_a_stream_waits_for_the_end_of_an_example(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", 1)
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 3)
+    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", 1)
+    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 3)
     corpus = [Document("0" * size), Document("1" * 12, prompt="22")]
-    stream = StreamingBlocks(lambda: corpus, PLAIN, 16, boundaries="whole", buffer_rows=1)
+    stream = streaming(lambda: corpus, 16, "whole", buffer_rows=1)
     packed = pack([*corpus, *corpus], PLAIN, 16, boundaries="whole").marked[:-1]
     assert np.array_equal(stream.take(0, len(packed), (0, NEW)), packed)
 
@@ -180,13 +188,13 @@ EXAMPLES = [Document("la réponse " * (1 + i % 3), f"row {i}", f"question {i}: "
 
 
 def streamed() -> Mixture:
-    return Mixture({NEW: StreamingBlocks(lambda: EXAMPLES, PLAIN, 48, boundaries="whole", buffer_rows=3)}, {NEW: 1}, 4)
+    return Mixture({NEW: streaming(lambda: EXAMPLES, 48, "whole", buffer_rows=3)}, {NEW: 1}, 4)
 
 
 @pytest.mark.parametrize("group", [1, 100])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_stream_of_prompts_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.streaming.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken, resumed = streamed(), streamed(), streamed()
     expected = [unbroken.batch(step) for step in range(12)]
     for step in range(stop):
@@ -202,13 +210,13 @@ def test_a_stream_of_prompts_goes_on_where_it_stopped(stop: int, group: int, mon
 def test_long_prompts_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = [Document("one\ntwo\nthree\n" * 5, "a", "four\nfive\n" * 9), Document("six", "b"), Document("x", "c", "y")]
     expected = pack(corpus, PLAIN, 16).marked
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 30)
     monkeypatch.setattr(packing, "GROUP_CHARACTERS", 1)
     assert np.array_equal(pack(corpus, PLAIN, 16).marked, expected)
-    pieces = list(packing.cut_pieces(corpus))
-    assert max(len(piece.text) for piece in pieces) <= 30
-    assert [sum(piece.first for piece in pieces), sum(piece.last for piece in pieces)] == [3, 3]
-    assert all(not group[-1].prompt for group in packing.group_pieces(pieces, 1))
+    chunks = list(packing.split_documents(corpus))
+    assert max(len(chunk.text) for chunk in chunks) <= 30
+    assert [sum(chunk.first for chunk in chunks), sum(chunk.last for chunk in chunks)] == [3, 3]
+    assert all(not group[-1].prompt for group in packing.group_chunks(chunks, 1))
 
 
 def test_a_prompt_without_tokens_leaves_the_start_to_the_text() -> None:
@@ -237,7 +245,7 @@ def test_a_document_may_fill_its_row_to_the_last_token() -> None:
     exact = Document("b" * 7, prompt="cccccc c")
     length = len(literal(exact, PLAIN)[0])
     assert pack([exact, exact], PLAIN, length, boundaries="whole").marked.shape == (2, length)
-    stream = StreamingBlocks(lambda: [exact], PLAIN, length, boundaries="whole", buffer_rows=2)
+    stream = streaming(lambda: [exact], length, "whole", buffer_rows=2)
     assert (stream.take(0, 5, (0, 0)) != packing.PADDING).all()
     with pytest.raises(DataError, match="in memory takes"):
         pack([exact], PLAIN, length - 1, boundaries="whole")

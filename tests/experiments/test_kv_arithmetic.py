@@ -123,7 +123,7 @@ def test_joint_data_name_no_key_held_out_and_no_expression_that_is_tested(seed: 
     pairs = make_pairs(job.parents[0].world, seed)
     tested = {str(one) for one in make_exam(job.parents[0].world, pairs, job.parents[0].exam, seed).expressions()}
     for document in islice(joint_documents(job), 40):
-        assert not any(key in document.whole for key in pairs.held_out)
+        assert not any(key in document.full_text for key in pairs.held_out)
         assert document.prompt[:-1] not in tested
         assert substituted(document.text).strip() not in tested
 
@@ -134,10 +134,10 @@ def test_parents_know_nothing_of_each_other(seed: int) -> None:
     pairs = make_pairs(memory.world, seed)
     tested = {str(one) for one in make_exam(memory.world, pairs, memory.exam, seed).expressions()}
     for document in islice(documents(memory), 40):
-        assert "=" not in document.whole
+        assert "=" not in document.full_text
         assert document.prompt[:-1] not in tested
     for document in islice(documents(arithmetic), 40):
-        words = set(re.findall("[a-z]+", document.whole))
+        words = set(re.findall("[a-z]+", document.full_text))
         assert not words & pairs.values.keys()
 
 
@@ -178,10 +178,10 @@ def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
     parent = plan().parent("arithmetic", 0)
     read = list(islice(documents(parent), 30))
     for document in read:
-        ids = tokenizer(document.whole)["input_ids"]
-        assert len(ids) == len(document.whole)
+        ids = tokenizer(document.full_text)["input_ids"]
+        assert len(ids) == len(document.full_text)
         assert tokenizer.pad_token_id not in ids
-        assert tokenizer.decode(ids) == document.whole
+        assert tokenizer.decode(ids) == document.full_text
     batch = rows(read, tokenizer, 4, 0).batch(0)
     assert batch.prompt is not None
     assert (batch.labels[batch.prompt] == -100).all()

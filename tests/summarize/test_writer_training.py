@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from graftlm.data.batch import assemble
-from graftlm.data.packing import PADDING
+from graftlm.data.packing import PADDING, collate
 from graftlm.errors import DataError, RecipeError
 from graftlm.pipelines.summarize import (
     Budget,
@@ -70,7 +69,7 @@ def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
     end = one.tokenizer.eos_token_id
     assert ids[-1] == end
     assert one.tokenizer.decode(ids[len(prompt) : -1]) == LESSONS[0].summary
-    batch = assemble(rows.marked, np.zeros(1), boundaries="whole", pad_id=rows.pad_id)
+    batch = collate(rows.marked, np.zeros(1), boundaries="whole", pad_id=rows.pad_id)
     assert int((batch.labels != -100).sum()) == len(ids) - 1, "the prompt is learned too"
 
 

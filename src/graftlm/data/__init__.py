@@ -1,20 +1,18 @@
-"""Sources of text, packed into domain-marked batches and mixed by fixed shares."""
+"""Sources of text, packed into rows of tokens and mixed into training batches by fixed shares."""
 
-from graftlm.data.batch import Batch
-from graftlm.data.build import DataConfig, build_mixture
-from graftlm.data.documents import Document
-from graftlm.data.mixture import NEW, OLD, Mixture
-from graftlm.data.packing import TokenBlocks, pack
-from graftlm.data.sources import SourceConfig, build_documents, read_documents
+from graftlm.data.packing import NEW, OLD, Batch, Batches, Mixture, RowPacker, TokenBlocks, build_mixture, pack
+from graftlm.data.sources import DataConfig, Document, SourceConfig, build_documents, read_documents
 from graftlm.data.streaming import StreamingBlocks
 
 __all__ = [
     "NEW",
     "OLD",
     "Batch",
+    "Batches",
     "DataConfig",
     "Document",
     "Mixture",
+    "RowPacker",
     "SourceConfig",
     "StreamingBlocks",
     "TokenBlocks",

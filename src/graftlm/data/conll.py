@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from graftlm.data.files import check_columns, read_lines
+from graftlm.data.tables import check_columns
 from graftlm.errors import DataError
+from graftlm.io import read_text
 
 _DOCUMENT = "-DOCSTART-"
 _IOB2 = (1, 2)
@@ -30,7 +31,7 @@ def read_conll(
     Raises:
         DataError: the file can't be read, or a line has no tag, or too few or too many columns.
     """
-    lines = read_lines(path)
+    lines = read_text(path).split("\n")
     tabs = any("\t" in line for line in lines)
     places = _places(path, columns, head)
     words: list[str] = []
@@ -68,7 +69,7 @@ def _check(cells: Sequence[str], head: Sequence[str], places: tuple[int, int], w
     if len(cells) < wanted or (head and len(cells) != wanted):
         raise DataError(
             f"{where} has {len(cells)} columns, but {wanted}{'' if head else ' or more'} are expected, a word and its "
-            "tag among them: mend the line, or name the task's columns."
+            "tag among them: correct the line, or name the task's columns."
         )
     if not all(cells[place].strip() for place in places):
-        raise DataError(f"{where} has an empty word or tag: mend the line.")
+        raise DataError(f"{where} has an empty word or tag: correct the line.")

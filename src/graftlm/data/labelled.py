@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 
 from graftlm.config import Config
 from graftlm.data.conll import read_conll
-from graftlm.data.files import check_text, is_table, read_values
 from graftlm.data.labels import LabelReader, read_number, read_several
+from graftlm.data.tables import check_text, is_table, read_values
 from graftlm.errors import DataError, did_you_mean
 from graftlm.grafts.heads import TaskSpec, TaskType
 
@@ -232,7 +232,7 @@ def _tagged(words: Any, tags: Any, config: LabelledConfig, reader: LabelReader, 
     if len(given) != len(found) or not found:
         raise DataError(
             f"{where} has {len(found)} words and {len(given)} tags, but as many of both, and at least one, are "
-            "expected: mend the row."
+            "expected: correct the row."
         )
     return LabelledRow(found, tuple(given), where)
 
@@ -273,7 +273,7 @@ def read_span(value: Any, context: str, column: str, where: str) -> Span:
     if not isinstance(start, int) or start < 0 or context[start : start + len(answers[0])] != answers[0]:
         there = f"at character {start}" if starts else "anywhere"
         raise DataError(
-            f"{where} has the answer {answers[0][:60]!r}, which does not stand in its context {there}: mend the row."
+            f"{where} has the answer {answers[0][:60]!r}, which does not stand in its context {there}: correct the row."
         )
     return Span(start, start + len(answers[0]), tuple(answers))
 
@@ -285,7 +285,7 @@ def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], 
             if label not in known:
                 raise DataError(
                     f"{row.where} has the label {label!r}, which is {why} of the task {name}"
-                    f"{did_you_mean(label, labels) if len(labels) < 20 else ''}: mend the row, or train with it."
+                    f"{did_you_mean(label, labels) if len(labels) < 20 else ''}: correct the row, or train with it."
                 )
 
 

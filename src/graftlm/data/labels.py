@@ -52,7 +52,7 @@ class LabelReader:
         found = "nothing" if value is None or value == "" else f"a value of type {type(value).__name__}"
         if isinstance(value, float) or (isinstance(value, str) and value):
             found = repr(value)
-        raise DataError(f"{where} has {found} in the column {self.column!r}, but a label is expected: mend the row.")
+        raise DataError(f"{where} has {found} in the column {self.column!r}, but a label is expected: correct the row.")
 
     def _check_form(self, text: str, where: str) -> None:
         number = _as_number(text)
@@ -89,7 +89,9 @@ def read_number(value: Any, column: str, where: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         found = "nothing" if value is None or value == "" else repr(value)
-        raise DataError(f"{where} has {found} in the column {column!r}, but a finite number is expected: mend the row.")
+        raise DataError(
+            f"{where} has {found} in the column {column!r}, but a finite number is expected: correct the row."
+        )
     return number
 
 
@@ -105,6 +107,6 @@ def read_several(value: Any, reader: LabelReader, separator: str, where: str) ->
         found = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise DataError(
             f"{where} has {found} in the column {reader.column!r}, but a list of labels, or a text with "
-            f"{separator!r} between them, is expected: mend the row."
+            f"{separator!r} between them, is expected: correct the row."
         )
     return tuple(dict.fromkeys(reader.read(label, where) for label in value))

@@ -1,47 +1,48 @@
-"""Documents to rows of token ids.
+"""Documents to token rows to training batches.
 
-Every document is tokenised with the BOS that its tokenizer puts before texts, if any, and ends with its EOS. The ids of
-all documents make one stream, cut into rows of `length`; the last row is filled up with padding. Where documents stay
-whole, a row ends before the first one that it has no room for, and every row is filled up; plain text that is longer
-than a row is cut all the same, and a document with a prompt never.
+Every document is tokenised with its tokenizer's leading BOS, if any, and ends with EOS. The ids of all documents form
+one stream that is cut into rows of `length` tokens; the last row is padded. With boundaries `whole`, a row ends before
+the first document that does not fit, and is padded. Plain text longer than a row is cut anyway; a document with a
+prompt is not.
 
-A prompt is tokenised apart from the text that completes it, as it is when text is generated; the BOS belongs to it.
+A prompt is tokenised apart from its text, as it is in generation; the BOS belongs to the prompt.
 
-A stream is held as *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after
-the last, and the bit `PROMPT` in the ids of a prompt. So one array carries ids, prompts, document starts and padding.
+The stream holds *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after the
+last document, and the bit `PROMPT` in the ids of a prompt. One array thus carries ids, prompts, starts and padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import inspect
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from itertools import islice
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import leading_bos, padding_id
-from graftlm.data.documents import Document
-from graftlm.errors import DataError
+from graftlm.data.sources import DataConfig, Document, SourceConfig, read_documents
+from graftlm.data.streaming import StreamingBlocks
+from graftlm.errors import DataError, RecipeError
 
 Boundaries = Literal["separate", "joined", "whole"]
 Progress = Callable[[int], None]
 
+OLD, NEW = 0, 1
+DOMAIN_NAMES = {OLD: "old", NEW: "new"}
+IGNORED = -100
 PADDING = np.iinfo(np.int32).min
-PROMPT = 1 << 30  # far above every vocabulary, and ~(id | PROMPT) is never PADDING
-PIECE_CHARACTERS = 1 << 18
-GROUP_CHARACTERS = 1 << 19
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A document's prompt or text, or a part of a very long one."""
-
-    text: str
-    first: bool
-    last: bool
-    prompt: bool = False
-    where: str = ""
+PROMPT = 1 << 30  # above every vocabulary, and ~(id | PROMPT) is never PADDING
+CHUNK_CHARACTERS = 1 << 18
+GROUP_CHARACTERS = 1 << 19  # tokenizers are fastest on batches
+STREAM_GROUP_CHARACTERS = 1 << 16
 
 
 def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
@@ -59,11 +60,55 @@ def is_prompt(marked: np.ndarray) -> np.ndarray:
     return (np.where(marked < 0, ~marked, marked) & PROMPT).astype(bool) & (marked != PADDING)
 
 
-def cut_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """Prompts and texts of at most `PIECE_CHARACTERS` whole; longer ones cut at line ends, which bounds the memory.
+# Documents to windows of tokens
 
-    A cut lies between a line's last character and the next line's first, where tokenizers split anyway; one that
-    marks the start of a text may add a single token per cut.
+
+def window_bounds(
+    n_tokens: int, length: int, *, overlap: int = 0, starts: Sequence[int] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Cut `n_tokens` tokens into windows of at most `length`; yields (start, stop) of each.
+
+    Args:
+        n_tokens: number of tokens.
+        length: maximum number of tokens of a window.
+        overlap: tokens that a window shares with the one before it.
+        starts: sorted positions at which documents start. A window then ends before the first document that it can't
+            hold to its end; a document longer than a window is cut anyway.
+    """
+    start = stop = 0
+    while stop < n_tokens:
+        stop = min(start + length, n_tokens)
+        if starts is not None and stop < n_tokens:
+            last = starts[bisect_right(starts, stop) - 1] if len(starts) else 0  # the last document start up to `stop`
+            stop = int(last) if start < last <= stop else stop
+        yield start, stop
+        start = stop - overlap
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A document's prompt or text, or a part of a very long one.
+
+    Attributes:
+        text: the characters.
+        first: whether the document starts with this chunk.
+        last: whether it ends with this chunk.
+        prompt: whether the chunk belongs to a prompt.
+        where: the document's location.
+    """
+
+    text: str
+    first: bool
+    last: bool
+    prompt: bool = False
+    where: str = ""
+
+
+def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
+    """Split documents into chunks of at most `CHUNK_CHARACTERS`, which bounds the memory that tokenizers need.
+
+    Chunks end at line ends between two visible characters, where tokenizers split anyway. A tokenizer that marks the
+    start of a text may add one token per chunk.
     """
     for document in documents:
         if not document.text:
@@ -72,14 +117,14 @@ def cut_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
         for text, prompt in ((document.prompt, True), (document.text, False)):
             start = 0
             while start < len(text):
-                stop = _line_end(text, start, start + PIECE_CHARACTERS)
+                stop = _line_end(text, start, start + CHUNK_CHARACTERS)
                 last = not prompt and stop == len(text)
-                yield Piece(text[start:stop], first, last, prompt, document.where)
+                yield TextChunk(text[start:stop], first, last, prompt, document.where)
                 start, first = stop, False
 
 
 def _line_end(text: str, start: int, stop: int) -> int:
-    """The best place to cut before `stop`: after a newline between two visible characters, else at `stop`."""
+    """The best cut up to `stop`: after a newline between two visible characters, else at `stop`."""
     if stop >= len(text):
         return len(text)
     at = text.rfind("\n", start + 1, stop)
@@ -90,86 +135,147 @@ def _line_end(text: str, start: int, stop: int) -> int:
     return stop
 
 
-def group_pieces(pieces: Iterable[Piece], characters: int = GROUP_CHARACTERS) -> Iterator[list[Piece]]:
-    """Pieces in lists of about so many characters, since tokenizers are fastest on batches; a prompt ends none."""
-    group: list[Piece] = []
+def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
+    """Group chunks into lists of about so many characters; no list ends with a prompt."""
+    group: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= characters and not piece.prompt:
+    for chunk in chunks:
+        group.append(chunk)
+        size += len(chunk.text)
+        if size >= characters and not chunk.prompt:
             yield group
             group, size = [], 0
     if group:
         yield group
 
 
-def tokenise(group: list[Piece], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """The marked ids of each of a group's pieces, of shape (its tokens,)."""
-    texts = [piece.text for piece in group]
-    encoded = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )
-    all_ids: list[list[int]] = encoded["input_ids"]
-    eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
-    bos_id = leading_bos(tokenizer)
+def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """The marked ids of each chunk, of shape (its tokens,)."""
+    texts = [chunk.text for chunk in group]
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
+    bos_id, eos_id = leading_bos(tokenizer), tokenizer.eos_token_id
     streams, starts = [], False
-    for ids, piece in zip(all_ids, group, strict=True):
-        stream = _marked(ids, piece, bos_id, eos_id)
-        starts = starts or piece.first
-        if starts and len(stream):  # a prompt of blanks may have no token, and the text after it begins the document
+    for ids, chunk in zip(encoded, group, strict=True):
+        bos = [bos_id] if chunk.first and bos_id is not None else []
+        eos = [eos_id] if chunk.last and eos_id is not None else []
+        stream = np.array([*bos, *ids, *eos], dtype=np.int32) | np.int32(PROMPT if chunk.prompt else 0)
+        starts = starts or chunk.first
+        if starts and len(stream):  # a blank prompt may have no token: the document then starts with its text
             stream[0], starts = ~stream[0], False
         streams.append(stream)
     return streams
 
 
-def _marked(ids: list[int], piece: Piece, bos_id: int | None, eos_id: int | None) -> np.ndarray:
-    begin = [bos_id] if piece.first and bos_id is not None else []
-    end = [eos_id] if piece.last and eos_id is not None else []
-    stream = np.array([*begin, *ids, *end], dtype=np.int32)
-    return stream | np.int32(PROMPT) if piece.prompt else stream
+def pad_row(row: np.ndarray, length: int) -> np.ndarray:
+    """Pad marked ids (n,) at their end to (length,)."""
+    return np.concatenate([row, np.full(length - len(row), PADDING, dtype=np.int32)])
 
 
-def check_fits(group: list[Piece], streams: list[np.ndarray], length: int, begun: int | None) -> int | None:
-    """Make sure that every document with a prompt fits into a row.
+def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
+    """Cut marked ids (n,) into padded rows (N, length)."""
+    starts = np.flatnonzero(is_start(stream)).tolist() if boundaries == "whole" else None
+    bounds = window_bounds(len(stream), length, starts=starts)
+    return np.stack([pad_row(stream[start:stop], length) for start, stop in bounds])
+
+
+class RowPacker:
+    """Packs documents into rows, one after another.
 
     Args:
-        begun: how many tokens such a document, with which the group goes on, has before the group; None for none.
+        open_documents: opens the documents at their beginning.
+        tokenizer: tokenises them.
+        length: tokens per row.
+        boundaries: how documents share rows; see `DataConfig`.
+        repeat: start over after the last document instead of ending.
+        progress: called after every group of chunks with its number of characters.
 
-    Returns:
-        What `begun` is for the next group.
-
-    Raises:
-        DataError: one does not fit.
+    Attributes:
+        tail: marked ids (n,) that are tokenised and not yet in a row.
+        chunks: number of chunks that were tokenised in this epoch.
+        epoch: how often the documents were read to their end.
+        n_tokens: number of tokens so far.
     """
-    for piece, stream in zip(group, streams, strict=True):
-        if piece.first:
-            begun = 0 if piece.prompt else None
-        if begun is None:
-            continue
-        begun += len(stream)
-        if begun > length:
-            raise DataError(
-                f"{piece.where} takes {begun} tokens or more with its prompt, but a row holds {length} and documents "
-                "stay whole: raise the length, leave the row out, or set boundaries to separate."
-            )
-    return begun
 
+    def __init__(
+        self,
+        open_documents: Callable[[], Iterable[Document]],
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        boundaries: Boundaries = "separate",
+        *,
+        repeat: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.length, self.boundaries, self.pad_id = length, boundaries, padding_id(tokenizer)
+        self.tail = np.empty(0, dtype=np.int32)
+        self.chunks = self.epoch = self.n_tokens = 0
+        self._open_documents, self._tokenizer = open_documents, tokenizer
+        self._repeat, self._progress = repeat, progress
+        self._groups: Iterator[list[TextChunk]] | None = None
 
-def row_end(stream: np.ndarray, length: int, boundaries: Boundaries) -> int:
-    """How many of a stream's first tokens make the next row; where documents stay whole, those of all that fit.
+    def __iter__(self) -> Iterator[np.ndarray]:
+        while (row := self.next_row()) is not None:
+            yield row
 
-    The stream holds more tokens than a row, or is the last of its kind.
-    """
-    if boundaries != "whole" or len(stream) <= length:
-        return min(length, len(stream))
-    starts = np.flatnonzero(is_start(stream[1 : length + 1]))
-    return 1 + int(starts[-1]) if len(starts) else length
+    def next_row(self) -> np.ndarray | None:
+        """The next row of marked ids (length,); None after the last one.
 
+        Raises:
+            DataError: a repeated source has no text, or a document with a prompt must stay whole and does not fit.
+        """
+        needed = self.length + (self.boundaries == "whole")  # the token after a row shows whether a document ends there
+        while len(self.tail) < needed and (group := self._next_group()):
+            self._tokenise(group)
+        if not len(self.tail):
+            return None
+        starts = np.flatnonzero(is_start(self.tail[:needed])) if self.boundaries == "whole" else None
+        _, stop = next(window_bounds(len(self.tail), self.length, starts=starts))
+        row, self.tail = pad_row(self.tail[:stop], self.length), self.tail[stop:]
+        return row
 
-def filled(row: np.ndarray, length: int) -> np.ndarray:
-    """A row of `length` marked ids, padded at its end."""
-    return np.concatenate([row, np.full(length - len(row), PADDING, dtype=np.int32)])
+    def resume(self, tail: np.ndarray, chunks: int, epoch: int) -> None:
+        """Continue from the given attributes."""
+        self.tail, self.chunks, self.epoch, self._groups = tail, chunks, epoch, None
+
+    def _tokenise(self, group: list[TextChunk]) -> None:
+        streams = tokenise(group, self._tokenizer)
+        if self.boundaries == "whole":
+            self._check_fits(group, streams)
+        self.tail = np.concatenate([self.tail, *streams])
+        self.chunks += len(group)
+        self.n_tokens += sum(map(len, streams))
+        if self._progress is not None:
+            self._progress(sum(len(chunk.text) for chunk in group))
+
+    def _next_group(self) -> list[TextChunk] | None:
+        if self._groups is None:
+            chunks = islice(split_documents(self._open_documents()), self.chunks, None)
+            self._groups = group_chunks(chunks, STREAM_GROUP_CHARACTERS if self._repeat else GROUP_CHARACTERS)
+        group = next(self._groups, None)
+        if group is not None or not self._repeat:
+            return group
+        if not self.chunks:
+            raise DataError("The streaming source gives no text: name a source with text that can be read again.")
+        self.resume(self.tail, 0, self.epoch + 1)
+        return self._next_group()
+
+    def _check_fits(self, group: list[TextChunk], streams: list[np.ndarray]) -> None:
+        """Raise `DataError` if a document with a prompt is longer than a row."""
+        starts = np.flatnonzero(is_start(self.tail))
+        last = self.tail[starts[-1] :] if len(starts) else self.tail
+        size = len(last) if is_prompt(last).any() else None  # tokens of the current document, if it has a prompt
+        for chunk, stream in zip(group, streams, strict=True):
+            if chunk.first:
+                size = 0 if chunk.prompt else None
+            if size is None:
+                continue
+            size += len(stream)
+            if size > self.length:
+                raise DataError(
+                    f"{chunk.where} takes {size} tokens or more with its prompt, but a row holds {self.length} and "
+                    "documents stay whole: raise the length, leave the row out, or set boundaries to separate."
+                )
 
 
 class TokenBlocks:
@@ -178,9 +284,8 @@ class TokenBlocks:
     Attributes:
         marked: int32, shape (N, length).
         length: tokens per row.
-        boundaries: "separate" (no document sees or predicts another), "whole" (nor is one cut that fits into a row) or
-            "joined" (one plain stream).
-        pad_id: the id that stands where `marked` is padding.
+        boundaries: how documents share rows; see `DataConfig`.
+        pad_id: the id at padding.
     """
 
     def __init__(self, marked: np.ndarray, *, boundaries: Boundaries = "separate", pad_id: int = 0) -> None:
@@ -209,28 +314,27 @@ class TokenBlocks:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return int((self.marked != PADDING).sum())
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Rows `first` to `first + count` of an endless sequence in which every epoch is a new order of all rows.
 
-        The order depends on `key` (seed, domain) and the epoch alone. Returns marked ids, shape (count, length).
+        The order depends only on `key` (seed, domain) and the epoch. Returns marked ids, shape (count, length).
         """
         wanted = np.arange(first, first + count)
         rows = np.empty(count, dtype=np.int64)
         epochs = wanted // len(self)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            rows[here] = self._order(int(epoch), key)[wanted[here] % len(self)]
+            in_epoch = epochs == epoch
+            rows[in_epoch] = self._order(int(epoch), key)[wanted[in_epoch] % len(self)]
         return self.marked[rows]
 
     def _order(self, epoch: int, key: tuple[int, int]) -> np.ndarray:
-        wanted = (epoch, *key)
-        if getattr(self, "_held", None) != wanted:
-            self._held = wanted
-            self._held_order = np.random.Generator(np.random.Philox([*key, epoch])).permutation(len(self))
-        return self._held_order
+        if getattr(self, "_order_key", None) != (epoch, *key):
+            self._order_key = (epoch, *key)
+            self._last_order = np.random.Generator(np.random.Philox([*key, epoch])).permutation(len(self))
+        return self._last_order
 
 
 def pack(
@@ -242,39 +346,291 @@ def pack(
     progress: Progress | None = None,
     name: str = "The documents",
 ) -> TokenBlocks:
-    """Tokenise `documents` and cut the stream of ids into rows of `length`.
+    """Tokenise `documents` and pack them into rows of `length` tokens; see `RowPacker`.
 
     Args:
-        progress: called after every chunk with the number of characters done since the last call.
-        name: what to call the documents in an error.
+        name: the name of the documents in an error.
 
     Raises:
-        DataError: the documents hold too few tokens for one row, or one with a prompt is to stay whole and can't.
+        DataError: the documents have too few tokens for one row, or one must stay whole and does not fit.
     """
-    collected: list[np.ndarray] = []
-    begun = None
-    for group in group_pieces(cut_pieces(documents)):
-        streams = tokenise(group, tokenizer)
-        if boundaries == "whole":
-            begun = check_fits(group, streams, length, begun)
-        collected += streams
-        if progress is not None:
-            progress(sum(len(piece.text) for piece in group))
-    stream = np.concatenate(collected) if collected else np.empty(0, dtype=np.int32)
-    if len(stream) < (1 if boundaries == "whole" else length):
+    packer = RowPacker(lambda: documents, tokenizer, length, boundaries, progress=progress)
+    rows = list(packer)
+    if packer.n_tokens < (1 if boundaries == "whole" else length):
         raise DataError(
-            f"{name}: {len(stream)} tokens in all, but one row takes {length}: add text, or lower the length."
+            f"{name}: {packer.n_tokens} tokens in all, but one row takes {length}: add text, or lower the length."
         )
-    return TokenBlocks(split_rows(stream, length, boundaries), boundaries=boundaries, pad_id=padding_id(tokenizer))
+    return TokenBlocks(np.stack(rows), boundaries=boundaries, pad_id=packer.pad_id)
 
 
-def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
-    """All rows of a whole stream, shape (N, length)."""
-    if boundaries != "whole":
-        return filled(stream, len(stream) + -len(stream) % length).reshape(-1, length)
-    rows, start = [], 0
-    while start < len(stream):
-        stop = start + row_end(stream[start : start + length + 1], length, boundaries)
-        rows.append(filled(stream[start:stop], length))
-        start = stop
-    return np.stack(rows)
+# Rows to batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of L tokens; labels are aligned with the inputs, and the model shifts them.
+
+    Attributes:
+        input_ids: long, (B, L).
+        labels: long, (B, L); -100 at tokens that are not predicted: the row's first, padding, prompts and, unless
+            documents are joined, the first of each document.
+        attention_mask: long, (B, L), 0 at padding; None when there is no padding.
+        position_ids: long, (B, L), from 0 at each document and at the padding; None unless a row holds several
+            separate documents.
+        domain: long, (B,): 0 = old, 1 = new.
+        prompt: bool, (B, L), True at tokens of a prompt; None when the batch has none.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    domain: Tensor
+    prompt: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the rows, such as a micro-batch."""
+        return self._map(lambda tensor: tensor[rows])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same rows on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments for the forward pass of a `GraftedModel`.
+
+        transformers keeps the documents of a row apart where positions restart, but only without an attention mask and
+        a cache. The mask is therefore left out when there are positions. Padding is then one more document that no
+        other sees, and `token_mask` marks it.
+        """
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels, "domain": self.domain}
+        if self.prompt is not None:
+            inputs["prompt"] = self.prompt
+        if self.position_ids is not None:
+            inputs["position_ids"] = self.position_ids
+            if self.attention_mask is not None:
+                inputs["token_mask"] = self.attention_mask.bool()
+        elif self.attention_mask is not None:
+            inputs["attention_mask"] = self.attention_mask
+        return {**inputs, "use_cache": False}
+
+    def totals(self, n_domains: int = 2) -> Tensor:
+        """Float, (1 + n_domains,): number of predicted tokens, then of input tokens of each domain without padding."""
+        targets = (self.labels[:, 1:] != IGNORED).sum()
+        mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
+        counts = torch.zeros(n_domains, dtype=torch.long, device=mask.device)
+        counts.index_add_(0, self.domain, mask.sum(dim=1))
+        return torch.cat([targets[None], counts]).float()
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
+
+
+def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
+    """The batch of marked rows (B, L) with their domains (B,)."""
+    padding = marked == PADDING
+    starts, prompt = is_start(marked), is_prompt(marked)
+    input_ids = unmark(marked, pad_id).astype(np.int64)
+    separate = boundaries != "joined"
+    ignored = padding | prompt | starts if separate else padding | prompt
+    ignored[:, 0] = True
+    several = separate and bool(starts[:, 1:].any())
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(np.where(ignored, IGNORED, input_ids)),
+        attention_mask=torch.from_numpy((~padding).astype(np.int64)) if padding.any() else None,
+        position_ids=torch.from_numpy(_positions(starts, padding)) if several else None,
+        domain=torch.from_numpy(domain.astype(np.int64)),
+        prompt=torch.from_numpy(prompt) if prompt.any() else None,
+    )
+
+
+def _positions(starts: np.ndarray, padding: np.ndarray) -> np.ndarray:
+    """Positions (B, L) that count from 0 at every start, and at the first padding token."""
+    first_padding = padding & ~np.roll(padding, 1, axis=1)
+    columns = np.arange(starts.shape[1])
+    last_start = np.maximum.accumulate(np.where(starts | first_padding, columns, 0), axis=1)
+    return columns - last_start
+
+
+def check_boundaries(model: Any, boundaries: Boundaries) -> None:
+    """Raise `RecipeError` if documents must stay separate and the model takes no position ids to separate them."""
+    if boundaries != "joined" and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise RecipeError(
+            f"A model of the type {model.config.model_type} takes no position ids, so it can't keep the documents of a "
+            "row apart: set data.boundaries to joined."
+        )
+
+
+class Batches(Protocol):
+    """What a training loop draws batches from."""
+
+    batch_size: int
+
+    def batch(self, step: int) -> Any:
+        """The rows of one optimiser step, counted from 0."""
+
+    def fingerprint(self) -> str:
+        """A hash over everything that decides the batches."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+
+
+Blocks = TokenBlocks | StreamingBlocks
+
+
+class Mixture:
+    """Endless batches that mix domains by fixed shares; equal for equal seed and step.
+
+    Over n rows a domain of share p gives floor(np) rows: shares are exact in the long run, and a batch is off by less
+    than one row. Finite domains are a function of (seed, step); streams must be drawn step by step.
+
+    Args:
+        domains: the rows of each domain.
+        shares: the share of each domain, summing to 1.
+        batch_size: rows of one optimiser step, over all processes and micro-batches.
+        seed: decides the order of the rows.
+
+    Raises:
+        DataError: a domain with a share has no data, or the domains' rows differ in form.
+    """
+
+    def __init__(
+        self, domains: Mapping[int, Blocks], shares: Mapping[int, float], batch_size: int, seed: int = 0
+    ) -> None:
+        self.shares = _exact_shares(shares)
+        for domain, share in self.shares.items():
+            if domain not in domains:
+                raise DataError(
+                    f"The {DOMAIN_NAMES.get(domain, domain)} domain has share {float(share):g} but no data: name "
+                    "sources, or set the share to 0."
+                )
+        self.domains = {domain: domains[domain] for domain in self.shares}
+        self.batch_size, self.seed = batch_size, seed
+        forms = {(blocks.length, blocks.boundaries, blocks.pad_id) for blocks in self.domains.values()}
+        if len(forms) != 1:
+            raise DataError(
+                f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
+            )
+        ((self.length, self.boundaries, self.pad_id),) = forms
+
+    def counts(self, rows: int) -> dict[int, int]:
+        """Number of rows of each domain among the first `rows` rows."""
+        counts, rows_left, share_left = {}, rows, Fraction(1)
+        for domain, share in self.shares.items():
+            counts[domain] = int(rows_left * share / share_left)
+            rows_left, share_left = rows_left - counts[domain], share_left - share
+        return counts
+
+    def batch(self, step: int) -> Batch:
+        """The rows of one optimiser step, counted from 0, in random order."""
+        before, after = self.counts(step * self.batch_size), self.counts((step + 1) * self.batch_size)
+        taken = {
+            domain: blocks.take(before[domain], after[domain] - before[domain], (self.seed, domain))
+            for domain, blocks in self.domains.items()
+        }
+        marked = np.concatenate(list(taken.values()))
+        domain_ids = np.concatenate([np.full(len(rows), domain) for domain, rows in taken.items()])
+        # The last number keeps this random stream apart from that of (seed, domain, epoch).
+        order = np.random.Generator(np.random.Philox([self.seed, step, 0, 1])).permutation(len(marked))
+        return collate(marked[order], domain_ids[order], boundaries=self.boundaries, pad_id=self.pad_id)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over everything that decides the batches; of a stream, whose text is not in memory, only its form."""
+        digest = hashlib.sha256(repr((self.shares, self.batch_size, self.seed, self.length, self.boundaries)).encode())
+        for domain, blocks in sorted(self.domains.items()):
+            digest.update(str(domain).encode())
+            if isinstance(blocks, TokenBlocks):
+                digest.update(blocks.marked.tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The streams' states by domain, as plain JSON values; empty when all domains are finite."""
+        return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()` of a mixture of the same data.
+
+        Raises:
+            DataError: the state has other domains.
+        """
+        streams = self._streams()
+        if set(state) != {str(domain) for domain in streams}:
+            raise DataError(
+                f"The saved data state has streams for domains {sorted(state)}, but this mixture streams "
+                f"{sorted(map(str, streams))}: resume with the data settings of the run that saved it."
+            )
+        for domain, blocks in streams.items():
+            blocks.load_state_dict(state[str(domain)])
+
+    def _streams(self) -> dict[int, StreamingBlocks]:
+        return {domain: blocks for domain, blocks in self.domains.items() if isinstance(blocks, StreamingBlocks)}
+
+
+def _exact_shares(shares: Mapping[int, float]) -> dict[int, Fraction]:
+    """Shares above 0 as fractions that sum to 1, by domain."""
+    if abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
+        raise DataError(f"The domains' shares are {dict(shares)}, but shares from 0 to 1 that sum to 1 are expected.")
+    exact = {domain: Fraction(share).limit_denominator(10**6) for domain, share in sorted(shares.items()) if share > 0}
+    *others, last = exact
+    return {**exact, last: Fraction(1) - sum(exact[domain] for domain in others)}
+
+
+def build_mixture(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, progress: Progress | None = None
+) -> Mixture:
+    """The mixture of a recipe's new and old texts, `batch_size` rows per optimiser step.
+
+    Args:
+        progress: called after every group of chunks with its number of characters.
+
+    Raises:
+        DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
+    """
+    if not config.new:
+        raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
+    if config.replay_fraction > 0 and not config.old:
+        raise DataError(
+            f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
+            "or set replay_fraction to 0."
+        )
+    shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
+    sources = {OLD: config.old, NEW: config.new}
+    domains = {
+        domain: build_blocks(sources[domain], config, tokenizer, progress=progress)
+        for domain, share in shares.items()
+        if share > 0
+    }
+    return Mixture(domains, shares, batch_size, config.seed)
+
+
+def build_blocks(
+    sources: Sequence[SourceConfig],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: Progress | None = None,
+) -> Blocks:
+    """The rows of one domain: streamed if any of its sources is, else packed in memory.
+
+    Raises:
+        DataError: a source can't be read, or has too little text.
+    """
+
+    def documents() -> Iterator[Document]:
+        return (document for source in sources for document in read_documents(source))
+
+    if any(source.streaming for source in sources):
+        return StreamingBlocks(RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True))
+    names = ", ".join(source.name for source in sources)
+    return pack(documents(), tokenizer, config.length, boundaries=config.boundaries, progress=progress, name=names)

@@ -1,20 +1,54 @@
-"""What a recipe says of its texts, and the documents that come of it."""
+"""Documents: out of text files, tables and Hugging Face datasets, as the data section of a recipe names them."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from graftlm.config import Config
-from graftlm.data.documents import Document
-from graftlm.data.files import columns_of, find_files, read_file
-from graftlm.data.hub import is_saved_dataset, read_dataset
-from graftlm.errors import DataError
+from graftlm.data.tables import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    TABLE_SUFFIXES,
+    check_columns,
+    check_text,
+    read_rows,
+    values_of,
+)
+from graftlm.errors import DataError, did_you_mean
+from graftlm.io import read_text
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
+SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES)  # files that are read of a folder
+_TABLE_SUFFIXES = tuple(suffix for suffix in TABLE_SUFFIXES if suffix != ".tsv")  # of documents, TSV is plain text
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, with an optional prompt that precedes it.
+
+    Attributes:
+        text: what is predicted.
+        where: its location, for messages: `file`, `file: line` or `dataset: row`.
+        prompt: text before it, which the model sees and does not predict.
+    """
+
+    text: str
+    where: str = "in memory"
+    prompt: str = ""
+
+    @property
+    def full_text(self) -> str:
+        """Prompt and text."""
+        return self.prompt + self.text
 
 
 class SourceConfig(Config):
@@ -27,13 +61,15 @@ class SourceConfig(Config):
     split: str = Field("train", description="The dataset's split.")
     text_column: str = Field("text", description="The column of JSON, parquet, CSV and datasets that holds the text.")
     prompt_column: str | None = Field(
-        None, description="The column of what is given before that text; only the text itself is to be predicted."
+        None, description="The column of the prompt before that text; it is not predicted."
     )
     streaming: bool = Field(False, description="Read while training instead of packing everything first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
-    limit_documents: int | None = Field(None, ge=1, description="At most so many documents.")
-    skip_characters: int = Field(0, ge=0, description="Leave out so many characters at the start of each document.")
-    limit_characters: int | None = Field(None, ge=1, description="At most so many characters; cuts the last document.")
+    limit_documents: int | None = Field(None, ge=1, description="Maximum number of documents.")
+    skip_characters: int = Field(0, ge=0, description="Number of characters to skip at the start of each document.")
+    limit_characters: int | None = Field(
+        None, ge=1, description="Maximum of characters in all; cuts the last document."
+    )
 
     @field_validator("documents")
     @classmethod
@@ -43,7 +79,7 @@ class SourceConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _check_place(self) -> Self:
+    def _check_combination(self) -> Self:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source has either a path or a dataset")
         if self.streaming and "-" in (self.documents or ""):
@@ -59,68 +95,198 @@ class SourceConfig(Config):
         """The path or dataset, for messages."""
         return str(self.path or self.dataset)
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that are read, by their config keys."""
+        prompt = {} if self.prompt_column is None else {"prompt_column": self.prompt_column}
+        return {"text_column": self.text_column} | prompt
 
-def read_documents(config: SourceConfig) -> Iterator[Document]:
-    """The documents of one source, in a fixed order; those without any text are left out.
 
-    Raises:
-        DataError: the source can't be read as asked.
-    """
-    documents = (document for document in _read_all(config) if document.text.strip())
-    documents = _picked(documents, config.documents)
-    documents = islice(documents, config.limit_documents)
-    if config.skip_characters:
-        documents = (Document(d.text[config.skip_characters :], d.where) for d in documents)
-    return documents if config.limit_characters is None else _cut(documents, config.limit_characters)
+class DataConfig(Config):
+    """The texts of a run: what the model learns, and what it should not forget."""
+
+    new: list[SourceConfig] = Field([], description="What the model shall learn.")
+    old: list[SourceConfig] = Field([], description="Text like the backbone's own training data.")
+    replay_fraction: float = Field(0.1, ge=0, le=1, description="Fraction p of rows from old; 0 ignores old.")
+    length: int = Field(256, ge=2, description="Tokens per row.")
+    boundaries: Literal["separate", "joined", "whole"] = Field(
+        "separate",
+        description="How documents share rows. separate: they don't see each other; joined: they are one stream; "
+        "whole: separate, and a document that does not fit begins the next row (plain text longer than a row is cut).",
+    )
+    validation: dict[str, list[SourceConfig]] = Field({}, description="Held-out texts by name ('old', 'new', others).")
+    test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")
+    seed: int = Field(0, ge=0, description="Orders the rows.")
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
-    """All documents of `sources`, in memory, as evaluation takes them.
+    """All documents of `sources`, in memory.
 
     Raises:
-        DataError: a source can't be read, or gives no text.
+        DataError: a source can't be read, or has no text.
     """
-    return [document for source in sources for document in read_some(source)]
+    return [document for source in sources for document in read_documents(source)]
 
 
-def read_some(config: SourceConfig) -> Iterator[Document]:
-    """As `read_documents`, but a source that gives nothing is an error."""
+def read_documents(config: SourceConfig) -> Iterator[Document]:
+    """The documents of one source, in a fixed order; empty ones are left out.
+
+    Raises:
+        DataError: the source can't be read, or has no text.
+    """
     empty = True
-    for document in read_documents(config):
+    for document in _limited(_select(_read_source(config), config.documents), config):
         empty = False
         yield document
     if empty:
-        chosen = f" in its documents {config.documents}" if config.documents else ""
-        raise DataError(f"The source {config.name} holds no text{chosen}: name a source with text.")
+        selected = f" in its documents {config.documents}" if config.documents else ""
+        raise DataError(f"The source {config.name} holds no text{selected}: name a source with text.")
 
 
-def _read_all(config: SourceConfig) -> Iterator[Document]:
+def _read_source(config: SourceConfig) -> Iterator[Document]:
     path = Path(config.name).expanduser()
-    if config.path is not None and not is_saved_dataset(path):
-        for file in find_files(path, config.pattern):
-            yield from read_file(file, config.text_column, config.prompt_column)
-        return
-    yield from read_dataset(
-        config.name,
-        subset=config.subset,
-        split=config.split,
-        columns=columns_of(config.text_column, config.prompt_column),
-        streaming=config.streaming,
-    )
+    if config.path is not None and not _is_saved_dataset(path):
+        documents = (document for file in find_files(path, config.pattern) for document in read_file(file, config))
+    else:
+        documents = _read_dataset(config)
+    return (document for document in documents if document.text.strip())
 
 
-def _picked(documents: Iterator[Document], chosen: str | None) -> Iterator[Document]:
-    if chosen is None:
+def _select(documents: Iterator[Document], selection: str | None) -> Iterator[Document]:
+    if selection is None:
         return documents
-    start, stop = (int(part) if part.strip() else None for part in chosen.split(":"))
+    start, stop = (int(part) if part.strip() else None for part in selection.split(":"))
     if min(start or 0, stop or 0) < 0:
         return iter(list(documents)[start:stop])
     return islice(documents, start, stop)
 
 
-def _cut(documents: Iterator[Document], limit: int) -> Iterator[Document]:
-    for document in documents:
-        yield Document(document.text[:limit], document.where)
-        limit -= len(document.text)
-        if limit <= 0:
+def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
+    left = config.limit_characters
+    for document in islice(documents, config.limit_documents):
+        text = document.text[config.skip_characters :]
+        yield Document(text[:left], document.where, document.prompt)
+        if left is not None and (left := left - len(text)) <= 0:
             return
+
+
+def find_files(path: Path, pattern: str | None = None) -> list[Path]:
+    """The file at `path`, or the files below a folder, sorted; hidden files and folders are skipped.
+
+    Args:
+        path: a file or a folder.
+        pattern: a glob such as `*.c` or `letters/*.txt`; by default files with a known suffix are taken.
+
+    Raises:
+        DataError: nothing is at `path`, or the folder holds no such file.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"There is no file or folder {path}: check the source's path.")
+    files = sorted(file for file in _walk(path) if _matches(file.relative_to(path), pattern))
+    if not files:
+        expected = (
+            f"files that match {pattern!r}" if pattern else f"files ending in {' '.join(SEARCHED_SUFFIXES)} (or .gz)"
+        )
+        raise DataError(f"The folder {path} holds no {expected}: put text there, or set the source's pattern.")
+    return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _matches(relative: Path, pattern: str | None) -> bool:
+    if pattern is None:
+        return _has_suffix(relative, SEARCHED_SUFFIXES)
+    return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
+
+
+def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
+
+
+def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
+    """The documents of one file, by its suffix: one a row of a table, or the whole file as plain text.
+
+    Raises:
+        DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
+    """
+    if _has_suffix(path, _TABLE_SUFFIXES):
+        yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
+    elif config.prompt_column is not None:
+        raise DataError(
+            f"{path} is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
+            "or leave the prompt_column out."
+        )
+    else:
+        yield Document(read_text(path), str(path))
+
+
+def _document(texts: list[str], config: SourceConfig, where: str) -> Document:
+    text, *prompt = texts
+    if prompt and not text.strip():
+        raise DataError(
+            f"{where} has a prompt and an empty completion in the column {config.text_column!r}: "
+            "give it text, or leave the row out."
+        )
+    return Document(text, where, *prompt)
+
+
+def _read_dataset(config: SourceConfig) -> Iterator[Document]:
+    """The rows of a Hugging Face dataset: from the hub, or from a folder that `save_to_disk` wrote."""
+    path = Path(config.name).expanduser()
+    rows = _load_saved(path, config.split) if _is_saved_dataset(path) else _load_from_hub(config)
+    if rows.column_names is not None:
+        check_columns(rows.column_names, config.columns, f"The dataset {config.name}")
+    for number, row in enumerate(_iterate(rows, config.name)):
+        where = f"{config.name}: row {number}"
+        values = zip(values_of(row, config.columns, where), config.columns.values(), strict=True)
+        yield _document([check_text(value, column, where) for value, column in values], config, where)
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _load_saved(path: Path, split: str) -> Any:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise DataError(f"The dataset folder {path} is not complete ({_cause(error)}): write it again.") from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise DataError(f"The dataset folder {path} has no split {split!r}{did_you_mean(split, map(str, loaded))}.")
+    return loaded[split]
+
+
+def _load_from_hub(config: SourceConfig) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(config.name, config.subset, split=config.split, streaming=config.streaming)
+    except Exception as error:  # the loader's errors share no base class
+        raise DataError(
+            f"The dataset {config.name} (subset {config.subset}, split {config.split}) can't be loaded "
+            f"({_cause(error)}): check its name, subset and split, and the network."
+        ) from None
+
+
+def _iterate(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Any]:
+    try:
+        yield from rows
+    except OSError as error:
+        raise DataError(f"The dataset {name} could not be read to its end ({_cause(error)}): try again.") from None
+
+
+def _cause(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".: ") if lines else type(error).__name__

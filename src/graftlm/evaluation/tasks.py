@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from graftlm.config import Config
-from graftlm.data.files import read_rows
+from graftlm.data.tables import read_rows
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.examples import (
     Example,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from graftlm.backbone import leading_bos
+from graftlm.data.packing import window_bounds
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,13 @@ def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterat
         ids, sizes = encode_with_bytes(tokenizer, document if isinstance(document, str) else document.text)
         given, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
         ids, sizes = np.concatenate([given, ids]), np.concatenate([np.zeros_like(given), sizes])
-        start = 0  # of the window's own tokens; the token at `start` is scored only when a BOS precedes it there
-        context = 0 if prefix else 1
-        while start + context < len(ids):
-            stop = min(len(ids), start + length - len(prefix))
-            first = max(start + context, len(given))
+        for start, stop in window_bounds(len(ids), length - len(prefix), overlap=1):
+            unscored = 0 if prefix and start == 0 else 1  # a window's first token is scored only behind a BOS
+            first = max(start + unscored, len(given))
             if first < stop:
                 window = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
                 prompt = len(prefix) + len(given) - start if start < len(given) else 0
                 yield Window(window, len(prefix) + first - start, sizes[first:stop], index, prompt)
-            start, context = stop - 1, 1
 
 
 def limited(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:

@@ -13,13 +13,14 @@ from typing import Any
 from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest
 from graftlm.backbone import Backbone
 from graftlm.data.encoding import RowEncoder
-from graftlm.data.files import check_text, is_table, read_lines, read_values
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_held_out_rows
+from graftlm.data.tables import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
 from graftlm.grafts import Graft, GraftedModel, HasHeads
 from graftlm.grafts.heads import TaskSpec
+from graftlm.io import read_text
 from graftlm.runs.graft_run import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests
 
@@ -175,7 +176,7 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
         for values, where in read_values(Path(source), keys, "task", config.columns):
             yield _question(config, values, texts, where)
         return
-    lines = (line.rstrip("\r\n") for line in _stdin()) if source == "-" else read_lines(Path(source))
+    lines = (line.rstrip("\r\n") for line in _stdin()) if source == "-" else read_text(Path(source)).split("\n")
     origin = "stdin" if source == "-" else source
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -18,8 +18,8 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, build_documents, build_mixture
-from graftlm.data.batch import check_apart
-from graftlm.data.sources import read_some
+from graftlm.data.packing import check_boundaries
+from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_class, graft_config
@@ -110,7 +110,7 @@ class GraftRun(TrainingRun):
 
     def _batches(self, backbone: Backbone) -> Mixture:
         """The run's batches; runs of one process share those that keep no position."""
-        check_apart(backbone.model, self.data.boundaries)
+        check_boundaries(backbone.model, self.data.boundaries)
         key = (self.backbone, self.data.model_dump_json(exclude={"test"}), self.training.batch_size)
         batches = _BATCHES.pop(key, None)
         if batches is None or batches.state_dict():
@@ -268,7 +268,7 @@ class BackboneEvaluator:
 
     def _first_rows(self, name: str) -> Tensor | None:
         """(rows, length) tokens from the start of a test set; one short row for a short set, None for an empty one."""
-        text = "\n".join(document.whole[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
+        text = "\n".join(document.full_text[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
         ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             return None
@@ -289,12 +289,12 @@ def count_parameters(parameters: Iterable[Tensor]) -> int:
 
 def _read_texts(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     """The documents of a graft that learns from text without gradients."""
-    return [document.whole for source in sources for document in read_some(SourceConfig.parse(dict(source)))]
+    return [document.full_text for source in sources for document in read_documents(SourceConfig.parse(dict(source)))]
 
 
 def _prompts(documents: Sequence[Document], count: int) -> list[str]:
     """`count` prompts of 400 characters, evenly spaced in the texts."""
-    text = "\n".join(document.whole[:100_000] for document in list(documents)[:8])
+    text = "\n".join(document.full_text[:100_000] for document in list(documents)[:8])
     return [text[start : start + 400] for start in range(0, len(text), max(1, len(text) // count))][:count]
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.backbone import fingerprint
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
-from graftlm.data.build import build_blocks
-from graftlm.data.sources import read_some
+from graftlm.data.packing import build_blocks
+from graftlm.data.sources import read_documents
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
 from graftlm.runs.graft_run import count_parameters, load_tests
@@ -279,9 +279,9 @@ def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[s
     """The first characters of every source, the same number of each."""
     for source in sources:
         left = -(-characters // len(sources))
-        for document in read_some(source):
-            yield document.whole[:left]
-            left -= len(document.whole)
+        for document in read_documents(source):
+            yield document.full_text[:left]
+            left -= len(document.full_text)
             if left <= 0:
                 break
 

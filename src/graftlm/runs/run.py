@@ -25,7 +25,7 @@ from accelerate import PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from graftlm.config import Config
-from graftlm.data.mixture import Batches
+from graftlm.data.packing import Batches
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.metrics import MemoryWatch

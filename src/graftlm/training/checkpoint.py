@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from graftlm.data.mixture import Batches
+from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
 from graftlm.io import file_digest, sync
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig

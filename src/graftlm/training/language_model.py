@@ -21,8 +21,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from graftlm.backbone import leading_bos, max_sequence_length
-from graftlm.data.batch import check_apart
-from graftlm.data.packing import Boundaries
+from graftlm.data.packing import Boundaries, check_boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
 from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.io import staged_folder
@@ -191,7 +190,7 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
         )
     if hasattr(model, "check_lengths"):
         model.check_lengths(length, longest)
-    check_apart(model, boundaries)
+    check_boundaries(model, boundaries)
 
 
 def check_stream(model: Any, config: TrainingConfig) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from graftlm.data import Batch
-from graftlm.data.mixture import Batches
+from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
 from graftlm.training.checkpoint import (
     HISTORY,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graftlm.data import NEW, Batch, Mixture, TokenBlocks
-from graftlm.data.batch import assemble
+from graftlm.data.packing import collate
 from graftlm.errors import DataError
 
 
@@ -61,7 +61,7 @@ class StatefulBatches(Mixture):
         stream = np.arange(self.batch_size)
         position = step % self.stream_length
         domain = np.full(self.batch_size, NEW)
-        rows = assemble(
+        rows = collate(
             self.rows[stream * self.stream_length + position], domain, boundaries=self.boundaries, pad_id=self.pad_id
         )
         values = {name: getattr(rows, name) for name in rows.__dataclass_fields__}

@@ -1,0 +1,171 @@
+"""Rows of tables: JSON lines, JSON lists, parquet, CSV and TSV files, also gzipped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow
+import pyarrow.parquet
+
+from graftlm.errors import DataError
+from graftlm.io import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_SUFFIXES = (".parquet",)
+TABLE_SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES, ".csv", ".tsv")
+
+
+def file_suffix(path: Path) -> str:
+    """The suffix in lower case, without a final `.gz`."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    return suffixes[-1] if suffixes else ""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file holds a table, by its suffix."""
+    return file_suffix(path) in TABLE_SUFFIXES
+
+
+def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> Iterator[tuple[list[str], str]]:
+    """The texts of some columns of each row, and the row's location; see `read_values`.
+
+    Raises:
+        DataError: as there, or a value is not a string.
+    """
+    for values, where in read_values(path, columns, owner):
+        yield [check_text(value, name, where) for value, name in zip(values, columns.values(), strict=True)], where
+
+
+def read_values(
+    path: Path, columns: Mapping[str, str], owner: str = "source", header: Sequence[str] = ()
+) -> Iterator[tuple[list[Any], str]]:
+    """The values of some columns of each row, and the row's location, such as `data.csv: row 3`.
+
+    Args:
+        path: a file of JSON lines, a JSON list, parquet, CSV or TSV, by its suffix. In TSV no character quotes another.
+        columns: names of columns by the config key that sets each, such as {"text_column": "body"}.
+        owner: the config that has these keys, for messages.
+        header: names of all columns of a CSV or TSV file without a header.
+
+    Raises:
+        DataError: the file can't be read, contradicts its suffix, or lacks a column; the message names the row.
+    """
+    suffix = file_suffix(path)
+    if suffix not in TABLE_SUFFIXES:
+        raise DataError(f"{path} is no table: a file ending in {' '.join(TABLE_SUFFIXES)} (or .gz) is expected.")
+    with read_errors(path):
+        if suffix in (".csv", ".tsv"):
+            yield from _read_csv(path, columns, owner, header)
+        else:
+            yield from (_read_parquet if suffix in PARQUET_SUFFIXES else _read_json)(path, columns, owner)
+
+
+def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
+    with open_binary(path) as file:
+        is_list = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+        file.seek(0)
+        for row, where in _list_rows(file, path) if is_list else _line_rows(file, path):
+            yield values_of(row, columns, where, owner), where
+
+
+def _list_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
+    rows = _parse_json(decode_utf8(file.read(), str(path)), str(path))
+    yield from ((row, f"{path}: row {number}") for number, row in enumerate(rows, start=1))
+
+
+def _line_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            yield _parse_json(decode_utf8(line, where), where), where
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        cause = getattr(error, "msg", "nested too deep")
+        raise DataError(
+            f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected."
+        ) from None
+
+
+def _read_csv(
+    path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]
+) -> Iterator[tuple[list[Any], str]]:
+    tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file_suffix(path) == ".tsv" else {}
+    with open_binary(path) as file:
+        reader = csv.reader(io.StringIO(decode_utf8(file.read(), str(path)), newline=""), strict=True, **tabs)
+    try:
+        expected = "the columns are" if header else "the header has"
+        header = header or next(reader, [])
+        check_columns(header, columns, str(path), owner)
+        for number, cells in enumerate(filter(None, reader), start=1):
+            where = f"{path}: row {number}"
+            if len(cells) != len(header):
+                raise DataError(f"{where} has {len(cells)} cells, but {expected} {len(header)}: correct the row.")
+            yield values_of(dict(zip(header, cells, strict=True)), columns, where, owner), where
+    except csv.Error as error:
+        raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): correct that line.") from None
+
+
+def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
+    names = list(columns.values())
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            check_columns(file.schema_arrow.names, columns, str(path), owner)
+            for batch in file.iter_batches(batch_size=1024, columns=names):
+                for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+                    number += 1
+                    yield list(values), f"{path}: row {number}"
+    except (pyarrow.ArrowException, EOFError) as error:
+        cause = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{path} is not a whole parquet file ({cause}): fetch it again.") from None
+
+
+def values_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
+    """The values of some columns of one row.
+
+    Raises:
+        DataError: the row is not a dict, or lacks a column.
+    """
+    if not isinstance(row, dict):
+        first = next(iter(columns.values()))
+        raise DataError(
+            f"{where} is of type {type(row).__name__}, but an object with the column {first!r} is expected."
+        )
+    check_columns(list(row), columns, where, owner)
+    return [row[name] for name in columns.values()]
+
+
+def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, owner: str = "source") -> None:
+    """Raise `DataError` unless all `columns` are among `names`."""
+    for key, name in columns.items():
+        if name not in names:
+            known = ", ".join(map(str, names)) or "none"
+            raise DataError(f"{where} has no column {name!r} (found: {known}): set the {owner}'s {key}.")
+
+
+def check_text(value: Any, column: str, where: str) -> str:
+    """Return `value` if it is a string without lone surrogates; else raise `DataError`."""
+    if not isinstance(value, str):
+        raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a string is expected.")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a surrogate pair at character {error.start} of the column {column!r}, "
+            "which is not text: correct the row."
+        ) from None
+    return value
+
+
+def type_name(value: Any) -> str:
+    """A value's type, for messages."""
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
