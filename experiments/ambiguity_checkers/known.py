@@ -1,4 +1,4 @@
-"""Labels for languages that no public set marks: read by a person, or told by another language of the same text."""
+"""Labels for languages that no public set labels: read by a person, or derived from another language of the text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from graftlm.config import read_yaml
-from graftlm.pipelines.clarify.examples import AmbiguityKind, Example, english_gender
-from graftlm.pipelines.clarify.parallel import Pair, read_bible, read_ntrex
+from graftlm.pipelines.clarify.datasets import (
+    AmbiguityKind,
+    AmbiguousExample,
+    SentencePair,
+    english_gender,
+    read_bible,
+    read_ntrex,
+)
 
 _READ = Path(__file__).with_name("read.yaml")
-_DANISH_ONE = re.compile(r"\b(?:du|dig|din|dit|dine)\b", re.IGNORECASE)
-# I is the plural you where it begins no sentence; there it may be the preposition.
-_DANISH_SEVERAL = re.compile(r"(?<=\w )I\b|(?<=, )I\b|\b(?:[Ee]der|[Ee]ders|[Jj]er|[Jj]eres)\b")
+_DANISH_SINGULAR = re.compile(r"\b(?:du|dig|din|dit|dine)\b", re.IGNORECASE)
+# I is the plural you except at the start of a sentence, where it may be the preposition.
+_DANISH_PLURAL = re.compile(r"(?<=\w )I\b|(?<=, )I\b|\b(?:[Ee]der|[Ee]ders|[Jj]er|[Jj]eres)\b")
 GENDER_LANGUAGES = ("de", "es", "fr")
 
 
-def read_by_hand(parallel: Path, language: str) -> Iterator[Example]:
-    """NTREX's sentences whose address was read, in the languages that `read.yaml` has.
+def read_by_hand(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """NTREX's sentences whose form of address a person read, in the languages of `read.yaml`.
 
     Raises:
         DataError: NTREX is incomplete.
@@ -32,12 +38,11 @@ def read_by_hand(parallel: Path, language: str) -> Iterator[Example]:
                 yield _example("formality", language, pair, known[pair.id])
 
 
-def told_by_danish(parallel: Path, language: str) -> Iterator[Example]:
-    """Verses of the French New Testament, where tu is one person and vous several, as du and I in the Danish one.
+def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """Verses of the French Bible, where tu is one person and vous several, like du and I in the Danish one.
 
-    Only verses whose Danish has one of the two are taken, and no psalms, whose verses the two count differently.
-
-    English hides which it is; no English is given to the checker.
+    Only verses whose Danish has one of the two count, and no psalms, whose verses the two Bibles number differently.
+    The checker gets no English source, since English hides the difference.
 
     Raises:
         DataError: a Bible can't be read.
@@ -47,28 +52,29 @@ def told_by_danish(parallel: Path, language: str) -> Iterator[Example]:
         return
     for document in read_bible(danish, french):
         for pair in document.pairs if document.id != "Psalms" else ():
-            one, several = _DANISH_ONE.search(pair.source), _DANISH_SEVERAL.search(pair.source)
-            if bool(one) != bool(several):
-                yield _example("formality", language, replace(pair, source=""), "informal" if one else "formal")
+            singular, plural = _DANISH_SINGULAR.search(pair.source), _DANISH_PLURAL.search(pair.source)
+            if bool(singular) != bool(plural):
+                label = "informal" if singular else "formal"
+                yield _example("formality", language, replace(pair, source=""), label)
 
 
-def told_by_pronouns(parallel: Path, language: str) -> Iterator[Example]:
-    """NTREX's sentences whose English has pronouns of one gender alone: the persons they speak of may be others still.
+def labelled_by_pronouns(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """NTREX's sentences whose English pronouns have one gender. The sentence may be about other persons as well.
 
     Raises:
         DataError: NTREX is incomplete.
     """
     if language in GENDER_LANGUAGES and (parallel / "ntrex").is_dir():
         for pair in _ntrex(parallel, language):
-            if told := english_gender(pair.source):
-                yield _example("profession", language, pair, told)
+            if gender := english_gender(pair.source):
+                yield _example("profession", language, pair, gender)
 
 
-def _ntrex(parallel: Path, language: str) -> Iterator[Pair]:
+def _ntrex(parallel: Path, language: str) -> Iterator[SentencePair]:
     for document in read_ntrex(parallel / "ntrex", language):
         yield from document.pairs
 
 
-def _example(kind: AmbiguityKind, language: str, pair: Pair, label: str) -> Example:
+def _example(kind: AmbiguityKind, language: str, pair: SentencePair, label: str) -> AmbiguousExample:
     """An example whose whole reference counts as marked."""
-    return Example(pair.id, kind, language, pair.source, reference=pair.target, label=label, marks=(pair.target,))
+    return AmbiguousExample(pair.id, kind, language, pair.source, (), pair.target, label, marks=(pair.target,))

@@ -1,11 +1,10 @@
-"""How often the rule-based checkers are right on translations whose formality or gender is known.
+"""Accuracy of the rule-based checkers on translations whose formality or gender is known.
 
-Nothing is trained and nothing is random: one run gives the same figures every time, in seconds.
+Nothing is trained or random: every run gives the same figures, in seconds.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +13,15 @@ from typing import NamedTuple
 
 from experiments import Options
 from experiments.ambiguity_checkers import known
+from experiments.clarify.metrics import share
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.evaluation.report import write_report
-from graftlm.pipelines.clarify.ambiguity_sets import mt_geneval_contexts, read_cocoa_mt, read_mt_geneval
 from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
-from graftlm.pipelines.clarify.examples import Example
+from graftlm.pipelines.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_cocoa_mt, read_mt_geneval
 
 NAME = "ambiguity-checkers"
-PARTS = ("test", "train", "pronouns")  # of MT-GenEval, which has no training part, train means dev
+PARTS = ("test", "train", "pronouns")  # for MT-GenEval, which has no training part, train means dev
 AIMS: dict[CheckerKind, float] = {"formality": 95.0, "gender": 90.0}
 OTHER_GENDER = {"feminine": "masculine", "masculine": "feminine"}
 UNDECIDED = "undecided"
@@ -30,133 +29,118 @@ UNMARKED = "unmarked"
 QUICK = 100  # examples of a set in a quick run
 
 
-class Judged(NamedTuple):
-    """One example: where it is from, what is known, and what the checker says."""
+class CheckedExample(NamedTuple):
+    """One example: its set, its known label and the checker's label."""
 
     id: str
     part: str
     known: str
-    said: str
+    checked: str
 
 
 def run(options: Options) -> Results:
-    """Measure every checker for which `options.data` has labelled text; writes `results.json` and `report.md`.
+    """Measure every checker with labelled text in `options.data`; writes `results.json` and `report.md`.
 
     Raises:
-        RecipeError: there is no such table.
+        RecipeError: a table is unknown.
         DataError: the data folder lacks CoCoA-MT and MT-GenEval.
     """
-    judged: dict[tuple[CheckerKind, str, str], list[Judged]] = {}
+    checked: dict[tuple[CheckerKind, str, str], list[CheckedExample]] = {}
     for part in options.chosen(PARTS, ("test", "pronouns")):
         for kind, read in READERS.items():
             for language in languages(kind):
-                examples = read(options.data, language, part)
-                examples = examples[:QUICK] if options.quick else examples
+                examples = read(options.data, language, part)[: QUICK if options.quick else None]
                 if examples:
-                    judged[kind, language, part] = [_judge(kind, language, example) for example in examples]
-    if not judged:
+                    checked[kind, language, part] = [_check(kind, language, example) for example in examples]
+    if not checked:
         raise DataError(
             f"{options.data} holds neither ambig/cocoa_mt, ambig/mt_geneval nor parallel: name the folder of data sets."
         )
-    rows = [_row(kind, language, part, found) for (kind, language, part), found in judged.items()]
-    details = {_row_id(*key): _details(found) for key, found in judged.items()}
+    rows = [_row(kind, language, part, examples) for (kind, language, part), examples in checked.items()]
+    details = {row.id: _confusion(examples) for row, examples in zip(rows, checked.values(), strict=True)}
     results = Results.here(NAME, rows, aims=_aims(rows), details=details)
     write_report(results, options.out)
     return results
 
 
-def _formality(data: Path, language: str, part: str) -> list[Example]:
-    """CoCoA-MT; of languages that it lacks, what was read or is told by another language."""
+def _formality(data: Path, language: str, part: str) -> list[AmbiguousExample]:
+    """CoCoA-MT; for other languages what a person read, or another language shows."""
     folder = data / "ambig" / "cocoa_mt"
     if list(folder.glob(f"formality-control.{part}*.en-{language}.en")):
         return read_cocoa_mt(folder, language, part)
     if part != "test":
         return []
-    return [*known.read_by_hand(data / "parallel", language), *known.told_by_danish(data / "parallel", language)]
+    return [*known.read_by_hand(data / "parallel", language), *known.labelled_by_danish(data / "parallel", language)]
 
 
-def _gender(data: Path, language: str, part: str) -> list[Example]:
-    """MT-GenEval; of languages that it lacks, and as the part `pronouns`, what English pronouns tell."""
+def _gender(data: Path, language: str, part: str) -> list[AmbiguousExample]:
+    """MT-GenEval; as the part `pronouns`, and for languages that it lacks, NTREX labelled by English pronouns."""
     folder, part = data / "ambig" / "mt_geneval", "dev" if part == "train" else part
-    there = (folder / f"geneval-sentences-feminine-test.en_{language}.en").exists()
-    if part == "pronouns" or (part == "test" and not there):
-        return list(known.told_by_pronouns(data / "parallel", language)) if there == (part == "pronouns") else []
-    return _mt_geneval(folder, language, part) if there else []
-
-
-def _mt_geneval(folder: Path, language: str, part: str) -> list[Example]:
-    """Both parts of it; the second with each of its two translations, where the context tells the gender."""
-    contexts = [one for one in mt_geneval_contexts(folder, language, part) if one.label]
+    exists = (folder / f"geneval-sentences-feminine-test.en_{language}.en").exists()
+    if part == "pronouns" or (part == "test" and not exists):
+        return list(known.labelled_by_pronouns(data / "parallel", language)) if exists == (part == "pronouns") else []
+    if not exists:
+        return []
+    contexts = [example for example in mt_geneval_contexts(folder, language, part) if example.label]
     flipped = [
-        replace(one, id=f"{one.id}:flipped", reference=one.contrast or "", label=OTHER_GENDER[one.label or ""])
-        for one in contexts
+        replace(ex, id=f"{ex.id}:flipped", reference=ex.contrast or "", label=OTHER_GENDER[ex.label or ""])
+        for ex in contexts
     ]
     return [*read_mt_geneval(folder, language, part), *contexts, *flipped]
 
 
-READERS: Mapping[CheckerKind, Callable[[Path, str, str], list[Example]]] = {"formality": _formality, "gender": _gender}
+READERS: Mapping[CheckerKind, Callable[[Path, str, str], list[AmbiguousExample]]] = {
+    "formality": _formality,
+    "gender": _gender,
+}
 
 
-def _judge(kind: CheckerKind, language: str, example: Example) -> Judged:
-    """Formality reads the source too, as every use of it does; gender must not, since the source may tell it."""
+def _check(kind: CheckerKind, language: str, example: AmbiguousExample) -> CheckedExample:
+    """Formality reads the source too, as elsewhere in the project. Gender must not: the source may show it."""
     source = example.source if kind == "formality" else None
-    said = checker(kind, language).check(example.reference, source).label or UNDECIDED
+    label = checker(kind, language).check(example.reference, source).label or UNDECIDED
     right = UNMARKED if kind == "formality" and not example.marks else str(example.label)
-    return Judged(example.id, example.id.split(":")[0], right, said)
+    return CheckedExample(example.id, example.id.split(":")[0], right, label)
 
 
-def _row_id(kind: str, language: str, part: str) -> str:
-    return f"{kind}_{language}" + ("" if part == "test" else f"_{part}")
-
-
-def _row(kind: CheckerKind, language: str, part: str, judged: Sequence[Judged]) -> Row:
-    marked = [one for one in judged if one.known != UNMARKED]
-    decided = [one for one in marked if one.said != UNDECIDED]
-    right = sum(one.said == one.known for one in decided)
+def _row(kind: CheckerKind, language: str, part: str, examples: Sequence[CheckedExample]) -> Row:
+    marked = [example for example in examples if example.known != UNMARKED]
+    decided = [example for example in marked if example.checked != UNDECIDED]
+    right = sum(example.checked == example.known for example in decided)
     metrics = {
-        "accuracy": _share(right, len(decided)),
-        "coverage": _share(len(decided), len(marked)),
-        "right_of_all": _share(right, len(marked)),
+        "accuracy": share(right, len(decided)),
+        "coverage": share(len(decided), len(marked)),
+        "right_of_all": share(right, len(marked)),
         "sentences": len(marked),
     }
-    label = f"{kind}, {language}" + ("" if part == "test" else f" ({part} part)")
-    return Row(id=_row_id(kind, language, part), label=label, metrics=metrics)
+    name, label = f"{kind}_{language}", f"{kind}, {language}"
+    if part != "test":
+        name, label = f"{name}_{part}", f"{label} ({part} part)"
+    return Row(id=name, label=label, metrics=metrics)
 
 
-def _details(judged: Iterable[Judged]) -> dict[str, dict[str, dict[str, int]]]:
-    """Confusion tables by part: what is known, then what was said."""
+def _confusion(examples: Iterable[CheckedExample]) -> dict[str, dict[str, dict[str, int]]]:
+    """Confusion tables by set: the known label, then the checker's."""
     tables: dict[str, dict[str, Counter[str]]] = {}
-    for one in judged:
-        tables.setdefault(one.part, {}).setdefault(one.known, Counter())[one.said] += 1
+    for example in examples:
+        tables.setdefault(example.part, {}).setdefault(example.known, Counter())[example.checked] += 1
     return {
-        part: {known: dict(sorted(said.items())) for known, said in table.items()} for part, table in tables.items()
+        part: {label: dict(sorted(counts.items())) for label, counts in table.items()} for part, table in tables.items()
     }
-
-
-def _share(count: int, total: int) -> Interval:
-    """A share in percent with Wilson's 95% interval."""
-    if total == 0:
-        return Interval(mean=0, low=0, high=100)
-    z, share = 1.959964, count / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
-    low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return Interval(mean=100 * share, low=100 * min(low, share), high=100 * max(high, share))
 
 
 def _aims(rows: Sequence[Row]) -> list[Aim]:
     aims: list[Aim] = []
     for row in rows:
-        kind = row.id.partition("_")[0]
         if row.id.endswith("_pronouns"):
-            continue  # labels that others' pronouns blur: rows to compare with
-        aim = AIMS["formality" if kind == "formality" else "gender"]
-        for metric, text in (
+            continue  # for comparison only: other people's pronouns blur these labels
+        aim = AIMS["formality" if row.id.startswith("formality") else "gender"]
+        for metric, scope in (
             ("accuracy", "of the sentences it decides"),
             ("right_of_all", "of all sentences with a marker"),
         ):
-            share = row.metrics[metric]
-            assert isinstance(share, Interval), "shares have intervals"
-            said = f"{row.label}: right on at least {aim:g}% {text}"
-            aims.append(Aim(text=said, metric=metric, aim=aim, measured=share.mean, met=share.mean >= aim))
+            value = row.metrics[metric]
+            assert isinstance(value, Interval), "shares have intervals"
+            text = f"{row.label}: right on at least {aim:g}% {scope}"
+            aims.append(Aim(text=text, metric=metric, aim=aim, measured=value.mean, met=value.mean >= aim))
     return aims

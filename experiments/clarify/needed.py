@@ -1,92 +1,86 @@
-"""Which questions are needed: a chain with a known translator, on sentences with and without what decides them.
+"""Which questions are needed: a chain with a known translator, on sentences with and without what resolves them.
 
-MT-GenEval has sentences on people whose gender only the sentence before tells. With it nothing has to be asked; without
-it one has to ask, where the feminine and the masculine translation differ. The translator always asks, and writes the
-translation of the gender that the pronouns of its text tell, or, where they tell none, of the answer. The chain puts
-the question where the answer is expected to change the output.
+MT-GenEval has sentences about people whose gender only the preceding sentence shows. With that sentence nothing has to
+be asked. Without it one has to ask, if the feminine and the masculine translation differ. The translator always asks.
+It writes the translation of the gender that the pronouns of its text show, or else of the answer. The chain puts the
+question if its expected gain is above the threshold.
+
+Recall is 100% by construction: without the preceding sentence this translator has no pronoun to read, so the gain is
+one bit exactly where the translations differ. Only precision is a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.clarify.metrics import share
 from graftlm.evaluation import Row
-from graftlm.pipelines.clarify import Chain, Conversation, Reply
-from graftlm.pipelines.clarify.ambiguity_sets import mt_geneval_contexts
-from graftlm.pipelines.clarify.examples import Example, english_gender
-from graftlm.pipelines.clarify.needed import same_form
-from graftlm.pipelines.clarify.prompts import Prompt, question_line
-from graftlm.pipelines.clarify.turns import Asked, Cost
+from graftlm.pipelines.clarify import Chain, Conversation, Cost, Reply
+from graftlm.pipelines.clarify.datasets import AmbiguousExample, english_gender, mt_geneval_contexts
+from graftlm.pipelines.clarify.gain import normalize_text
+from graftlm.pipelines.clarify.prompts import Prompt, format_question
 
-LANGUAGES = ("de", "fr")
+LANGUAGES = ("de", "fr", "es")
 THRESHOLD = 0.1
 ANSWERS = {"a woman": "feminine", "a man": "masculine"}
-_QUESTION = question_line("Is this person a woman or a man?", tuple(ANSWERS))
+_QUESTION = format_question("Is this person a woman or a man?", tuple(ANSWERS))
 
 
-class Reader:
-    """Reads the gender of pronouns, and nothing else, in an example's sentence.
+class PronounTranslator:
+    """Translates an example's sentence by the gender of the pronouns in its text.
 
-    The reference of an example whose context tells no gender by a pronoun counts as masculine: only whether the two
-    translations are told apart matters.
+    An example whose context shows no gender by a pronoun counts as masculine. Only whether the two translations are
+    told apart matters.
     """
 
-    name = "reader of pronouns"
+    name = "pronoun translator"
 
-    def __init__(self, one: Example) -> None:
-        self._one = one
+    def __init__(self, example: AmbiguousExample) -> None:
+        self._example = example
 
-    def write(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Prompt, **_: Any) -> Reply:
         parts = dict(prompt.parts)
         if prompt.label == "Question":
             return Reply(_QUESTION)
         gender = english_gender(parts["text"]) or ANSWERS.get(parts.get("answer", ""))
-        right = gender == (self._one.label or "masculine")
-        return Reply(self._one.reference if right else self._one.contrast or "")
+        is_right = gender == (self._example.label or "masculine")
+        return Reply(self._example.reference if is_right else self._example.contrast or "")
 
 
 def rows(data: Path, limit: int) -> list[Row]:
-    """Precision and recall of "needed" for each language whose files are there, in percent.
+    """Precision and recall of asking, in percent, for each language whose files exist.
 
-    `precision_always` is what asking every time would have.
+    `precision_always` is the precision of asking every time.
     """
     folder = data / "ambig" / "mt_geneval"
-    there = [
-        name for name in LANGUAGES if (folder / f"geneval-context-wikiprofessions-2to1-test.en_{name}.en").exists()
-    ]
-    return [_row(name, mt_geneval_contexts(folder, name)[:limit]) for name in there]
+    file = "geneval-context-wikiprofessions-2to1-test.en_{}.en"
+    languages = [language for language in LANGUAGES if (folder / file.format(language)).exists()]
+    return [language_row(language, mt_geneval_contexts(folder, language)[:limit]) for language in languages]
 
 
-def _row(language: str, examples: Sequence[Example]) -> Row:
-    found = [_judged(one, with_context) for one in examples for with_context in (False, True)]
-    right = sum(asked and needed for asked, needed, _ in found)
-    needed, asked = sum(needed for _, needed, _ in found), sum(asked for asked, _, _ in found)
+def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
+    """The row of one language; every example counts with and without its context."""
+    decisions = [decision(example, with_context) for example in examples for with_context in (False, True)]
+    questions, needed = (sum(decision[index] for decision in decisions) for index in (0, 1))
+    right = sum(question and is_needed for question, is_needed, _ in decisions)
     metrics: dict[str, Any] = {
-        "precision": share(right, asked),
+        "precision": share(right, questions),
         "recall": share(right, needed),
-        "precision_always": share(needed, len(found)),
-        "asked": asked,
+        "precision_always": share(needed, len(decisions)),
+        "asked": questions,
         "needed": needed,
-        "texts": len(found),
-        "calls": sum(cost.calls for _, _, cost in found),
+        "texts": len(decisions),
+        "calls": sum(cost.calls for _, _, cost in decisions),
     }
     return Row(id=f"needed_{language}", label=f"needed, {language}", metrics=metrics)
 
 
-def _judged(one: Example, with_context: bool) -> tuple[bool, bool, Cost]:
-    """Whether the question was put, whether it was needed, and what that cost."""
-    text = " ".join((*one.context, one.source)) if with_context else one.source
-    differ = same_form(one.reference) != same_form(one.contrast or "")
-    begun = Conversation.start(text, "translate", one.language, threshold=THRESHOLD, any_language=True)
-    found = Chain(Reader(one)).run(begun)
-    return isinstance(found.turns[0], Asked), differ and not with_context, found.cost
+def decision(example: AmbiguousExample, with_context: bool) -> tuple[bool, bool, Cost]:
+    """Whether the question was asked, whether it was needed, and the cost."""
+    text = " ".join((*example.context, example.source)) if with_context else example.source
+    differ = normalize_text(example.reference) != normalize_text(example.contrast or "")
+    start = Conversation.start(text, "translate", example.language, threshold=THRESHOLD, any_language=True)
+    conversation = Chain(PronounTranslator(example)).run(start)
+    return conversation.turns[0].kind == "asked", differ and not with_context, conversation.cost

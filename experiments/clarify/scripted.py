@@ -1,21 +1,22 @@
-"""A translator that knows the references, and whose mistakes are known: it shows the harness and tells of no model.
+"""A translator that knows the references and makes known mistakes. It shows that the harness works, not how models do.
 
-- Asked for a question, it asks for what decides the example, and offers both labels as answers.
-- As a user it answers rightly, but for one example in ten, which it gets wrong.
-- Told a label, it writes the reference if the label is right, else the contrast, or where there is none, the source.
-- With the context it is right for four examples of five; with nothing more, for every other one.
+- Asked for a question, it asks for the label of the example and offers the labels as answers.
+- As a user it gives the right label, except for one example in ten.
+- Given a label, it writes the reference if the label is right. Otherwise it writes the contrast, or the source.
+- With the context it is right for four examples in five, and without for one in two.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from graftlm.pipelines.clarify.examples import Example
+from graftlm.pipelines.clarify import Cost, Reply
+from graftlm.pipelines.clarify.datasets import AmbiguousExample
+from graftlm.pipelines.clarify.prompts import Prompt
 
 NAME = "scripted"
+_LANGUAGES = {"es": "Spanish", "fr": "French", "de": "German", "ja": "Japanese"}
 _QUESTIONS = {
     "formality": ('Who is "you"?', ("formal", "informal")),
     "it": ('What is "it"?', ("masculine", "feminine", "neuter")),
@@ -23,61 +24,70 @@ _QUESTIONS = {
     "name": ("Is this person a man or a woman?", ("masculine", "feminine")),
     "profession": ("Is this person a man or a woman?", ("masculine", "feminine")),
 }
-_PART = re.compile(
-    r"^<(?P<tag>\w+)(?P<mark>(?:-\d+)?)>\n(?P<text>.*?)\n</(?P=tag)(?P=mark)>$", re.DOTALL | re.MULTILINE
-)
 
 
-class Script:
-    """Replies to requests of the harness about examples that it knows.
+class ScriptedTranslator:
+    """Replies to prompts about known examples.
 
-    Several examples may share a text: an answer or a context then tells them apart, else the first counts.
+    Several examples may share a text. Then the answer or the context selects one of them, else the first.
     """
 
-    def __init__(self, examples: Iterable[Example]) -> None:
-        names = {"es": "Spanish", "fr": "French", "de": "German", "ja": "Japanese"}
-        self._known: dict[str, list[tuple[str, Example]]] = {}
-        for one in examples:
-            self._known.setdefault(one.source.strip(), []).append((names[one.language], one))
+    def __init__(self, examples: Iterable[AmbiguousExample], name: str = NAME) -> None:
+        self.name = name
+        self._examples: dict[str, list[AmbiguousExample]] = {}
+        for example in examples:
+            self._examples.setdefault(example.source.strip(), []).append(example)
 
-    def __call__(self, body: Mapping[str, Any]) -> str:
-        system, request = body["messages"][0]["content"], body["messages"][-1]["content"]
-        given = {found["tag"]: found["text"] for found in _PART.finditer(request)}
-        known = self._known.get(given["text"].strip(), [])
-        if "Unknown" in system:
-            return _answer([one for _, one in known if " ".join(one.context) == given["context"]])
-        found = [one for name, one in known if name in system]
-        if not found:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Reply to a prompt; words count as tokens."""
+        text = self._reply(prompt.instructions, dict(prompt.parts))
+        words = sum(len(message["content"].split()) for message in prompt.messages())
+        return Reply(text, Cost(calls=1, prompt_tokens=words, new_tokens=len(text.split())))
+
+    def _reply(self, instructions: str, parts: Mapping[str, str]) -> str:
+        examples = self._examples.get(parts["text"].strip(), [])
+        if "Unknown" in instructions:
+            return _answer([example for example in examples if " ".join(example.context) == parts["context"]])
+        examples = [example for example in examples if _LANGUAGES[example.language] in instructions]
+        if not examples:
             return "None"
-        if "write None" in system:
-            question, answers = _QUESTIONS[found[0].kind]
+        if "write None" in instructions:
+            question, answers = _QUESTIONS[examples[0].kind]
             return f"{question} [{' | '.join(answers)}]"
-        return _written(found, given)
+        return _output(examples, parts)
 
 
-def _answer(found: Sequence[Example]) -> str:
-    if not found or found[0].label is None:
+def _answer(examples: Sequence[AmbiguousExample]) -> str:
+    if not examples or examples[0].label is None:
         return "Unknown"
-    right = right_label(found[0])
-    others = [answer for answer in _QUESTIONS[found[0].kind][1] if answer != right]
-    return others[0] if in_ten(found[0]) == 0 else right
+    right = right_label(examples[0])
+    wrong = next(answer for answer in _QUESTIONS[examples[0].kind][1] if answer != right)
+    return wrong if digit(examples[0]) == 0 else right
 
 
-def _written(found: Sequence[Example], given: Mapping[str, str]) -> str:
-    if "answer" in given:
-        right = next((one for one in found if right_label(one) == given["answer"]), None)
-    elif "context" in given:
-        right = next((one for one in found if " ".join(one.context) == given["context"] and in_ten(one) < 8), None)
+def _output(examples: Sequence[AmbiguousExample], parts: Mapping[str, str]) -> str:
+    if "answer" in parts:
+        right = next((example for example in examples if right_label(example) == parts["answer"]), None)
+    elif "context" in parts:
+        matching = (example for example in examples if " ".join(example.context) == parts["context"])
+        right = next((example for example in matching if digit(example) < 8), None)
     else:
-        right = found[0] if in_ten(found[0]) % 2 == 0 else None
-    return right.reference if right is not None else found[0].contrast or found[0].source
+        right = examples[0] if digit(examples[0]) % 2 == 0 else None
+    return right.reference if right is not None else examples[0].contrast or examples[0].source
 
 
-def right_label(one: Example) -> str:
+def right_label(example: AmbiguousExample) -> str:
     """The answer that leads to the reference."""
-    return _QUESTIONS["polysemy"][1][0] if one.kind == "polysemy" else one.label or ""
+    return _QUESTIONS["polysemy"][1][0] if example.kind == "polysemy" else example.label or ""
 
 
-def in_ten(one: Example) -> int:
-    """A digit that is always the same for an example, and evenly spread."""
-    return hashlib.sha256(f"{one.id} {one.source}".encode()).digest()[0] % 10
+def digit(example: AmbiguousExample) -> int:
+    """A fixed digit for each example, evenly distributed."""
+    return hashlib.sha256(f"{example.id} {example.source}".encode()).digest()[0] % 10

@@ -1,17 +1,116 @@
-"""A server that misbehaves on demand, and translators whose behaviour is known."""
+"""A server of OpenAI's chat protocol that can misbehave, and translators with known behaviour."""
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from experiments.clarify.server import Handler, choice
-from graftlm.pipelines.clarify import Conversation
+from graftlm.pipelines.clarify import Conversation, Cost, Reply
 from graftlm.pipelines.clarify.prompts import Prompt
-from graftlm.pipelines.clarify.roles import Reply
-from graftlm.pipelines.clarify.turns import Cost
+
+Replies = Callable[[Mapping[str, Any]], str]  # from a request's JSON body to the text of the reply
+
+
+class ChatHandler(BaseHTTPRequestHandler):
+    """Answers `POST …/chat/completions`, as one document or as a stream of words."""
+
+    protocol_version = "HTTP/1.1"
+    server: ChatServer
+
+    def do_POST(self) -> None:
+        """Reply to a chat; the name is the standard library's."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(body)
+        self.server.keys.append(self.headers["Authorization"] or "")
+        self.respond(body)
+
+    def respond(self, body: Mapping[str, Any]) -> None:
+        """Reply to one request."""
+        text = self.server.replies(body)
+        usage = {"prompt_tokens": words(body["messages"]), "completion_tokens": len(text.split())}
+        if body.get("stream"):
+            self.stream(text, usage=usage)
+        else:
+            self.send({"choices": [choice("message", text, "stop")], "usage": usage} | heading(body))
+
+    def send(self, document: Any, status: int = 200, kind: str = "application/json", **headers: str) -> None:
+        """Send a JSON document, or a string as it is."""
+        content = (document if isinstance(document, str) else json.dumps(document)).encode()
+        self.send_response(status)
+        for name, value in {"content-type": kind, "content-length": str(len(content)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, text: str, *, complete: bool = True, usage: dict[str, int] | None = None) -> None:
+        """Send events, a word each, then the usage; without the end unless `complete`."""
+        parts = [f"{word} " for word in text.split(" ")[:-1]] + text.split(" ")[-1:]
+        events = [{"choices": [choice("delta", part, None)]} for part in parts]
+        events += [{"choices": [choice("delta", "", "stop")]}, {"choices": [], "usage": usage}] if complete else []
+        lines = [f"data: {json.dumps(event | heading({}))}\n\n" for event in events]
+        self.send("".join(lines) + ("data: [DONE]\n\n" if complete else ""), kind="text/event-stream")
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name is the standard library's
+        """Log nothing."""
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Records its requests.
+
+    Attributes:
+        replies: makes the text of a reply.
+        requests: the bodies of all requests, in order.
+        keys: the authorisation header of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, replies: Replies, handler: type[ChatHandler] = ChatHandler) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.replies = replies
+        self.requests: list[Mapping[str, Any]] = []
+        self.keys: list[str] = []
+
+    @property
+    def url(self) -> str:
+        """The base URL for clients."""
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+@contextmanager
+def serving(replies: Replies, handler: type[ChatHandler] = ChatHandler) -> Iterator[ChatServer]:
+    """A server that runs during the block."""
+    server = ChatServer(replies, handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def heading(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of every reply."""
+    return {"id": "chat", "object": "chat.completion", "created": 0, "model": body.get("model", "")}
+
+
+def choice(key: str, text: str | None, finish: str | None) -> dict[str, Any]:
+    """The only choice of a reply or of a chunk."""
+    return {"index": 0, key: {"role": "assistant", "content": text}, "finish_reason": finish}
+
+
+def words(messages: list[Mapping[str, str]]) -> int:
+    """The number of words of a chat, which this server counts as tokens."""
+    return sum(len(message["content"].split()) for message in messages)
+
 
 FRENCH = {
     "a friend or relative": "Es-tu sûre ?",
@@ -30,14 +129,14 @@ def kinds(conversation: Conversation) -> list[str]:
     return [turn.kind for turn in conversation.turns]
 
 
-def parts(body: Mapping[str, Any]) -> dict[str, str]:
-    """What stands between the tags of the last message, by tag; of several the last."""
+def request_parts(body: Mapping[str, Any]) -> dict[str, str]:
+    """The parts of the last message, by tag; the last of several."""
     return dict(re.findall(r"<([a-z]+)(?:-\d+)?>\n(.*?)\n</\1", body["messages"][-1]["content"], re.DOTALL))
 
 
 def translator(body: Mapping[str, Any]) -> str:
     """Asks who "you" is where there is one, answers as a user from a context, and translates by the answer."""
-    given, system = parts(body), body["messages"][0]["content"]
+    given, system = request_parts(body), body["messages"][0]["content"]
     if "Unknown" in system:
         return next((answer for answer in FRENCH if answer in given["context"]), "Unknown.")
     if "write None" in system:
@@ -45,8 +144,8 @@ def translator(body: Mapping[str, Any]) -> str:
     return FRENCH.get(given.get("answer", ""), PLAIN)
 
 
-class Bad(Handler):
-    """Misbehaves as the model's name says: so many times (fails:2), or from then on (fails_from:2)."""
+class FaultyHandler(ChatHandler):
+    """Misbehaves as the model's name says: a number of times (fails:2), or after that number (fails_from:2)."""
 
     def respond(self, body: Mapping[str, Any]) -> None:
         mode, _, times = body["model"].partition(":")
@@ -96,7 +195,7 @@ class Bad(Handler):
         self.stream(self.server.replies(body))
 
     def breaks_off(self, body: Mapping[str, Any]) -> None:
-        self.stream("Es-tu", whole=False)
+        self.stream("Es-tu", complete=False)
 
     def strict(self, body: Mapping[str, Any]) -> None:
         for key in ("max_tokens", "temperature"):
@@ -116,18 +215,18 @@ class Bad(Handler):
         self.send({"choices": [choice("message", text, "length")]})
 
 
-class Scripted:
-    """A writer without a server: replies by a function of the prompt, and remembers what it was asked."""
+class ScriptedModel:
+    """A model without a server: replies by a function of the prompt, and records its prompts."""
 
     def __init__(self, replies: Callable[[Prompt], str], name: str = "scripted") -> None:
         self._replies, self.name = replies, name
         self.prompts: list[Prompt] = []
 
-    def write(self, prompt: Prompt, **_: Any) -> Reply:
+    def generate(self, prompt: Prompt, **_: Any) -> Reply:
         self.prompts.append(prompt)
         return Reply(self._replies(prompt), Cost(calls=1, prompt_tokens=10, new_tokens=2))
 
 
 def by_chat(prompt: Prompt) -> str:
-    """`translator` of a prompt rather than of a request."""
+    """`translator` for a prompt instead of a request."""
     return translator({"messages": prompt.messages()})

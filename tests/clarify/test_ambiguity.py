@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.ambiguity import detect
+from graftlm.pipelines.clarify.ambiguity import detect, polysemous_words, unisex_names, word_list
 from graftlm.pipelines.clarify.parsing import from_spacy, from_stanza, load_parser
-from graftlm.pipelines.clarify.vocabulary import polysemous_words, unisex_names, word_list
 
 CHEAP = [
     ("Are you sure it is pretty?", {"formality", "it"}),
@@ -47,15 +46,15 @@ def test_by_words_alone(text: str, kinds: set[str]) -> None:
 
 
 def test_places_reasons_and_senses() -> None:
-    first, second = detect("Is it near the bank?").found
+    first, second = detect("Is it near the bank?").ambiguities
     assert (first.word, first.start, second.word, second.start) == ("it", 3, "bank", 15)
     assert first.reason
     assert [sense.gloss for sense in second.senses] == ["money", "the side of a river"]
 
 
 def test_what_rules_without_a_parser_cannot_see_is_said() -> None:
-    assert any("imperatives" in one for one in detect("Go.").unseen)
-    assert detect("Go.", parser=lambda text: []).unseen == ()
+    assert any("imperatives" in one for one in detect("Go.").limitations)
+    assert detect("Go.", parser=lambda text: []).limitations == ()
 
 
 def test_the_context_decides_names_occupations_and_words() -> None:

@@ -10,25 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clarify.server import FRENCH, PLAIN, TEXT, Scripted, by_chat, kinds, start
+from clarify.server import FRENCH, PLAIN, TEXT, ScriptedModel, by_chat, kinds, start
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.clarify import (
-    Answered,
-    Asked,
     Chain,
     Conversation,
     Cost,
     Gain,
-    Person,
+    HumanUser,
     Question,
-    Recorded,
-    Refused,
-    Simulated,
-    Skipped,
-    Written,
+    RecordedUser,
+    SimulatedUser,
     baseline,
-    tale,
+    summary_lines,
 )
+from graftlm.pipelines.clarify.conversation import AnsweredTurn, AskedTurn, RefusedTurn, SkippedTurn, WrittenTurn
 
 GOLDEN = Path(__file__).with_name("golden_conversation.json")
 FRIEND, POLITE = FRENCH
@@ -36,90 +32,91 @@ FRIEND, POLITE = FRENCH
 
 @pytest.mark.parametrize("answer", FRENCH)
 def test_an_answer_decides_what_is_written(answer: str) -> None:
-    writer = Scripted(by_chat)
-    found = Chain(writer, Recorded([answer])).run(start())
+    writer = ScriptedModel(by_chat)
+    found = Chain(writer, RecordedUser([answer])).run(start())
     assert kinds(found) == ["asked", "answered", "written"]
     assert found.written is not None
-    assert (found.written.output, found.written.how) == (FRENCH[answer], "informed")
+    assert (found.written.output, found.written.mode) == (FRENCH[answer], "informed")
     assert found.cost == Cost(calls=2, prompt_tokens=20, new_tokens=4)
     assert found.summary()["answered"] == 1
 
 
 @pytest.mark.parametrize("answer", [None, "", "  \n"])
 def test_a_refusal_is_followed_by_plain_generation(answer: str | None) -> None:
-    writer = Scripted(by_chat)
-    found = Chain(writer, Person(lambda question, answers: answer)).run(start(budget=2))
+    writer = ScriptedModel(by_chat)
+    found = Chain(writer, HumanUser(lambda question, answers: answer)).run(start(budget=2))
     assert kinds(found) == ["asked", "refused", "written"]
     assert found.written is not None
-    assert (found.written.output, found.written.how) == (PLAIN, "plain")
+    assert (found.written.output, found.written.mode) == (PLAIN, "plain")
     assert writer.prompts[-1].instructions.startswith("Put the text into French. ")
 
 
 def test_nothing_ambiguous_is_written_at_once() -> None:
-    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start("The sun shines."))
+    found = Chain(ScriptedModel(by_chat), RecordedUser([POLITE])).run(start("The sun shines."))
     assert kinds(found) == ["skipped", "written"]
-    assert found.turns[0] == Skipped(reason="nothing", said="None.", cost=Cost(calls=1, prompt_tokens=10, new_tokens=2))
+    assert found.turns[0] == SkippedTurn(
+        reason="nothing", reply="None.", cost=Cost(calls=1, prompt_tokens=10, new_tokens=2)
+    )
 
 
 def test_no_budget_is_plain_generation() -> None:
-    writer = Scripted(by_chat)
-    found = Chain(writer, Recorded([POLITE])).run(start(budget=0))
+    writer = ScriptedModel(by_chat)
+    found = Chain(writer, RecordedUser([POLITE])).run(start(budget=0))
     assert kinds(found) == ["written"]
     assert len(writer.prompts) == 1
-    assert found.written == baseline(Scripted(by_chat), TEXT, "translate", "fr")
+    assert found.written == baseline(ScriptedModel(by_chat), TEXT, "translate", "fr")
 
 
 def test_a_detector_that_finds_nothing_saves_the_call() -> None:
-    writer, asked = Scripted(by_chat), []
-    found = Chain(writer, Recorded([POLITE]), detector=lambda text, language: asked.append((text, language)) or []).run(
-        start()
-    )
+    writer, calls = ScriptedModel(by_chat), []
+    chain = Chain(writer, RecordedUser([POLITE]), detector=lambda *arguments: calls.append(arguments) or [])
+    found = chain.run(start())
     assert kinds(found) == ["skipped", "written"]
-    assert asked == [(TEXT, "fr")]
+    assert calls == [(TEXT, "fr")]
     assert len(writer.prompts) == 1
-    assert (
-        kinds(Chain(writer, Recorded([POLITE]), detector=lambda text, language: ["formality"]).run(start()))[0]
-        == "asked"
-    )
+    chain = Chain(writer, RecordedUser([POLITE]), detector=lambda text, language: ["formality"])
+    assert kinds(chain.run(start()))[0] == "asked"
 
 
 def test_a_model_that_never_asks_and_one_that_always_asks() -> None:
-    never = Chain(Scripted(lambda prompt: "Il fait beau."), Recorded([POLITE])).run(start(budget=3))
+    never = Chain(ScriptedModel(lambda prompt: "Il fait beau."), RecordedUser([POLITE])).run(start(budget=3))
     assert kinds(never) == ["skipped", "written"]
     assert never.turns[0].reason == "no-question"  # type: ignore[union-attr]
     count = iter(range(100))
-    always = Chain(Scripted(lambda prompt: f"Is it {next(count)}?"), Recorded(["yes"] * 9)).run(start(budget=3))
+    always = Chain(ScriptedModel(lambda prompt: f"Is it {next(count)}?"), RecordedUser(["yes"] * 9)).run(
+        start(budget=3)
+    )
     assert kinds(always) == ["asked", "answered"] * 3 + ["written"]
-    assert tale(always)[0] == "asked as often as it may, 3 times (--budget)"
-    assert tale(never)[0] == "asked nothing: what the model said is no question"
-    again = Chain(Scripted(lambda prompt: "Is it?"), Recorded(["yes"] * 9)).run(start(budget=3))
+    assert summary_lines(always)[0] == "asked as often as it may, 3 times (--budget)"
+    assert summary_lines(never)[0] == "asked nothing: the model's reply is no question"
+    again = Chain(ScriptedModel(lambda prompt: "Is it?"), RecordedUser(["yes"] * 9)).run(start(budget=3))
     assert kinds(again) == ["asked", "answered", "skipped", "written"]
     assert again.turns[2].reason == "repeated"  # type: ignore[union-attr]
     assert again.written is not None
-    assert again.written.how == "informed"
+    assert again.written.mode == "informed"
 
 
 def test_every_answer_of_several_is_in_the_last_prompt() -> None:
     count = iter(range(100))
-    writer = Scripted(lambda prompt: f"Is it {next(count)}?" if "write None" in prompt.instructions else "Oui.")
-    found = Chain(writer, Recorded(["one", "two"])).run(start(budget=2))
-    assert found.told == [("Is it 0?", "one"), ("Is it 1?", "two")]
+    writer = ScriptedModel(lambda prompt: f"Is it {next(count)}?" if "write None" in prompt.instructions else "Oui.")
+    found = Chain(writer, RecordedUser(["one", "two"])).run(start(budget=2))
+    assert found.exchanges == [("Is it 0?", "one"), ("Is it 1?", "two")]
     assert [part for part in writer.prompts[-1].parts if part[0] == "answer"] == [("answer", "one"), ("answer", "two")]
     assert ("answer", "one") in writer.prompts[1].parts, "the second question is asked knowing the first answer"
 
 
 @pytest.mark.parametrize(("context", "how"), [(f"It is {FRIEND}.", "informed"), ("It rains.", "plain")])
 def test_a_simulated_user_answers_from_the_context_or_does_not_know(context: str, how: str) -> None:
-    writer = Scripted(by_chat)
-    found = Chain(writer, Simulated(writer, context)).run(start())
+    writer = ScriptedModel(by_chat)
+    found = Chain(writer, SimulatedUser(writer, context)).run(start())
     assert kinds(found) == ["asked", "answered" if how == "informed" else "refused", "written"]
     assert found.written is not None
-    assert found.written.how == how
+    assert found.written.mode == how
     assert not any(tag == "context" for prompt in (writer.prompts[0], writer.prompts[-1]) for tag, _ in prompt.parts)
 
 
 def test_baselines_see_the_context_or_nothing() -> None:
-    writer = Scripted(by_chat)
+    writer = ScriptedModel(by_chat)
     baseline(writer, TEXT, "translate", "fr", context="My grandmother asks.")
     baseline(writer, TEXT, "translate", "fr")
     with_context, plain = writer.prompts
@@ -138,7 +135,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
             return by_chat(prompt)
 
         conversation = Conversation.load(path) if path.exists() else start(budget=2, threshold=0.1)
-        return Chain(Scripted(dying), Recorded([POLITE])).run(conversation, keep=path)
+        return Chain(ScriptedModel(dying), RecordedUser([POLITE])).run(conversation, keep=path)
 
     whole = run(tmp_path / "whole.json", 99)
     for survive in range(whole.cost.calls):
@@ -151,7 +148,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
 
 
 def test_without_a_user_it_waits_for_an_answer_from_elsewhere() -> None:
-    chain = Chain(Scripted(by_chat))
+    chain = Chain(ScriptedModel(by_chat))
     waiting = chain.run(start())
     assert waiting.step == "answer"
     assert waiting.open_question == Question(text='Who is "you"?', answers=(FRIEND, POLITE))
@@ -161,16 +158,16 @@ def test_without_a_user_it_waits_for_an_answer_from_elsewhere() -> None:
 
 
 TURNS = {
-    "asked": Asked(question=Question(text="Who?")),
-    "not-needed": Skipped(
+    "asked": AskedTurn(question=Question(text="Who?")),
+    "not-needed": SkippedTurn(
         reason="not-needed",
         question=Question(text="Who?", answers=("a", "b")),
         gain=Gain(bits=0, prior=(0.5, 0.5), outputs=(("x",), ("x",)), by_answer=(0, 0), likeliest="x"),
     ),
-    "nothing": Skipped(reason="nothing"),
-    "answered": Answered(answer="me", by="person"),
-    "refused": Refused(by="person"),
-    "written": Written(output="x", how="plain", by="model"),
+    "nothing": SkippedTurn(reason="nothing"),
+    "answered": AnsweredTurn(answer="me", author="person"),
+    "refused": RefusedTurn(author="person"),
+    "written": WrittenTurn(output="x", mode="plain", author="model"),
 }
 AFTER = {"propose": {"asked", "not-needed", "nothing"}, "answer": {"answered", "refused"}, "write": {"written"}}
 
@@ -192,8 +189,8 @@ def test_no_order_of_turns_but_the_right_one(budget: int, names: list[str]) -> N
 
 
 def test_the_file_is_as_it_always_was(tmp_path: Path) -> None:
-    """Of format 1: a change of it needs a new format, and old files are read on."""
-    found = Chain(Scripted(by_chat), Recorded([POLITE])).run(start(threshold=0.1)).save(tmp_path / "c.json")
+    """Format 2. A change of the file needs a new format number."""
+    found = Chain(ScriptedModel(by_chat), RecordedUser([POLITE])).run(start(threshold=0.1)).save(tmp_path / "c.json")
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     values = json.loads(found.read_text(encoding="utf-8"))
     golden["template_sha256"] = values["template_sha256"]  # of the templates, which may become better
@@ -205,13 +202,13 @@ def test_files_that_cannot_be_gone_on_with(tmp_path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     for change, kind, message in [
         (
-            {"format": 2},
+            {"format": 1},
             DataError,
-            "is a conversation of format 2, but 1 is read here: go on with the version of graftlm",
+            "is a conversation of format 1, but 2 is read here: go on with the version of graftlm",
         ),
         ({"turns": [{"kind": "said"}]}, DataError, "this is no conversation that graft clarify wrote"),
         (
-            {"turns": [{"kind": "answered", "answer": "x", "by": "y"}]},
+            {"turns": [{"kind": "answered", "answer": "x", "author": "y"}]},
             DataError,
             "turn 1 is answered, but asked or skipped",
         ),
@@ -263,6 +260,6 @@ def test_other_tasks_have_one_language_of_their_own() -> None:
 
 def test_after_a_refusal_nothing_is_settled() -> None:
     conversation = start(budget=2).after(TURNS["not-needed"]).after(TURNS["asked"]).reply(None)
-    found = Chain(Scripted(by_chat)).run(conversation)
+    found = Chain(ScriptedModel(by_chat)).run(conversation)
     assert found.written is not None
-    assert (found.written.output, found.written.how) == (PLAIN, "plain")
+    assert (found.written.output, found.written.mode) == (PLAIN, "plain")

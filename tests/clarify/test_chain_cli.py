@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from clarify.server import FRENCH, PLAIN, Bad, translator
+from clarify.server import FRENCH, PLAIN, ChatServer, FaultyHandler, serving, translator
 from clarify.test_chain_templates import own_template
 from cli.tools import Outcome, invoke
-from experiments.clarify.server import Server, serving
 from graftlm.pipelines.clarify import Conversation
 from tiny import BackboneFolder
 
@@ -26,12 +25,12 @@ PUT = f'Who is "you"?\n  1. {FRIEND}\n  2. {POLITE}\nA number, your own words, o
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(translator, Bad) as running:
+def server() -> Iterator[ChatServer]:
+    with serving(translator, FaultyHandler) as running:
         yield running
 
 
-def clarify(server: Server, *arguments: str, model: str = "fails:0", typed: str | None = None) -> Outcome:
+def clarify(server: ChatServer, *arguments: str, model: str = "fails:0", typed: str | None = None) -> Outcome:
     server.requests.clear()
     given = ("--endpoint", server.url, "--model", model, "--retries", "0")
     return invoke("clarify", *arguments, *given, stdin=None if typed is None else typed.encode())
@@ -48,7 +47,7 @@ def clarify(server: Server, *arguments: str, model: str = "fails:0", typed: str 
         ("9\n", PLAIN),
     ],
 )
-def test_a_whole_conversation(server: Server, typed: str, output: str) -> None:
+def test_a_whole_conversation(server: ChatServer, typed: str, output: str) -> None:
     found = clarify(server, TEXT, "--to", "fr", typed=typed)
     assert (found.code, found.out) == (0, f"{output}\n")
     assert found.err.startswith(PUT)
@@ -56,7 +55,7 @@ def test_a_whole_conversation(server: Server, typed: str, output: str) -> None:
     assert f"1 asked, {answered} answered, 0 saved; 2 calls, " in found.err
 
 
-def test_only_what_matters_is_asked(server: Server) -> None:
+def test_only_what_matters_is_asked(server: ChatServer) -> None:
     found = clarify(server, TEXT, "--to", "fr", "--ask-above", "0.1", "--answer", POLITE)
     assert found.out == f"{FRENCH[POLITE]}\n"
     assert "1 asked, 1 answered, 0 saved, 1.00 bits gained; 3 calls" in found.err
@@ -66,19 +65,19 @@ def test_only_what_matters_is_asked(server: Server) -> None:
     assert 'not asked, as it would bring 0.00 bits: Who is "you"?' in found.err
 
 
-def test_rules_save_the_question(server: Server) -> None:
+def test_rules_save_the_question(server: ChatServer) -> None:
     found = clarify(server, "It is raining.", "--to", "fr", "--rules", "--quiet")
     assert (found.code, found.out, found.err) == (0, f"{PLAIN}\n", "")
     assert len(server.requests) == 1
     assert clarify(server, TEXT, "--to", "fr", "--rules", "--answer", POLITE).out == f"{FRENCH[POLITE]}\n"
 
 
-def test_a_model_that_knows_the_context_answers(server: Server) -> None:
+def test_a_model_that_knows_the_context_answers(server: ChatServer) -> None:
     assert clarify(server, TEXT, "--to", "fr", "--context", f"It is {FRIEND}.").out == f"{FRENCH[FRIEND]}\n"
     assert clarify(server, TEXT, "--to", "fr", "--context", "It rains.").out == f"{PLAIN}\n"
 
 
-def test_machines_leave_the_question_open_and_answer_later(server: Server, tmp_path: Path) -> None:
+def test_machines_leave_the_question_open_and_answer_later(server: ChatServer, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     waiting = json.loads(clarify(server, TEXT, "--to", "fr", "--json", "--resume", path).out)
     assert waiting["step"] == "answer"
@@ -93,7 +92,7 @@ def test_machines_leave_the_question_open_and_answer_later(server: Server, tmp_p
     assert server.requests == [], "what is done is not done again"
 
 
-def test_a_failure_on_the_way_is_gone_on_from(server: Server, tmp_path: Path) -> None:
+def test_a_failure_on_the_way_is_gone_on_from(server: ChatServer, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     failed = clarify(server, TEXT, "--to", "fr", "--resume", path, "--answer", POLITE, model="fails_from:1")
     assert failed.code == 2
@@ -103,7 +102,7 @@ def test_a_failure_on_the_way_is_gone_on_from(server: Server, tmp_path: Path) ->
     assert len(server.requests) == 1
 
 
-def test_interrupted_at_the_keyboard_it_goes_on(server: Server, tmp_path: Path) -> None:
+def test_interrupted_at_the_keyboard_it_goes_on(server: ChatServer, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     command = [sys.executable, "-m", "graftlm", "clarify", TEXT, "--to", "fr", "--resume", str(path)]
     command += ["--endpoint", server.url, "--model", "fails:0"]
@@ -127,7 +126,7 @@ def test_a_backbone_on_this_machine(tiny_backbone: BackboneFolder, tmp_path: Pat
     one, two = (json.loads(invoke("clarify", TEXT, *given, "--answer", "a").out) for _ in range(2))
     assert one["step"] == "done"
     assert one == two
-    assert one["conversation"]["turns"][-1]["by"] == str(tiny_backbone("llama"))
+    assert one["conversation"]["turns"][-1]["author"] == str(tiny_backbone("llama"))
 
 
 def test_a_prompt_that_does_not_fit_the_model(tiny_backbone: BackboneFolder) -> None:
@@ -136,7 +135,7 @@ def test_a_prompt_that_does_not_fit_the_model(tiny_backbone: BackboneFolder) -> 
     assert "but the model has 512 positions" in found.err
 
 
-def test_other_tasks(server: Server) -> None:
+def test_other_tasks(server: ChatServer) -> None:
     assert clarify(server, TEXT, "--template", "rewrite", "--answer", POLITE).out == f"{FRENCH[POLITE]}\n"
 
 
@@ -153,7 +152,7 @@ def test_other_tasks(server: Server) -> None:
         ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), "Both --answer and --context were given"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(server: Server, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_told_in_a_sentence(server: ChatServer, arguments: tuple[str, ...], message: str) -> None:
     found = clarify(server, *arguments)
     assert found.code == 2
     assert found.err.startswith("error: ")
@@ -170,7 +169,7 @@ def test_mistakes_are_told_in_a_sentence(server: Server, arguments: tuple[str, .
     ],
 )
 def test_a_file_with_another_conversation(
-    server: Server, tmp_path: Path, arguments: tuple[str, ...], message: str
+    server: ChatServer, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     path = Conversation.start(TEXT, "translate", "fr").save(tmp_path / "c.json")
     found = clarify(server, *arguments, "--resume", str(path))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from clarify.server import FRENCH, QUESTION, Bad, translator
-from experiments.clarify.server import Server, serving
+from clarify.server import FRENCH, QUESTION, ChatServer, FaultyHandler, serving, translator
 from graftlm.errors import EndpointError, MissingExtraError, RecipeError
 from graftlm.generation.generate import Decoding, generate_text
 from graftlm.pipelines.clarify import (
@@ -18,58 +17,58 @@ from graftlm.pipelines.clarify import (
     Cost,
     Endpoint,
     EndpointConfig,
-    Local,
-    Meter,
+    GainEstimator,
+    LocalModel,
     Question,
-    Recorded,
+    RecordedUser,
     load_template,
     prompts,
 )
 from tiny import tiny_model, tiny_tokenizer
 
-PROMPT = prompts.ask(load_template("translate"), "fr", "Are you sure?")
+PROMPT = prompts.build_prompt(load_template("translate"), "ask", "fr", "Are you sure?")
 POLITE = "someone to be addressed politely"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(translator, Bad) as running:
+def server() -> Iterator[ChatServer]:
+    with serving(translator, FaultyHandler) as running:
         yield running
 
 
-def endpoint(server: Server, model: str, **more: Any) -> Endpoint:
+def endpoint(server: ChatServer, model: str, **more: Any) -> Endpoint:
     server.requests.clear()
     return Endpoint(EndpointConfig(url=server.url, model=model, **({"timeout": 5.0, "retries": 2} | more)))
 
 
 @pytest.mark.parametrize("model", ["fails:0", "strict", "streams", "thinks", "fails:2", "rate_limits:1", "hangs_up:1"])
-def test_it_gets_there(server: Server, model: str) -> None:
+def test_it_gets_there(server: ChatServer, model: str) -> None:
     one = endpoint(server, model)
-    reply = one.write(PROMPT)
+    reply = one.generate(PROMPT)
     assert reply.text == QUESTION
     assert reply.cost.calls == 1
-    assert reply.cut == (model == "thinks"), "a reply that ends at the limit says so"
+    assert reply.truncated == (model == "thinks"), "a reply that ends at the limit says so"
     conversation = Conversation.start("Are you sure?", "translate", "fr")
-    found = Chain(one, Recorded([POLITE])).run(conversation)
+    found = Chain(one, RecordedUser([POLITE])).run(conversation)
     assert found.written is not None
     assert found.written.output == FRENCH[POLITE]
-    assert found.written.by == model
+    assert found.written.author == model
 
 
 @pytest.mark.parametrize("model", ["fails:0", "streams", "strict", "never_streams"])
-def test_pieces_come_as_they_are_written(server: Server, model: str) -> None:
+def test_pieces_come_as_they_are_written(server: ChatServer, model: str) -> None:
     one, pieces = endpoint(server, model), []
-    reply = one.write(PROMPT, on_text=pieces.append)
+    reply = one.generate(PROMPT, on_text=pieces.append)
     assert "".join(pieces) == reply.text == QUESTION
     assert len(pieces) == (1 if model == "never_streams" else len(QUESTION.split()))
-    again = one.write(PROMPT, on_text=pieces.append)
+    again = one.generate(PROMPT, on_text=pieces.append)
     assert again.text == QUESTION
     if model in {"fails:0", "strict"}:
         assert reply.cost.new_tokens == len(QUESTION.split())
 
 
-def test_tokens_are_counted_as_the_server_does(server: Server) -> None:
-    reply = endpoint(server, "fails:0").write(PROMPT)
+def test_tokens_are_counted_as_the_server_does(server: ChatServer) -> None:
+    reply = endpoint(server, "fails:0").generate(PROMPT)
     (request,) = server.requests
     read = sum(len(message["content"].split()) for message in request["messages"])
     assert reply.cost == Cost(calls=1, prompt_tokens=read, new_tokens=len(QUESTION.split()))
@@ -77,20 +76,20 @@ def test_tokens_are_counted_as_the_server_does(server: Server) -> None:
     assert (request["temperature"], request["max_tokens"]) == (0, 256)
 
 
-def test_what_a_server_turns_down_is_not_sent_again(server: Server) -> None:
+def test_what_a_server_turns_down_is_not_sent_again(server: ChatServer) -> None:
     one = endpoint(server, "strict")
-    one.write(PROMPT)
+    one.generate(PROMPT)
     assert [{"max_tokens", "temperature"} & request.keys() for request in server.requests][-1] == set()
     assert server.requests[-1]["max_completion_tokens"] == 256
     before = len(server.requests)
-    one.write(PROMPT, temperature=0.5, seed=1)
+    one.generate(PROMPT, temperature=0.5, seed=1)
     assert len(server.requests) == before + 1
 
 
-def test_draws_at_random_are_asked_for(server: Server) -> None:
+def test_draws_at_random_are_asked_for(server: ChatServer) -> None:
     one = endpoint(server, "fails:0")
     conversation = Conversation.start("Are you sure?", "translate", "fr")
-    gain, cost = Meter(one, draws=2, temperature=0.7).measure(
+    gain, cost = GainEstimator(one, samples=2, temperature=0.7).estimate(
         conversation, Question(text="Who?", answers=tuple(FRENCH))
     )
     assert gain is not None
@@ -116,16 +115,16 @@ def test_draws_at_random_are_asked_for(server: Server) -> None:
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_goes_wrong_is_one_sentence(server: Server, model: str, message: str, streamed: bool) -> None:
+def test_what_goes_wrong_is_one_sentence(server: ChatServer, model: str, message: str, streamed: bool) -> None:
     one = endpoint(server, model)
     with pytest.raises(EndpointError, match=message) as found:
-        one.write(PROMPT, on_text=(lambda piece: None) if streamed else None)
+        one.generate(PROMPT, on_text=(lambda piece: None) if streamed else None)
     assert str(found.value).startswith(f"The server {server.url} ")
     assert "\n" not in str(found.value)
 
 
-def test_a_model_that_says_nothing(server: Server) -> None:
-    found = Chain(endpoint(server, "says_nothing"), Recorded([POLITE])).run(
+def test_a_model_that_says_nothing(server: ChatServer) -> None:
+    found = Chain(endpoint(server, "says_nothing"), RecordedUser([POLITE])).run(
         Conversation.start("Are you sure?", "translate", "fr")
     )
     assert [turn.kind for turn in found.turns] == ["skipped", "written"]
@@ -133,37 +132,37 @@ def test_a_model_that_says_nothing(server: Server) -> None:
     assert found.written.output == ""
 
 
-def test_a_server_that_stalls(server: Server) -> None:
-    with pytest.raises(EndpointError, match=r"said nothing for 0\.05 seconds, at the first try: wait longer"):
-        endpoint(server, "stalls", timeout=0.05, retries=0).write(PROMPT)
+def test_a_server_that_stalls(server: ChatServer) -> None:
+    with pytest.raises(EndpointError, match=r"sent nothing for 0\.05 seconds, at the first try: wait longer"):
+        endpoint(server, "stalls", timeout=0.05, retries=0).generate(PROMPT)
 
 
 def test_a_server_that_is_not_there() -> None:
     one = Endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", retries=0))
     with pytest.raises(EndpointError, match=r"can't be reached, at the first try \(.*\): is it running\?"):
-        one.write(PROMPT)
+        one.generate(PROMPT)
 
 
-def test_what_was_said_before_a_failure_is_kept(server: Server, tmp_path: Any) -> None:
+def test_what_was_said_before_a_failure_is_kept(server: ChatServer, tmp_path: Any) -> None:
     path = tmp_path / "c.json"
     conversation = Conversation.start("Are you sure?", "translate", "fr")
     with pytest.raises(EndpointError):
-        Chain(endpoint(server, "fails_from:1"), Recorded([POLITE])).run(conversation, keep=path)
+        Chain(endpoint(server, "fails_from:1"), RecordedUser([POLITE])).run(conversation, keep=path)
     kept = Conversation.load(path)
     assert [turn.kind for turn in kept.turns] == ["asked", "answered"]
-    found = Chain(endpoint(server, "fails:0"), Recorded([POLITE])).run(kept, keep=path)
+    found = Chain(endpoint(server, "fails:0"), RecordedUser([POLITE])).run(kept, keep=path)
     assert found.written is not None
     assert found.written.output == FRENCH[POLITE]
 
 
-def test_keys_come_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_environment(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     one = endpoint(server, "fails:0", key_variable="MY_KEY")
-    one.write(PROMPT)
+    one.generate(PROMPT)
     assert server.keys[-1] == "Bearer s3cret"
     monkeypatch.delenv("MY_KEY")
     monkeypatch.setenv("OPENAI_API_KEY", "another")
-    endpoint(server, "fails:0", key_variable="MY_KEY").write(PROMPT)
+    endpoint(server, "fails:0", key_variable="MY_KEY").generate(PROMPT)
     assert "another" not in server.keys[-1], "no other key is sent"
 
 
@@ -179,11 +178,11 @@ def test_addresses_that_are_none() -> None:
 
 
 @pytest.fixture(scope="module")
-def local() -> Local:
-    return Local(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=6)
+def local() -> LocalModel:
+    return LocalModel(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=6)
 
 
-def test_a_real_model_behind_a_server(local: Local) -> None:
+def test_a_real_model_behind_a_server(local: LocalModel) -> None:
     """A tiny random model says nothing of use; what it says must come back as it was said."""
     model, tokenizer = local._model, local._tokenizer
 
@@ -194,46 +193,46 @@ def test_a_real_model_behind_a_server(local: Local) -> None:
     with serving(replies) as server:
         one = endpoint(server, "tiny")
         conversation = Conversation.start("Are you sure?", "translate", "fr")
-        found = Chain(one, Recorded([POLITE])).run(conversation)
+        found = Chain(one, RecordedUser([POLITE])).run(conversation)
         assert found.step == "done"
         assert found.written is not None
         assert found.written.output == replies(server.requests[-1]).strip()
-        assert found == Chain(one, Recorded([POLITE])).run(conversation), "the same every time"
+        assert found == Chain(one, RecordedUser([POLITE])).run(conversation), "the same every time"
 
 
-def test_a_local_model_in_both_roles(local: Local) -> None:
+def test_a_local_model_in_both_roles(local: LocalModel) -> None:
     conversation = Conversation.start("Are you sure?", "translate", "fr", budget=2, threshold=0.1)
-    found = Chain(local, Recorded([POLITE])).run(conversation)
+    found = Chain(local, RecordedUser([POLITE])).run(conversation)
     assert found.step == "done"
     assert found.written is not None
     assert found.cost.new_tokens <= 6 * found.cost.calls
     assert found.cost.prompt_tokens > 0
     # A model that asks: the gain of its question comes from likelihoods.
-    gain, _ = Meter(local).measure(conversation, Question(text="Who?", answers=("a friend", "a boss")))
+    gain, _ = GainEstimator(local).estimate(conversation, Question(text="Who?", answers=("a friend", "a boss")))
     assert gain is not None
     assert gain.estimator == "likelihood"
     assert 0 <= gain.bits <= 1
 
 
-def test_a_local_model_scores_and_writes_alike(local: Local) -> None:
-    prompt = prompts.plain(load_template("answer"), "en", "What is it?")
+def test_a_local_model_scores_and_writes_alike(local: LocalModel) -> None:
+    prompt = prompts.build_prompt(load_template("answer"), "plain", "en", "What is it?")
     text = local.prompt_text(prompt)
     assert text == prompt.text()
     likely = generate_text(local._model, local._tokenizer, text, Decoding(max_new_tokens=6)).text
-    assert local.write(prompt).text == likely.partition(prompt.end)[0]
+    assert local.generate(prompt).text == likely.partition(prompt.stop)[0]
     one, same, other = local.score(prompt, ["Rome.", "Rome.", "xx"])
     assert one == same != other
     assert max(one, other) < 0
-    drawn = {local.write(prompt, temperature=5.0, seed=seed).text for seed in range(3)}
+    drawn = {local.generate(prompt, temperature=5.0, seed=seed).text for seed in range(3)}
     assert len(drawn) > 1
-    assert local.write(prompt, temperature=5.0, seed=1).text in drawn
+    assert local.generate(prompt, temperature=5.0, seed=1).text in drawn
 
 
-def test_a_chat_model_reads_a_chat(local: Local) -> None:
+def test_a_chat_model_reads_a_chat(local: LocalModel) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "<bos>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    chat = Local(local._model, tokenizer, max_new_tokens=2)
+    chat = LocalModel(local._model, tokenizer, max_new_tokens=2)
     text = chat.prompt_text(PROMPT)
     assert text.startswith("<bos>system: A text is to be put into French."), "this tokenizer adds none of its own"
     assert text.endswith("Are you sure?\n</text>\nassistant:")
-    assert chat.write(PROMPT).cost.new_tokens == 2
+    assert chat.generate(PROMPT).cost.new_tokens == 2

@@ -12,7 +12,7 @@ import pytest
 from clarify.test_chain_templates import own_template
 from cli.tools import invoke
 from graftlm.backbone import Backbone
-from graftlm.pipelines.clarify import Chain, Conversation, Endpoint, EndpointConfig, Local, Recorded
+from graftlm.pipelines.clarify import Chain, Conversation, Endpoint, EndpointConfig, LocalModel, RecordedUser
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
@@ -45,8 +45,8 @@ def asked(tmp_path: Path) -> Conversation:
 def test_it_says_what_the_model_says_on_this_machine(backbone: Backbone, address: str, asked: Conversation) -> None:
     pieces: list[str] = []
     there = Endpoint(EndpointConfig(url=f"{address}/v1", model="tiny", max_new_tokens=6))
-    here = Local(backbone.model, backbone.need_tokenizer(), name="tiny", max_new_tokens=6)
-    found, same = (Chain(writer, Recorded(["a"]), on_text=pieces.append).run(asked) for writer in (there, here))
+    here = LocalModel(backbone.model, backbone.need_tokenizer(), name="tiny", max_new_tokens=6)
+    found, same = (Chain(writer, RecordedUser(["a"]), on_text=pieces.append).run(asked) for writer in (there, here))
     assert found.written is not None
     assert found.written.output
     assert found.model_dump(exclude={"turns": {"__all__": {"cost"}}}) == same.model_dump(

@@ -8,16 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clarify.server import FRENCH, QUESTION, Bad, translator
+from clarify.server import FRENCH, QUESTION, FaultyHandler, serving, translator
 from cli.tools import invoke
-from experiments.clarify.server import serving
-from graftlm.pipelines.clarify import Conversation, Endpoint, EndpointConfig, Local, Shown, load_template, prompts
+from graftlm.pipelines.clarify import (
+    Conversation,
+    Endpoint,
+    EndpointConfig,
+    LocalModel,
+    TerminalPrinter,
+    load_template,
+    prompts,
+)
+from graftlm.pipelines.clarify.models import StreamPrinter, before_stop
 from tiny import tiny_model, tiny_tokenizer
 
 FRIEND, POLITE = FRENCH
 TEXT = "Are you sure?"
 BEGUN = Conversation.start(TEXT, "translate", "fr")
-PROMPT = prompts.ask(load_template("translate"), "fr", TEXT)
+PROMPT = prompts.build_prompt(load_template("translate"), "ask", "fr", TEXT)
 
 
 def pieces_of(text: str, sizes: list[int]) -> list[str]:
@@ -36,19 +44,19 @@ def pieces_of(text: str, sizes: list[int]) -> list[str]:
 )
 def test_what_is_shown_is_the_output_however_it_comes(before: str, output: str, sizes: list[int]) -> None:
     screen: list[str] = []
-    shown = Shown(BEGUN, screen.append)
+    shown = TerminalPrinter(BEGUN, screen.append)
     for piece in pieces_of(f"{before}{output} \n", sizes):
         shown(piece)
     last = f"{before}{output}".strip().removeprefix("Translation:").strip()
     early = "".join(screen)
-    assert prompts.visible(last).startswith(early), "nothing is shown that has to be taken back"
+    assert prompts.printable(last).startswith(early), "nothing is shown that has to be taken back"
     shown.end(last)
-    assert "".join(screen) == f"{prompts.visible(last)}\n"
+    assert "".join(screen) == f"{prompts.printable(last)}\n"
 
 
 def test_what_is_known_is_shown_at_once() -> None:
     screen: list[str] = []
-    shown = Shown(BEGUN, screen.append)
+    shown = TerminalPrinter(BEGUN, screen.append)
     for piece in ("Transl", "ation:", " Es-tu", " sûre", "\x1b[2J ?"):
         shown(piece)
     assert screen == ["Es-tu", " sûre", "[2J ?"]
@@ -58,7 +66,7 @@ def test_what_is_known_is_shown_at_once() -> None:
 
 def test_the_terminal_shows_pieces_and_ends_its_line_where_they_break_off(tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
-    with serving(translator, Bad) as server:
+    with serving(translator, FaultyHandler) as server:
         given = (TEXT, "--to", "fr", "--answer", POLITE, "--resume", path, "--endpoint", server.url, "--retries", "0")
         broken = invoke("clarify", *given, "--model", "breaks_off_from:1")
         assert (broken.code, broken.out) == (2, "Es-tu\n")
@@ -69,7 +77,7 @@ def test_the_terminal_shows_pieces_and_ends_its_line_where_they_break_off(tmp_pa
 
 
 def test_documents_for_machines_are_not_written_in_pieces() -> None:
-    with serving(translator, Bad) as server:
+    with serving(translator, FaultyHandler) as server:
         given = ("--to", "fr", "--answer", POLITE, "--json", "--endpoint", server.url, "--model", "fails:0")
         assert invoke("clarify", TEXT, *given).out.startswith("{")
         assert not any("stream" in request for request in server.requests)
@@ -88,26 +96,24 @@ def test_documents_for_machines_are_not_written_in_pieces() -> None:
 def test_thoughts_are_not_spoken(reply: str, spoken: str) -> None:
     pieces: list[str] = []
     with serving(lambda body: reply) as server:
-        found = Endpoint(EndpointConfig(url=server.url, model="m")).write(PROMPT, on_text=pieces.append)
+        found = Endpoint(EndpointConfig(url=server.url, model="m")).generate(PROMPT, on_text=pieces.append)
     assert "".join(pieces) == found.text == spoken
 
 
 def test_a_local_model_is_heard_while_it_writes() -> None:
     pieces: list[str] = []
-    local = Local(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=8)
-    prompt = prompts.plain(load_template("answer"), "en", "What is it?")
-    reply = local.write(prompt, on_text=pieces.append)
-    assert "".join(pieces) == reply.text == local.write(prompt).text
+    local = LocalModel(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=8)
+    prompt = prompts.build_prompt(load_template("answer"), "plain", "en", "What is it?")
+    reply = local.generate(prompt, on_text=pieces.append)
+    assert "".join(pieces) == reply.text == local.generate(prompt).text
     assert len(pieces) > 1
 
 
-def test_what_follows_a_reply_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model without chats goes on with the next request, which is cut off before anybody reads it."""
-    from graftlm.pipelines.clarify import local as module
-
-    pieces: list[str] = []
-    aloud = module._Aloud(3, "\n<text>", pieces.append)
-    for piece in ("abc", "Oui", ".\n", "<te", "a\n<tex", "t>\nMore", " text"):
-        aloud(piece)
-    aloud.end("Oui.\n<tea")
-    assert pieces == ["Oui", ".", "\n<tea"]
+def test_text_after_the_stop_string_is_not_streamed() -> None:
+    """A model without chat messages continues with the next request, which the reader must not see."""
+    parts: list[str] = []
+    printer = StreamPrinter(lambda received: before_stop(received[3:], "\n<text>"), parts.append)
+    for part in ("abc", "Oui", ".\n", "<te", "a\n<tex", "t>\nMore", " text"):
+        printer(part)
+    printer.end("Oui.\n<tea")
+    assert parts == ["Oui", ".", "\n<tea"]

@@ -11,9 +11,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clarify.server import PLAIN, QUESTION, Scripted, by_chat
+from clarify.server import PLAIN, QUESTION, ScriptedModel, by_chat
 from graftlm.errors import RecipeError
-from graftlm.pipelines.clarify import Chain, Conversation, Recorded, Simulated, load_template, prompts, template_names
+from graftlm.pipelines.clarify import (
+    Chain,
+    Conversation,
+    RecordedUser,
+    SimulatedUser,
+    load_template,
+    prompts,
+    template_names,
+)
 from graftlm.pipelines.clarify.templates import Template
 
 TRANSLATE = load_template("translate")
@@ -52,11 +60,11 @@ def test_every_prompt_of_every_template_can_be_made(name: str) -> None:
     template = load_template(name)
     for language in template.languages:
         made = [
-            prompts.ask(template, language, "A text."),
-            prompts.answer(template, language, "A text.", "A context.", "A question?"),
-            prompts.write(template, language, "A text.", [("A question?", "an answer")]),
-            prompts.with_context(template, language, "A text.", "A context."),
-            prompts.plain(template, language, "A text."),
+            prompts.build_prompt(template, "ask", language, "A text."),
+            prompts.build_prompt(template, "user", language, "A text.", context="A context.", question="A question?"),
+            prompts.build_prompt(template, "write", language, "A text.", exchanges=[("A question?", "an answer")]),
+            prompts.build_prompt(template, "context", language, "A text.", context="A context."),
+            prompts.build_prompt(template, "plain", language, "A text."),
         ]
         for prompt in made:
             assert "{" not in prompt.instructions
@@ -72,9 +80,9 @@ def test_every_prompt_of_every_template_can_be_made(name: str) -> None:
 def test_exemplars_are_read_as_they_were_meant(name: str) -> None:
     template = load_template(name)
     for one in template.exemplars:
-        assert prompts.read_question(prompts.question_line(one.question, one.answers)) == (one.question, one.answers)
+        assert prompts.parse_question(prompts.format_question(one.question, one.answers)) == (one.question, one.answers)
         assert len(one.answers) > 1
-    assert prompts.read_question(template.nothing) is None
+    assert prompts.parse_question(template.no_question) is None
 
 
 def test_the_marks_of_formality_are_in_the_exemplars() -> None:
@@ -103,19 +111,19 @@ def test_the_marks_of_formality_are_in_the_exemplars() -> None:
 
 @given(TEXTS, TEXTS, TEXTS)
 def test_nothing_gets_out_of_its_fence(text: str, question: str, answer: str) -> None:
-    prompt = prompts.write(TRANSLATE, "fr", text, [(question, answer)])
+    prompt = prompts.build_prompt(TRANSLATE, "write", "fr", text, exchanges=[(question, answer)])
     own = [("text", text), ("question", question), ("answer", answer)]
     shots = [part for shot in prompt.shots for part in shot.parts]
     assert fenced(prompt.messages()[-1]["content"]) == own
     assert fenced(prompt.text()) == [*shots, *own]
-    assert f"<text{prompt.mark}>" in prompt.messages()[0]["content"], "the model is told which tags count"
+    assert f"<text{prompt.tag_suffix}>" in prompt.messages()[0]["content"], "the model is told which tags count"
 
 
 @given(TEXTS, TEXTS)
 def test_contexts_and_queries_stay_inside_too(text: str, context: str) -> None:
     for prompt in (
-        prompts.with_context(TRANSLATE, "ja", text, context),
-        prompts.answer(TRANSLATE, "ja", text, context, "Who?"),
+        prompts.build_prompt(TRANSLATE, "context", "ja", text, context=context),
+        prompts.build_prompt(TRANSLATE, "user", "ja", text, context=context, question="Who?"),
     ):
         assert fenced(prompt.messages()[-1]["content"])[:2] == [("text", text), ("context", context)]
         roles = [message["role"] for message in prompt.messages()]
@@ -124,13 +132,13 @@ def test_contexts_and_queries_stay_inside_too(text: str, context: str) -> None:
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_what_is_said_is_never_carried_out(hostile: str) -> None:
-    writer = Scripted(lambda prompt: QUESTION if "write None" in prompt.instructions else by_chat(prompt))
-    found = Chain(writer, Recorded([hostile])).run(Conversation.start(f"you {hostile}", "translate", "fr"))
+    writer = ScriptedModel(lambda prompt: QUESTION if "write None" in prompt.instructions else by_chat(prompt))
+    found = Chain(writer, RecordedUser([hostile])).run(Conversation.start(f"you {hostile}", "translate", "fr"))
     assert found.written is not None
     assert found.written.output == PLAIN, "an answer that is none of the known ones"
-    assert found.told == [('Who is "you"?', hostile.strip())]
+    assert found.exchanges == [('Who is "you"?', hostile.strip())]
     assert Conversation.parse(found.model_dump(mode="json")) == found
-    simulated = Simulated(Scripted(lambda prompt: hostile), hostile)
+    simulated = SimulatedUser(ScriptedModel(lambda prompt: hostile), hostile)
     Chain(writer, simulated).run(Conversation.start("Are you?", "translate", "fr"))
     for prompt in writer.prompts:
         assert "HACKED" not in prompt.instructions
@@ -152,19 +160,19 @@ def test_what_is_said_is_never_carried_out(hostile: str) -> None:
     ],
 )
 def test_questions_are_read_from_what_models_say(reply: str, expected: Any) -> None:
-    assert prompts.read_question(reply) == expected
+    assert prompts.parse_question(reply) == expected
 
 
 @given(st.text())
 def test_any_reply_can_be_read(reply: str) -> None:
-    found = prompts.read_question(reply)
+    found = prompts.parse_question(reply)
     if found is not None:
         assert re.search("[?？]", found[0])
         assert all(answer and answer == answer.strip() for answer in found[1])
 
 
 def test_terminals_are_not_steered() -> None:
-    assert prompts.visible("a\x1b[2Jb\u202ec\r\x07d\ne\tf") == "a[2Jbcd\ne\tf"
+    assert prompts.printable("a\x1b[2Jb\u202ec\r\x07d\ne\tf") == "a[2Jbcd\ne\tf"
 
 
 def own_template(folder: Path, **changes: Any) -> str:
@@ -196,7 +204,7 @@ def test_a_template_of_the_user(tmp_path: Path) -> None:
     name = own_template(tmp_path)
     assert load_template(name).instruction("plain", "it") == "Into Italian."
     conversation = Conversation.start("Are you there?", name)
-    assert Chain(Scripted(by_chat), Recorded(["a"])).run(conversation, keep=tmp_path / "c.json").target == "it"
+    assert Chain(ScriptedModel(by_chat), RecordedUser(["a"])).run(conversation, keep=tmp_path / "c.json").target == "it"
     own_template(tmp_path, reply="Altro")
     with pytest.raises(RecipeError, match="was changed since"):
         Conversation.load(tmp_path / "c.json")
@@ -225,5 +233,5 @@ def test_templates_that_lack_something(tmp_path: Path, changes: dict[str, Any], 
 
 def test_a_template_says_where_it_differs() -> None:
     assert len({load_template(name).sha256 for name in template_names()}) == len(template_names())
-    other = Template.parse(TRANSLATE.model_dump() | {"nothing": "Nothing"})
+    other = Template.parse(TRANSLATE.model_dump() | {"no_question": "Nothing"})
     assert other.sha256 != TRANSLATE.sha256

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm.errors import DataError, MissingExtraError, RecipeError
-from graftlm.pipelines.clarify.checkers import KINDS, Checker, checker, languages
-from graftlm.pipelines.clarify.checkers import checker as module_checker
-from graftlm.pipelines.clarify.checkers.table import Table
+from graftlm.pipelines.clarify.checkers import KINDS, Checker, CheckerTable, checker, languages
 
 FORMALITY = [
     ("de", "Können Sie mir helfen?", None, "formal"),
@@ -94,7 +92,7 @@ def test_a_verdict_shows_its_markers_in_the_order_of_the_text() -> None:
     assert verdict.scores == {"formal": 3, "informal": 2}
     assert verdict.label == "formal"
     assert verdict.mixed
-    assert all(verdict.markers[n].why for n in range(3))
+    assert all(verdict.markers[n].reason for n in range(3))
 
 
 def test_unicode_forms_make_no_difference() -> None:
@@ -102,14 +100,14 @@ def test_unicode_forms_make_no_difference() -> None:
     assert german.check("Weißt du, wa\u0308rst").scores == german.check("Weißt du, wärst").scores
 
 
-def _table(**changes) -> Table:
-    rule = {"label": "a", "words": ["one"], "why": "a word"}
+def _table(**changes) -> CheckerTable:
+    rule = {"label": "a", "words": ["one"], "reason": "a word"}
     values = {"kind": "k", "language": "en", "labels": ["a", "b"], "method": "m", "rules": [rule]}
-    return Table.parse(values | changes)
+    return CheckerTable.parse(values | changes)
 
 
 def _check(text: str, *rules: dict, lists: dict | None = None, source: str | None = None):
-    made = [{"label": "a", "why": "w"} | rule for rule in rules]
+    made = [{"label": "a", "reason": "w"} | rule for rule in rules]
     return Checker(_table(rules=made, lists=lists or {})).check(text, source)
 
 
@@ -126,9 +124,9 @@ def test_phrases_of_a_list_are_set_apart_by_commas() -> None:
     assert _table(lists={"p": "good day, sir"}).words_of("p") == ["good day", "sir"]
 
 
-@pytest.mark.parametrize(("place", "expected"), [("anywhere", [0, 9, 13]), ("start", [0, 9]), ("inside", [13])])
-def test_place_in_the_sentence(place: str, expected: list[int]) -> None:
-    found = _check("One is. “One one”", {"words": ["one"], "place": place})
+@pytest.mark.parametrize(("position", "expected"), [("anywhere", [0, 9, 13]), ("start", [0, 9]), ("inside", [13])])
+def test_place_in_the_sentence(position: str, expected: list[int]) -> None:
+    found = _check("One is. “One one”", {"words": ["one"], "position": position})
     assert [marker.start for marker in found.markers] == expected
 
 
@@ -158,9 +156,9 @@ def test_source_after_and_unless() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"label": "c", "words": ["x"], "why": "w"}], "votes for 'c', which is no label"),
-        ([{"label": "a", "pattern": "{none}", "why": "w"}], "names the list 'none', which the table lacks"),
-        ([{"label": "a", "why": "w"}], "needs either words or a pattern"),
+        ([{"label": "c", "words": ["x"], "reason": "w"}], "votes for 'c', which is no label"),
+        ([{"label": "a", "pattern": "{none}", "reason": "w"}], "names the list 'none', which the table lacks"),
+        ([{"label": "a", "reason": "w"}], "needs either words or a pattern"),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], message: str) -> None:
@@ -176,7 +174,7 @@ def test_unknown_kinds_and_languages_are_named() -> None:
 
 
 def test_without_the_dictionary_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[module_checker.__module__]
+    module = sys.modules[Checker.__module__]
     monkeypatch.setitem(sys.modules, "simplemma", None)
     module._lemma.cache_clear()
     module._simplemma.cache_clear()

@@ -63,12 +63,12 @@ def _bible(folder: Path, name: str, *verses: str) -> None:
     (folder / name).write_text("\n".join(["### Mark", *lines, "### Psalms", *reversed(lines)]) + "\n", encoding="utf-8")
 
 
-def test_french_is_told_by_danish(tmp_path: Path) -> None:
+def test_french_is_labelled_by_danish(tmp_path: Path) -> None:
     danish = ("Hvad vil du?", "Gaa I, og bed eder fri.", "Han gik.", "Du og I.", "Nu ville I gaa.")
     french = ("Que veux-tu ?", "Tu pries.", "Il alla.", "Toi et vous.", "Vous irez.")
     _bible(tmp_path / "parallel" / "bible", "DaOT1871NT1907.txt", *danish)
     _bible(tmp_path / "parallel" / "bible", "FreSynodale1921.txt", *french)
-    found = list(known.told_by_danish(tmp_path / "parallel", "fr"))
+    found = list(known.labelled_by_danish(tmp_path / "parallel", "fr"))
     assert [(one.reference, one.label) for one in found] == [
         ("Que veux-tu ?", "informal"),
         ("Tu pries.", "formal"),
@@ -78,7 +78,7 @@ def test_french_is_told_by_danish(tmp_path: Path) -> None:
     assert results.details["formality_fr"] == {
         "bible": {"formal": {"formal": 1, "informal": 1}, "informal": {"informal": 1}}
     }
-    assert list(known.told_by_danish(tmp_path / "parallel", "es")) == []
+    assert list(known.labelled_by_danish(tmp_path / "parallel", "es")) == []
 
 
 def _ntrex(data: Path, *pairs: tuple[str, str], first: int = 1) -> None:
@@ -95,7 +95,7 @@ def test_sentences_that_were_read_and_pronouns_that_tell(tmp_path: Path) -> None
     (only,) = known.read_by_hand(tmp_path / "parallel", "es")
     assert (only.id, only.label, only.reference) == ("ntrex:244", "informal", "¿Crees?")
     assert list(known.read_by_hand(tmp_path / "parallel", "de")) == []
-    (told,) = known.told_by_pronouns(tmp_path / "parallel", "es")
+    (told,) = known.labelled_by_pronouns(tmp_path / "parallel", "es")
     assert (told.label, told.id) == ("feminine", "ntrex:243")
     results = reproduce("ambiguity-checkers", Options(data=tmp_path, out=tmp_path / "out"))
     assert {"formality_es", "gender_es"} <= {row.id for row in results.rows}

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clarify.server import request_parts, serving
 from experiments import Options, clarify, reproduce
 from experiments.clarify import metrics, needed, paper, scorers
-from experiments.clarify.data import read_sets, some
+from experiments.clarify.data import read_sets, sample
 from experiments.clarify.run import STATEMENT, slug
-from experiments.clarify.scripted import Script, in_ten, right_label
-from experiments.clarify.server import serving
+from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Results, Row, value_of
-from graftlm.pipelines.clarify.examples import Example
+from graftlm.pipelines.clarify.datasets import AmbiguousExample
+from graftlm.pipelines.clarify.prompts import Prompt
 
 FORMALITY = [
     ("formal", "Good evening, Madam.", f"Are you {word}?", f"Êtes-vous {french} ?")
@@ -43,6 +44,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def scripted_server(examples: Iterable[AmbiguousExample]) -> Callable[[Mapping[str, Any]], str]:
+    """The scripted translator as the replies of a server."""
+    translator = ScriptedTranslator(examples)
+
+    def reply(body: Mapping[str, Any]) -> str:
+        prompt = Prompt(body["messages"][0]["content"], (), tuple(request_parts(body).items()), "")
+        return translator.generate(prompt).text
+
+    return reply
+
+
 def options(data: Path, out: Path, *tables: str, **more: Any) -> Options:
     return Options(data=data, out=out, tables=tables or ("4.2",), jobs=1, **({"endpoint": "scripted"} | more))
 
@@ -53,9 +65,9 @@ def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
     examples = read_sets(data)["formality", "fr"]
     # A wrong answer leads to the contrast, which AmbigMT has none of: then to the English text, without a marker.
     right = {
-        "intercpt": sum(in_ten(one) != 0 for one in examples),
-        "with_context": sum(in_ten(one) < 8 for one in examples),
-        "no_extra": sum(in_ten(one) % 2 == 0 for one in examples),
+        "intercpt": sum(digit(one) != 0 for one in examples),
+        "with_context": sum(digit(one) < 8 for one in examples),
+        "no_extra": sum(digit(one) % 2 == 0 for one in examples),
     }
     for method, count in right.items():
         row = results.row(f"scripted-{method}")
@@ -73,7 +85,7 @@ def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_where_a_server_failed(data: Path, tmp_path: Path) -> None:
-    script = Script(one for examples in read_sets(data).values() for one in examples)
+    script = scripted_server(one for examples in read_sets(data).values() for one in examples)
     calls = 0
 
     def dying(body: Mapping[str, Any]) -> str:
@@ -88,10 +100,10 @@ def test_it_goes_on_where_a_server_failed(data: Path, tmp_path: Path) -> None:
 
     with serving(dying) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(server), "handle_error", lambda *arguments: None)
-        patch.setattr("experiments.clarify.cell.RETRIES", 0)
+        patch.setattr("experiments.clarify.conversations.RETRIES", 0)
         with pytest.raises(EndpointError, match="can't be reached, at the first try"):
             reproduce("clarify", url_of(server))
-    (kept,) = tmp_path.rglob("talks-*.jsonl")
+    (kept,) = tmp_path.rglob("conversations-*.jsonl")
     done = kept.read_text().splitlines()
     assert len(done) == 3, "three conversations of three calls"
     kept.write_text("\n".join(done) + '\n{"id": "cut o')
@@ -116,7 +128,7 @@ def own(name: str, code: str) -> str:
 def test_metrics_of_the_users_own_stand_beside_ours(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
     metrics_of = results.row("scripted-intercpt").metrics
-    outputs = [len(one.reference) if in_ten(one) else len(one.source) for one in read_sets(data)["formality", "fr"]]
+    outputs = [len(one.reference) if digit(one) else len(one.source) for one in read_sets(data)["formality", "fr"]]
     interval = metrics_of["formality_fr_length"]
     assert isinstance(interval, Interval)
     assert interval.mean == pytest.approx(sum(outputs) / len(outputs))
@@ -126,8 +138,9 @@ def test_metrics_of_the_users_own_stand_beside_ours(data: Path, tmp_path: Path) 
 
 def test_the_best_of_the_first_words() -> None:
     scorer = scorers.Scorer(own("length", LENGTH))
-    found = scorers.best_of(scorer, ["bark", "seal"], [["a", "bb", "c", "dddd"], []], ["x", "y"])
-    assert found == {"length3": (2 + 0) / 2, "length10": (4 + 0) / 2}
+    examples = [AmbiguousExample(word, "polysemy", "fr", word, ("c",), "x") for word in ("bark", "seal")]
+    values = scorers.score_rows(scorer, "polysemy", examples, ["a, bb, c, dddd", ""])
+    assert values == {"length3": (2 + 0) / 2, "length10": (4 + 0) / 2}
 
 
 @pytest.mark.parametrize(
@@ -163,16 +176,16 @@ def test_specialists_and_users(data: Path, tmp_path: Path) -> None:
 
 
 def test_which_questions_are_needed() -> None:
-    def example(context: str, source: str, reference: str, contrast: str) -> Example:
-        return Example("x", "profession", "fr", source, (context,), reference, "feminine", contrast)
+    def example(context: str, source: str, reference: str, contrast: str) -> AmbiguousExample:
+        return AmbiguousExample("x", "profession", "fr", source, (context,), reference, "feminine", contrast)
 
     told = example("She was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
     same = example("She was late.", "The artist ran.", "L'artiste courut.", "L'artiste  courut.")
     unread = example("The mother was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
-    assert [needed._judged(told, with_context)[:2] for with_context in (False, True)] == [(True, True), (False, False)]
-    assert [needed._judged(same, with_context)[:2] for with_context in (False, True)] == [(False, False)] * 2
-    assert needed._judged(unread, True)[:2] == (True, False), "this reader knows pronouns alone"
-    row = needed._row("fr", [told, same, unread])
+    assert [needed.decision(told, with_context)[:2] for with_context in (False, True)] == [(True, True), (False, False)]
+    assert [needed.decision(same, with_context)[:2] for with_context in (False, True)] == [(False, False)] * 2
+    assert needed.decision(unread, True)[:2] == (True, False), "this reader knows pronouns alone"
+    row = needed.language_row("fr", [told, same, unread])
     found = {name: round(value_of(metric), 1) for name, metric in row.metrics.items()}
     assert (found["precision"], found["recall"], found["precision_always"]) == (66.7, 100.0, 33.3)
     assert (found["asked"], found["needed"], found["texts"]) == (3, 2, 6)
@@ -180,13 +193,14 @@ def test_which_questions_are_needed() -> None:
 
 def test_figures_worked_by_hand() -> None:
     one, two = (
-        Example(str(n), "polysemy", "fr", "bark", ("c",), reference) for n, reference in ((1, "écorce"), (2, "cri"))
+        AmbiguousExample(str(n), "polysemy", "fr", "bark", ("c",), reference)
+        for n, reference in ((1, "écorce"), (2, "cri"))
     )
     found = metrics.polysemy_metrics(["aboiement, Écorce", "a、b、c、cri"], [one, two])
     assert [value_of(found[name]) for name in ("hit3", "hit10")] == [50.0, 100.0]
     assert value_of(found["chrf10"]) > value_of(found["chrf3"])
     examples = [
-        Example(str(n), "formality", "fr", "s", ("c",), "r", label)
+        AmbiguousExample(str(n), "formality", "fr", "s", ("c",), "r", label)
         for n, label in enumerate(["formal", "informal", None])
     ]
     labels = metrics.label_metrics(["formal", None, "formal"], examples)
@@ -200,11 +214,24 @@ def test_figures_worked_by_hand() -> None:
     assert metrics.share(0, 0).high == 100
 
 
+def test_checkers_read_the_source_but_for_gender() -> None:
+    """A verb without a subject is a polite address only if the English addresses somebody."""
+    example = AmbiguousExample("x", "formality", "es", "Does your dog bark?", ("c",), "r", "formal")
+    assert metrics.labels_of(["¿Su perro ladra?"], [example], "formality", "es") == ["formal"]
+    other = AmbiguousExample("x", "formality", "es", "Does his dog bark?", ("c",), "r", None)
+    assert metrics.labels_of(["¿Su perro ladra?"], [other], "formality", "es") == [None]
+    thing = AmbiguousExample("x", "it", "fr", "Can you grab it?", ("c",), "r", "feminine")
+    assert metrics.labels_of(["Tu peux la prendre ?"], [thing], "it", "fr") == ["feminine"]
+    person = AmbiguousExample("x", "profession", "de", "She left.", ("c",), "r", "feminine")
+    assert metrics.labels_of(["Sie sind müde."], [person], "profession", "de") == [None]
+    assert metrics.labels_of(["x"], [person], "profession", "ja") is None
+
+
 def test_mistakes_by_class() -> None:
-    example = Example("x", "formality", "fr", "Are you sure?", ("c",), "r", "formal")
+    example = AmbiguousExample("x", "formality", "fr", "Are you sure?", ("c",), "r", "formal")
 
     def sorted_as(question: str | None, answer: str | None, text: str = "Are you sure?") -> dict[str, int]:
-        one = Example("x", "formality", "fr", text, ("c",), "r", "formal")
+        one = AmbiguousExample("x", "formality", "fr", text, ("c",), "r", "formal")
         return metrics.mistakes(["informal"], [one], [{"question": question, "answer": answer}], "formality")
 
     assert sorted_as(None, None) == {"no-question": 1}
@@ -214,7 +241,7 @@ def test_mistakes_by_class() -> None:
     assert sorted_as('Who is "you"?', "a stranger") == {"style-or-other": 1}
     assert sorted_as('Who is "you"?', "a stranger", "Do you like it?") == {"many-ambiguities": 1}
     assert metrics.mistakes(["formal"], [example], [{"question": None, "answer": None}], "formality") == {}
-    assert [metrics.said_by(answer, "name") for answer in ("a woman", "He is.", "a man or a woman", "x")] == [
+    assert [metrics.label_in_answer(answer, "name") for answer in ("a woman", "He is.", "a man or a woman", "x")] == [
         "feminine",
         "masculine",
         None,
@@ -223,7 +250,7 @@ def test_mistakes_by_class() -> None:
 
 
 def test_significance_tells_the_same_from_the_different() -> None:
-    examples = [Example(str(n), "it", "fr", "s", ("c",), f"le chat {n} dort bien ici") for n in range(20)]
+    examples = [AmbiguousExample(str(n), "it", "fr", "s", ("c",), f"le chat {n} dort bien ici") for n in range(20)]
     right = [one.reference for one in examples]
     found = metrics.significance({"a": right, "b": list(right), "c": ["rien du tout"] * 20}, examples, "fr")
     assert found["b"] == {"BLEU": 1.0, "chrF": 1.0}
@@ -232,34 +259,33 @@ def test_significance_tells_the_same_from_the_different() -> None:
 
 
 def test_japanese_is_cut_into_characters() -> None:
-    example = Example("x", "it", "ja", "s", ("c",), "棚に置きました。")
+    example = AmbiguousExample("x", "it", "ja", "s", ("c",), "棚に置きました。")
     assert value_of(metrics.text_metrics(["棚に置きました。"], [example], "ja")["bleu"]) == pytest.approx(100)
 
 
 def test_the_same_example_counts_once() -> None:
-    one = Example("1", "it", "fr", "s", ("c",), "r", "feminine")
-    assert some([one, one, Example("2", "it", "fr", "s", ("d",), "r")], 9) == [
+    one = AmbiguousExample("1", "it", "fr", "s", ("c",), "r", "feminine")
+    assert sample([one, one, AmbiguousExample("2", "it", "fr", "s", ("d",), "r")], 9) == [
         one,
-        Example("2", "it", "fr", "s", ("d",), "r"),
+        AmbiguousExample("2", "it", "fr", "s", ("d",), "r"),
     ]
-    many = [Example(str(n), "it", "fr", str(n), ("c",), "r") for n in range(50)]
-    assert some(many, 7) == some(many, 7)
-    assert len(some(many, 7)) == 7
+    many = [AmbiguousExample(str(n), "it", "fr", str(n), ("c",), "r") for n in range(50)]
+    assert sample(many, 7) == sample(many, 7)
+    assert len(sample(many, 7)) == 7
 
 
-def test_the_script_tells_examples_of_one_text_apart() -> None:
+def test_the_scripted_translator_tells_examples_of_one_text_apart() -> None:
     her, his = (
-        Example(label, "it", "fr", "It is here.", (context,), reference, label, "x")
+        AmbiguousExample(label, "it", "fr", "It is here.", (context,), reference, label, "x")
         for label, context, reference in (
             ("feminine", "A key.", "Elle est là."),
             ("masculine", "A book.", "Il est là."),
         )
     )
-    script = Script([her, his])
+    translator = ScriptedTranslator([her, his])
     for one in (her, his):
-        system = {"content": "Put the text into French"}
-        request = {"content": f"<text>\nIt is here.\n</text>\n<answer>\n{right_label(one)}\n</answer>"}
-        assert script({"messages": [system, request]}) == one.reference
+        prompt = Prompt("Put the text into French", (), (("text", one.source), ("answer", right_label(one))), "")
+        assert translator.generate(prompt).text == one.reference
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_what_is_no_conversation_is_refused_in_a_sentence(client: TestClient) ->
     first = post(client, "clarify", model="tiny", start=START)["conversation"]
     cases: list[tuple[Any, str]] = [
         (first | {"template_sha256": "0"}, "was changed"),
-        (first | {"format": 2}, "format"),
+        (first | {"format": 1}, "format"),
         (first | {"budget": 1000}, "questions at most"),
         (first | {"target": "tlh"}, "does not write 'tlh'"),
         (first | {"turns": first["turns"] * 2}, "turn 2 is asked"),

@@ -1,4 +1,4 @@
-"""The verb that asks before it writes."""
+"""The verb `clarify`: ask what a text leaves open, then write."""
 
 from __future__ import annotations
 
@@ -55,17 +55,20 @@ def clarify(
 
     package = pipeline("clarify")
     query = None if text is None else read_prompt(text)
-    conversation = package.begin(query, resume, template=template, target=to, budget=budget, threshold=ask_above)
-    served = {"endpoint": endpoint, "model": model, "timeout": timeout, "retries": retries}
+    conversation = package.open_conversation(
+        query, resume, template=template, target=to, budget=budget, threshold=ask_above
+    )
+    server = {"endpoint": endpoint, "model": model, "timeout": timeout, "retries": retries}
     local = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
-    more = {"max_new_tokens": max_new_tokens, "key_variable": key_variable}
-    writer = package.ModelChoice.parse(served | local | more, where="graft clarify").open()
-    user = package.user_of(answer, context, writer, None if as_json else package.typed)
-    detector = package.first_pass if rules else None
-    with package.Shown(conversation, lambda chunk: typer.echo(chunk, nl=False)) as shown:
-        chain = package.Chain(writer, user, detector=detector, on_text=None if as_json else shown)
-        done = chain.run(conversation, keep=resume)
-        print_result(package.document(done), as_json, lambda: shown.end(done.written.output if done.written else ""))
+    common = {"max_new_tokens": max_new_tokens, "key_variable": key_variable}
+    translator = package.ModelOptions.parse(server | local | common, where="graft clarify").open()
+    user = package.choose_user(answer, context, translator, None if as_json else package.ask_terminal)
+    detector = package.find_ambiguities if rules else None
+    with package.TerminalPrinter(conversation, lambda part: typer.echo(part, nl=False)) as printer:
+        chain = package.Chain(translator, user, detector=detector, on_text=None if as_json else printer)
+        conversation = chain.run(conversation, keep=resume)
+        output = conversation.written.output if conversation.written else ""
+        print_result(conversation.to_json(), as_json, lambda: printer.end(output))
     if not quiet and not as_json:
-        for line in package.tale(done):
+        for line in package.summary_lines(conversation):
             log(line)

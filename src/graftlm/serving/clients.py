@@ -101,7 +101,7 @@ async def read_result(stream: RequestStream) -> GenerationResult:
 
 
 class ClarifyWriter:
-    """The writer of clarifying conversations (`pipelines.clarify`).
+    """The `ChatModel` of clarifying conversations (`pipelines.clarify`).
 
     Args:
         client: generates.
@@ -113,7 +113,7 @@ class ClarifyWriter:
         self.name = client.model
         self._client, self._tokenizer, self._max_tokens = client, tokenizer, max_tokens
 
-    def write(
+    def generate(
         self,
         prompt: Any,
         *,
@@ -130,7 +130,7 @@ class ClarifyWriter:
             ids = self._tokenizer.encode(prompt.text())
         else:
             ids = self._tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt.messages()])
-        result = self._client.generate(ids, self._max_tokens, temperature=temperature, seed=seed, stop=(prompt.end,))
+        result = self._client.generate(ids, self._max_tokens, temperature=temperature, seed=seed, stop=(prompt.stop,))
         if on_text is not None:
             on_text(result.text)
         cost = Cost(calls=1, prompt_tokens=result.prompt_tokens, new_tokens=result.new_tokens)

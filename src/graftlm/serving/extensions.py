@@ -206,8 +206,8 @@ class PipelineWorkers:
 def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict[str, Any]:
     conversation = _started(body.start) if body.start is not None else _continued(body)
     writer = ClarifyWriter(client, service.tokenizer, body.max_tokens)
-    chain = clarify.Chain(writer, detector=clarify.first_pass if body.rules else None)
-    return clarify.document(chain.run(conversation))
+    chain = clarify.Chain(writer, detector=clarify.find_ambiguities if body.rules else None)
+    return chain.run(conversation).to_json()
 
 
 def _started(start: ConversationStart) -> clarify.Conversation:

@@ -1,47 +1,53 @@
-"""Ask the one question that changes the answer, then write once (see README.md in this folder)."""
+"""Ask the one question that changes the answer, then write (see README.md in this folder)."""
 
-from graftlm.pipelines.clarify.chain import Chain, Meter, baseline
-from graftlm.pipelines.clarify.conversation import Conversation
+from graftlm.pipelines.clarify.ambiguity import find_ambiguities
+from graftlm.pipelines.clarify.chain import (
+    Chain,
+    HumanUser,
+    RecordedUser,
+    SimulatedUser,
+    User,
+    baseline,
+)
+from graftlm.pipelines.clarify.cli_helpers import (
+    ModelOptions,
+    TerminalPrinter,
+    ask_terminal,
+    choose_user,
+    open_conversation,
+    summary_lines,
+)
+from graftlm.pipelines.clarify.conversation import Conversation, Cost, Gain, Question
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
-from graftlm.pipelines.clarify.local import Local
-from graftlm.pipelines.clarify.needed import information_gain
-from graftlm.pipelines.clarify.opening import ModelChoice, Shown, begin, document, first_pass, tale, typed, user_of
-from graftlm.pipelines.clarify.roles import Person, Recorded, Reply, Simulated, User, Writer
+from graftlm.pipelines.clarify.gain import GainEstimator
+from graftlm.pipelines.clarify.models import ChatModel, LocalModel, Reply
 from graftlm.pipelines.clarify.templates import Template, load_template, template_names
-from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, Question, Refused, Skipped, Written
 
 __all__ = [
-    "Answered",
-    "Asked",
     "Chain",
+    "ChatModel",
     "Conversation",
     "Cost",
     "Endpoint",
     "EndpointConfig",
     "Gain",
-    "Local",
-    "Meter",
-    "ModelChoice",
-    "Person",
+    "GainEstimator",
+    "HumanUser",
+    "LocalModel",
+    "ModelOptions",
     "Question",
-    "Recorded",
-    "Refused",
+    "RecordedUser",
     "Reply",
-    "Shown",
-    "Simulated",
-    "Skipped",
+    "SimulatedUser",
     "Template",
+    "TerminalPrinter",
     "User",
-    "Writer",
-    "Written",
+    "ask_terminal",
     "baseline",
-    "begin",
-    "document",
-    "first_pass",
-    "information_gain",
+    "choose_user",
+    "find_ambiguities",
     "load_template",
-    "tale",
+    "open_conversation",
+    "summary_lines",
     "template_names",
-    "typed",
-    "user_of",
 ]

@@ -1,14 +1,14 @@
-"""A set of ambiguous sentences from any parallel corpus in the order of its documents (appendix C.1.6 of the thesis).
+"""Builds a set of ambiguous sentences from parallel documents (appendix C.1.6 of the thesis).
 
-| kind | the English sentence has | the translation decides by | context |
+| kind | the English sentence has | the label comes from | context |
 |---|---|---|---|
 | formality | "you", fewer than 20 words | the formality checker | the sentences before |
-| it | one "it" that stands for something | the gender of its pronouns | the sentences before |
+| it | one "it" with a referent | the gender of the translation's pronouns | the sentences before |
 | name | a name of women and men; pronouns become [pr] | English pronouns, here or after | the sentences after |
-| profession | an occupation; pronouns become [pr] | English pronouns, else the checker | the sentences before |
-| polysemy | a word of several meanings; it alone is the query | a translation of one meaning and of no other | itself |
+| profession | an occupation; pronouns become [pr] | English pronouns, else the gender checker | the sentences before |
+| polysemy | a word with several meanings; it alone is the query | a translation of one meaning | itself |
 
-A sentence is kept where what decides says one label alone, and no doubt of `labelling` speaks against it.
+A sentence is kept if its label is certain. Otherwise it is rejected, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -16,169 +16,353 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.ambiguity import Ambiguity, detect, words
-from graftlm.pipelines.clarify.checkers import languages
-from graftlm.pipelines.clarify.examples import GENDERED, KINDS, AmbiguityKind, Example, read_lines
-from graftlm.pipelines.clarify.labelling import CHECKERS, Candidate, Labeller
-from graftlm.pipelines.clarify.parallel import Document, Pair
-from graftlm.pipelines.clarify.parsing import Parser
-from graftlm.pipelines.clarify.vocabulary import polysemous_words
+from graftlm.pipelines.clarify.ambiguity import (
+    Ambiguity,
+    detect,
+    polysemous_words,
+    split_words,
+    word_list,
+    word_pattern,
+)
+from graftlm.pipelines.clarify.checkers import CheckerKind, CheckerTable, CheckResult, checker, languages
+from graftlm.pipelines.clarify.datasets import (
+    GENDERED,
+    KINDS,
+    AmbiguityKind,
+    AmbiguousExample,
+    ParallelDocument,
+    SentencePair,
+    english_gender,
+    read_lines,
+)
+from graftlm.pipelines.clarify.parsing import Parser, Token
 
 MASK = "[pr]"
-_FEWEST, _MOST, _ENOUGH_WORDS = 3, 5, 20  # sentences of context, and the words that make three of them enough
+CHECKERS: dict[AmbiguityKind, CheckerKind] = {
+    "formality": "formality",
+    "it": "it",
+    "name": "gender",
+    "profession": "gender",
+}
+_MIN_CONTEXT, _MAX_CONTEXT, _CONTEXT_WORDS = 3, 5, 20  # sentences; three are enough if they have more words than this
+_MAX_WORDS = 20  # of a sentence for formality
+_PRONOUNS_OF_CLAUSES = {"what", "whatever", "whoever", "this", "that"}
+_CLAUSES = {"csubj", "ccomp", "xcomp", "oprd", "prt"}
 
 
 @dataclass(frozen=True)
-class Built:
-    """What was made of a corpus: the examples, and how many candidates were left out for which reason, by kind."""
+class AmbiguitySet:
+    """The built examples, and the number of rejected candidates by kind and reason."""
 
-    examples: tuple[Example, ...]
-    left_out: dict[str, dict[str, int]]
+    examples: tuple[AmbiguousExample, ...]
+    rejected: dict[str, dict[str, int]]
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many examples of each kind bear each label."""
-        found: dict[str, Counter[str]] = {}
+        """The number of examples by kind and label. Polysemous words have one count."""
+        counts: dict[str, Counter[str]] = {}
         for example in self.examples:
             label = "" if example.kind == "polysemy" else example.label or ""
-            found.setdefault(example.kind, Counter())[label] += 1
-        return {kind: dict(sorted(labels.items())) for kind, labels in sorted(found.items())}
+            counts.setdefault(example.kind, Counter())[label] += 1
+        return {kind: dict(sorted(labels.items())) for kind, labels in sorted(counts.items())}
 
 
-def build(
-    documents: Sequence[Document],
+@dataclass(frozen=True)
+class _Candidate:
+    """An ambiguity of one English sentence. Without a parse its tokens have no relations."""
+
+    ambiguity: Ambiguity
+    pair: SentencePair
+    tokens: Sequence[Token] = field(repr=False)
+    parsed: bool
+
+    @cached_property
+    def token(self) -> Token:
+        """The ambiguous word."""
+        return next(token for token in self.tokens if token.start == self.ambiguity.start)
+
+    @property
+    def role(self) -> str | None:
+        """The word's grammatical role: subject, object or None."""
+        return "subject" if self.token.dep.startswith("nsubj") else "object" if self.token.dep == "obj" else None
+
+
+class _RejectedError(Exception):
+    """A candidate gets no example; the message is the reason."""
+
+
+def build_ambiguity_set(
+    documents: Sequence[ParallelDocument],
     language: str,
     *,
     kinds: Sequence[AmbiguityKind] | None = None,
     parser: Parser | None = None,
-) -> Built:
+) -> AmbiguitySet:
     """The ambiguous sentences of a corpus, with labels and context.
 
     Args:
-        documents: in their order.
+        documents: in corpus order.
         language: of the translations, two letters.
-        kinds: which ambiguities; without, all for which there is a checker or a list of words in the language.
-        parser: of English; without one the cheap rules have to do.
+        kinds: the ambiguities to collect; by default all kinds of `buildable`.
+        parser: of English; None uses words and their neighbours alone.
 
     Raises:
-        DataError: there is no checker for one of the kinds asked for.
+        DataError: there is no checker for one of the kinds.
     """
     kinds = tuple(kinds) if kinds is not None else buildable(language)
-    examples: list[Example] = []
-    left_out: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    examples: list[AmbiguousExample] = []
+    rejected: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for document in documents:
-        labeller = Labeller(document, language)
-        for place, pair in enumerate(document.pairs):
+        labeller = _Labeller(document, language)
+        for index, pair in enumerate(document.pairs):
             for candidate in _candidates(pair, language, kinds, parser):
-                made = _make(candidate, document, place, labeller, language)
-                if isinstance(made, Example):
-                    examples.append(made)
-                else:
-                    left_out[candidate.found.kind][made] += 1
-    return Built(tuple(examples), {kind: dict(counts) for kind, counts in left_out.items()})
+                try:
+                    examples.append(labeller.example(candidate, index))
+                except _RejectedError as reason:
+                    rejected[candidate.ambiguity.kind][str(reason)] += 1
+    return AmbiguitySet(tuple(examples), {kind: dict(counts) for kind, counts in rejected.items()})
 
 
 def buildable(language: str) -> tuple[AmbiguityKind, ...]:
-    """The kinds for which sentences of a language can be labelled."""
+    """The kinds that can be labelled in a language: those with a checker, and polysemy with translations."""
     checked: list[AmbiguityKind] = [kind for kind, name in CHECKERS.items() if language in languages(name)]
     senses = next(iter(polysemous_words().values()))
     return (*checked, "polysemy") if senses[0].translations(language) else tuple(checked)
 
 
+def mask_pronouns(text: str) -> str:
+    """The text with [pr] in place of every gendered English pronoun."""
+    return GENDERED.sub(MASK, text)
+
+
 def _candidates(
-    pair: Pair, language: str, kinds: Sequence[AmbiguityKind], parser: Parser | None
-) -> Iterator[Candidate]:
-    """The ambiguities of a pair's English side, the first of each kind; polysemous words one by one."""
+    pair: SentencePair, language: str, kinds: Sequence[AmbiguityKind], parser: Parser | None
+) -> Iterator[_Candidate]:
+    """The ambiguities of a pair's English side: the first of each kind, and all polysemous words."""
     masked = mask_pronouns(pair.source)
-    tokens = parser(masked) if parser else words(masked)
-    found = detect(masked, language=language, kinds=kinds, parser=(lambda _: tokens) if parser else None).found
+    tokens = parser(masked) if parser else split_words(masked)
+    detection = detect(masked, language=language, kinds=kinds, parser=(lambda _: tokens) if parser else None)
     seen: set[AmbiguityKind] = set()
-    for ambiguity in found:
+    for ambiguity in detection.ambiguities:
         if ambiguity.kind == "formality" and ambiguity.reason.startswith("an imperative"):
-            continue  # the recipe goes by "you"
+            continue  # the paper's recipe requires "you"
         if ambiguity.kind == "polysemy" or ambiguity.kind not in seen:
             seen.add(ambiguity.kind)
-            yield Candidate(ambiguity, pair, tokens, parser is not None)
+            yield _Candidate(ambiguity, pair, tokens, parser is not None)
 
 
-def _make(candidate: Candidate, document: Document, place: int, labeller: Labeller, language: str) -> Example | str:
-    """The example, or why there is none."""
-    kind, pair, found = candidate.found.kind, candidate.pair, candidate.found
-    if kind == "polysemy":
-        return _polysemous(found, pair, language)
-    if problem := labeller.problem(candidate):
-        return problem
-    context = _context(document, place, after=kind == "name")
-    if len(context) < _FEWEST:
-        return "too little context"
-    label, reason = labeller.label(candidate, context)
-    if label is None:
-        return reason
-    masked = kind in ("name", "profession")
-    return Example(
-        id=f"{pair.id}:{kind}",
-        kind=kind,
-        language=language,
-        source=mask_pronouns(pair.source) if masked else pair.source,
-        context=context,
-        reference=pair.target,
-        label=label,
-        word=found.word,
-    )
+class _Labeller:
+    """Makes labelled examples of one document's sentences.
+
+    Args:
+        document: other sentences of it may say what a sentence leaves open.
+        language: of the translations, two letters.
+    """
+
+    def __init__(self, document: ParallelDocument, language: str) -> None:
+        self._document, self._language = document, language
+
+    def example(self, candidate: _Candidate, index: int) -> AmbiguousExample:
+        """The example of a candidate in the sentence `index`.
+
+        Raises:
+            _RejectedError: the label is uncertain, or there is too little context.
+        """
+        kind, pair = candidate.ambiguity.kind, candidate.pair
+        if kind == "polysemy":
+            return self._polysemy_example(candidate)
+        _CHECKS[kind](self, candidate)
+        context = self._context(index, after=kind == "name")
+        if len(context) < _MIN_CONTEXT:
+            raise _RejectedError("too little context")
+        return AmbiguousExample(
+            id=f"{pair.id}:{kind}",
+            kind=kind,
+            language=self._language,
+            source=mask_pronouns(pair.source) if kind in ("name", "profession") else pair.source,
+            context=context,
+            reference=pair.target,
+            label=self._label(candidate, context),
+            word=candidate.ambiguity.word,
+        )
+
+    def _polysemy_example(self, candidate: _Candidate) -> AmbiguousExample:
+        pair, word = candidate.pair, candidate.ambiguity.word.lower()
+        senses = polysemous_words().get(word) or candidate.ambiguity.senses
+        matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
+        translations = [translation for translation in matches if translation]
+        if len(translations) != 1:
+            raise _RejectedError("no listed translation, or of several meanings")
+        return AmbiguousExample(
+            id=f"{pair.id}:polysemy:{word}",
+            kind="polysemy",
+            language=self._language,
+            source=word,
+            context=(pair.source,),
+            reference=translations[0],
+            label=translations[0],
+            word=word,
+        )
+
+    def _context(self, index: int, *, after: bool) -> tuple[str, ...]:
+        """Three sentences, and up to five while they have at most 20 words, in text order."""
+        sources = [pair.source for pair in self._document.pairs]
+        nearest_first = sources[index + 1 :] if after else sources[:index][::-1]
+        context: list[str] = []
+        for sentence in nearest_first[:_MAX_CONTEXT]:
+            if len(context) >= _MIN_CONTEXT and len(" ".join(context).split()) > _CONTEXT_WORDS:
+                break
+            context.append(sentence)
+        return tuple(context if after else context[::-1])
+
+    def _label(self, candidate: _Candidate, context: Sequence[str]) -> str:
+        """The label: of persons from English pronouns first, else from the translation's markers, if they agree.
+
+        Few translations show the gender of a name, and their other words have genders of their own. So the label of a
+        name comes from the English sentences after it, not from the translation.
+        """
+        kind, pair = candidate.ambiguity.kind, candidate.pair
+        if kind in ("name", "profession") and (gender := english_gender(pair.source)):
+            return gender
+        if kind == "name":
+            if gender := english_gender(" ".join(context)):
+                return gender
+            raise _RejectedError("no pronoun decides, or both genders")
+        rules = checker(CHECKERS[kind], self._language)
+        result = rules.check(pair.target, pair.source)
+        if result.mixed or result.label is None:
+            raise _RejectedError("no marker decides, or both labels")
+        if kind == "formality":
+            self._check_address(result, rules.table)
+        elif kind == "it":
+            _check_referent(candidate, result, rules.table)
+        return result.label
+
+    def _check_formality(self, candidate: _Candidate) -> None:
+        source = candidate.pair.source
+        if len(source.split()) >= _MAX_WORDS:
+            raise _RejectedError("20 words or more")
+        if word_pattern("archaic_you").search(source):
+            raise _RejectedError("thou and ye, which show the form")
+        if word_pattern("generic_you").search(source) and not word_pattern("dialogue").search(source):
+            raise _RejectedError("you that may be people in general")
+        third_person = checker("formality", self._language).table.address.third_person
+        if third_person and word_pattern("other_persons").search(source):
+            raise _RejectedError("pronouns of others, which the polite form may stand for")
+
+    def _check_address(self, result: CheckResult, table: CheckerTable) -> None:
+        """Rejects weak markers, and forms shared by one person and several if several may be addressed."""
+        markers = [marker for marker in result.markers if marker.weight >= 1]
+        if not markers:
+            raise _RejectedError("no marker that decides alone")
+        shared = all(re.fullmatch(table.address.shared, marker.text, re.IGNORECASE) for marker in markers)
+        if result.label == table.address.label and shared and self._may_address_several:
+            raise _RejectedError("a form that several persons share")
+
+    @cached_property
+    def _may_address_several(self) -> bool:
+        """Whether the document addresses several persons anywhere, or one person in the other form.
+
+        If a French document uses *tu*, its *vous* may address several persons. If it never does, *vous* is polite.
+        """
+        rules = checker("formality", self._language)
+        address = rules.table.address
+        several = re.compile(rf"(?<!\w)(?:{address.several})(?!\w)", re.IGNORECASE)
+        return any(
+            several.search(pair.target)
+            or word_pattern("several_people").search(pair.source)
+            or any(m.label != address.label and m.weight > 1 for m in rules.check(pair.target).markers)
+            for pair in self._document.pairs
+        )
+
+    def _check_it(self, candidate: _Candidate) -> None:
+        source = candidate.pair.source
+        if len(re.findall(r"\bit\b", source, re.IGNORECASE)) > 1:
+            raise _RejectedError("it more than once")
+        if GENDERED.search(source):
+            raise _RejectedError("pronouns of persons, which may be those of the translation")
+        if candidate.parsed and candidate.role is None:
+            raise _RejectedError("it that is neither subject nor object")
+        if candidate.parsed and _has_referent(candidate):
+            raise _RejectedError("a referent in the sentence itself")
+
+    def _check_name(self, candidate: _Candidate) -> None:
+        start = candidate.ambiguity.start
+
+        def is_surname(token: Token) -> bool:
+            between = candidate.pair.source[start : token.start]
+            return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
+
+        others = [token for token in candidate.tokens if token.pos == "PROPN" and not is_surname(token)]
+        if candidate.parsed and others and candidate.role != "subject":
+            raise _RejectedError("other names, whose pronouns may be those")
+        self._check_person(candidate)
+
+    def _check_person(self, candidate: _Candidate) -> None:
+        source = candidate.pair.source
+        if GENDERED.search(source) and english_gender(source) is None:
+            raise _RejectedError("persons of both genders")
 
 
-def _context(document: Document, place: int, *, after: bool) -> tuple[str, ...]:
-    """Three sentences, and up to five as long as they have no more than 20 words, in the order of the text."""
-    sources = [pair.source for pair in document.pairs]
-    nearest_first = sources[place + 1 :] if after else sources[:place][::-1]
-    taken: list[str] = []
-    for sentence in nearest_first[:_MOST]:
-        if len(taken) >= _FEWEST and len(" ".join(taken).split()) > _ENOUGH_WORDS:
-            break
-        taken.append(sentence)
-    return tuple(taken if after else taken[::-1])
+_CHECKS: dict[AmbiguityKind, Callable[[_Labeller, _Candidate], None]] = {
+    "formality": _Labeller._check_formality,
+    "it": _Labeller._check_it,
+    "name": _Labeller._check_name,
+    "profession": _Labeller._check_person,
+}
 
 
-def _polysemous(found: Ambiguity, pair: Pair, language: str) -> Example | str:
-    word = found.word.lower()
-    senses = polysemous_words().get(word) or found.senses
-    said = [(sense, _said(sense.translations(language), pair.target)) for sense in senses]
-    said = [(sense, spoken) for sense, spoken in said if spoken]
-    if len(said) != 1:
-        return "no listed translation, or of several meanings"
-    translation = said[0][1]
-    return Example(
-        id=f"{pair.id}:polysemy:{word}",
-        kind="polysemy",
-        language=language,
-        source=word,
-        context=(pair.source,),
-        reference=translation,
-        label=translation,
-        word=word,
-    )
+def _has_referent(candidate: _Candidate) -> bool:
+    """Whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
+    token, tokens = candidate.token, candidate.tokens
+    before = (word for word in tokens if word.start < token.start)
+    if any(word.pos == "PROPN" or word.lemma in _PRONOUNS_OF_CLAUSES for word in before):
+        return True
+    head = tokens[token.head]
+    after = (word for word in tokens if word.head == head.head and word.start > token.start)
+    return head.dep == "advcl" and any(w.dep.startswith("nsubj") and w.pos in {"NOUN", "PROPN"} for w in after)
 
 
-def _said(translations: frozenset[str], target: str) -> str | None:
-    """The translation that stands in the target; endings of up to two letters are another form of it."""
+def _check_referent(candidate: _Candidate, result: CheckResult, table: CheckerTable) -> None:
+    """Rejects pronouns in another role than "it" has, and those that may refer to a clause or to nothing."""
+    roles = (candidate.role, None) if candidate.parsed else ("subject", "object", None)
+    if any(marker.role not in roles for marker in result.markers):
+        raise _RejectedError("a pronoun in another role")
+    if result.label == "neuter":
+        raise _RejectedError("neuter, which stands for clauses and for nothing as well")
+    if result.label != table.clauses:
+        return
+    tokens, head = candidate.tokens, candidate.token.head
+    verbs = {tokens[head].lemma} if candidate.parsed else set(re.findall(r"\w+", candidate.pair.source.lower()))
+    if verbs & word_list("clausal_verbs"):
+        raise _RejectedError("a verb of saying or doing: it may stand for a clause")
+    if not candidate.parsed:
+        return
+    predicates = {head, *(i for i, word in enumerate(tokens) if word.head == head and word.dep == "acomp")}
+    after = tokens[tokens.index(candidate.token) :]
+    if any(word.head in predicates and word.dep in _CLAUSES for word in after):
+        raise _RejectedError("a clause or a particle depends on its verb: it may stand for nothing")
+    if tokens[head].lemma == "be" and len(predicates) == 1:
+        raise _RejectedError("a noun or a place after be: it may stand for nothing")
+
+
+def _translation_in(translations: frozenset[str], target: str) -> str | None:
+    """The translation that occurs in the target, exactly or with an ending of up to two letters."""
     for ending in ("", r"\w{1,2}"):
-        for word in sorted(translations, key=lambda one: (-len(one), one)):
-            borders = (r"(?<!\w)", rf"{ending}(?!\w)") if word[0] < "\u3000" else ("", "")
-            if re.search(borders[0] + re.escape(word) + borders[1], target, re.IGNORECASE):
+        for word in sorted(translations, key=lambda word: (-len(word), word)):
+            has_borders = word[0] < "\u3000"  # scripts without spaces have none
+            pattern = rf"(?<!\w){re.escape(word)}{ending}(?!\w)" if has_borders else re.escape(word)
+            if re.search(pattern, target, re.IGNORECASE):
                 return word
     return None
 
 
-def mask_pronouns(text: str) -> str:
-    """The text with [pr] for every English pronoun that tells a gender."""
-    return GENDERED.sub(MASK, text)
-
-
-def write_examples(examples: Sequence[Example], path: str | Path) -> Path:
+def write_examples(examples: Sequence[AmbiguousExample], path: str | Path) -> Path:
     """Write examples as JSON lines."""
     path = Path(path)
     lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
@@ -186,16 +370,16 @@ def write_examples(examples: Sequence[Example], path: str | Path) -> Path:
     return path
 
 
-def read_examples(path: str | Path) -> list[Example]:
-    """Read what `write_examples` wrote.
+def read_examples(path: str | Path) -> list[AmbiguousExample]:
+    """Read a file of `write_examples`.
 
     Raises:
-        DataError: a line is of another form.
+        DataError: a line has another form.
     """
-    examples: list[Example] = []
+    examples: list[AmbiguousExample] = []
     for number, line in enumerate(read_lines(Path(path)), start=1):
         try:
-            example = Example(**json.loads(line))
+            example = AmbiguousExample(**json.loads(line))
         except (ValueError, TypeError):
             raise DataError(f"{path}:{number} is no example: name a file that write_examples wrote.") from None
         if example.kind not in KINDS:

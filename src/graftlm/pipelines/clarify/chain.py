@@ -1,112 +1,138 @@
-"""The chain: propose a question, let the user answer, write. Each step is one turn, and each turn is kept at once."""
+"""Interactive-chain prompting: propose a question, let the user answer, write. Each step adds one turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 from graftlm.errors import GraftError
-from graftlm.pipelines.clarify import needed, prompts
-from graftlm.pipelines.clarify.conversation import Conversation
-from graftlm.pipelines.clarify.roles import Reply, User, Writer
-from graftlm.pipelines.clarify.templates import Template, load_template
-from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, How, Question, Skipped, Turn, Written
+from graftlm.pipelines.clarify import prompts
+from graftlm.pipelines.clarify.conversation import (
+    AnsweredTurn,
+    AskedTurn,
+    Conversation,
+    Cost,
+    OutputMode,
+    Question,
+    SkippedTurn,
+    Turn,
+    WrittenTurn,
+)
+from graftlm.pipelines.clarify.gain import GainEstimator, normalize_text
+from graftlm.pipelines.clarify.models import ChatModel
+from graftlm.pipelines.clarify.templates import InstructionName, load_template
 
 
-class Meter:
-    """Measures what the answer to a question would change, by writing under each candidate answer.
+class User(Protocol):
+    """Answers questions."""
+
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        """The answer to the conversation's open question, or None; and its cost."""
+        ...
+
+
+class HumanUser:
+    """A person at a terminal or a page.
 
     Args:
-        writer: the translator.
-        draws: outputs under each answer; 1 takes the likeliest, more are drawn at random and corrected for chance.
-        temperature: of those draws.
-        prior: the share of each candidate answer, given their texts; by default all the same.
-        seed: of random choices.
+        ask: shows a question with its possible answers and returns the answer; None or white space refuses.
     """
 
-    def __init__(
-        self,
-        writer: Writer,
-        *,
-        draws: int = 1,
-        temperature: float = 1.0,
-        prior: Callable[[Sequence[str]], Sequence[float]] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._writer, self._draws, self._temperature, self._prior, self._seed = writer, draws, temperature, prior, seed
+    name = "person"
 
-    def measure(self, conversation: Conversation, question: Question) -> tuple[Gain | None, Cost]:
-        """The gain of a question, or None where it has less than two candidate answers; and the cost of measuring."""
-        if len(question.answers) < 2:
-            return None, Cost()
-        template = load_template(conversation.template)
-        told, language, text = conversation.told, conversation.target, conversation.text
-        asked = [prompts.write(template, language, text, [*told, (question.text, one)]) for one in question.answers]
-        replies = [[self._write(prompt, draw) for draw in range(self._draws)] for prompt in asked]
-        outputs = [[_without_label(reply, prompt) for reply in row] for row, prompt in zip(replies, asked, strict=True)]
-        cost = sum((reply.cost for row in replies for reply in row), Cost())
-        return self._gain(question, asked, outputs), cost
+    def __init__(self, ask: Callable[[str, Sequence[str]], str | None]) -> None:
+        self._ask = ask
 
-    def _write(self, prompt: prompts.Prompt, draw: int) -> Reply:
-        if self._draws == 1:
-            return self._writer.write(prompt)
-        return self._writer.write(prompt, temperature=self._temperature, seed=self._seed + draw)
+    def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        question = _open_question(conversation)
+        return self._ask(question.text, question.answers), Cost()
 
-    def _gain(self, question: Question, asked: Sequence[prompts.Prompt], outputs: Sequence[Sequence[str]]) -> Gain:
-        count = len(question.answers)
-        prior = tuple(self._prior(question.answers)) if self._prior else (1 / count,) * count
-        known, given_KY = needed.shares(outputs)
-        score = getattr(self._writer, "score", None)
-        if score is not None and self._draws == 1:
-            given_KY = needed.from_likelihoods([score(prompt, known) for prompt in asked])
-        bits = needed.information_gain(prior, given_KY)
-        if self._draws > 1:
-            bits, _ = needed.beyond_chance(prior, outputs, seed=self._seed)
-        return Gain(
-            bits=bits,
-            prior=prior,
-            outputs=tuple(tuple(row) for row in outputs),
-            by_answer=tuple(needed.gains_by_answer(prior, given_KY)),
-            likeliest=known[int(np.argmax(np.asarray(prior) @ given_KY))],
-            estimator="likelihood" if score is not None and self._draws == 1 else "decoded",
+
+class SimulatedUser:
+    """A model that answers from a context, and refuses where the context gives no answer.
+
+    Args:
+        template: whose exemplars the model sees; by default the conversation's.
+    """
+
+    def __init__(self, model: ChatModel, context: str, template: str | None = None) -> None:
+        self._model, self._context, self._template = model, context, template
+
+    @property
+    def name(self) -> str:
+        return f"simulated by {self._model.name}"
+
+    def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        question, template = _open_question(conversation), load_template(self._template or conversation.template)
+        prompt = prompts.build_prompt(
+            template, "user", conversation.target, conversation.text, context=self._context, question=question.text
         )
+        reply = self._model.generate(prompt)
+        answer = prompt.without_label(reply.text.strip().partition("\n")[0])
+        return (None if prompts.is_word(answer, template.no_answer) else answer), reply.cost
+
+
+class RecordedUser:
+    """Answers that were given in advance.
+
+    Args:
+        answers: by question; or in order, one for each question. A question without an answer is refused.
+    """
+
+    name = "recorded"
+
+    def __init__(self, answers: Mapping[str, str] | Sequence[str]) -> None:
+        self._answers = answers
+
+    def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        question = _open_question(conversation)
+        if isinstance(self._answers, Mapping):
+            return self._answers.get(question.text), Cost()
+        index = len(conversation.exchanges)
+        return (self._answers[index] if index < len(self._answers) else None), Cost()
+
+
+def _open_question(conversation: Conversation) -> Question:
+    assert conversation.open_question is not None, "no question is open"
+    return conversation.open_question
 
 
 class Chain:
     """Leads conversations from one turn to the next.
 
     Args:
-        translator: asks and writes.
-        user: answers; None where answers come from outside (`Conversation.reply`).
-        meter: measures questions where a conversation has a threshold; by default by its likeliest outputs.
-        detector: finds what may be ambiguous in a text for a language; where it finds nothing, nothing is asked.
-        on_text: called with each piece of the output as soon as it is known, where the translator can.
+        translator: proposes questions and writes outputs.
+        user: answers; None if answers come from outside (`Conversation.reply`).
+        gain_estimator: judges questions if the conversation has a threshold; by default with greedy outputs.
+        detector: finds ambiguities in a text for an output language. If it finds none, nothing is asked.
+        on_text: called with each new part of the output, if the translator can stream.
     """
 
     def __init__(
         self,
-        translator: Writer,
+        translator: ChatModel,
         user: User | None = None,
         *,
-        meter: Meter | None = None,
+        gain_estimator: GainEstimator | None = None,
         detector: Callable[[str, str], Sequence[Any]] | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> None:
         self._translator, self._user = translator, user
-        self._meter = meter or Meter(translator)
+        self._gain_estimator = gain_estimator or GainEstimator(translator)
         self._detector, self._on_text = detector, on_text
 
     def run(self, conversation: Conversation, keep: str | Path | None = None) -> Conversation:
-        """Go on until the output is there, or until an answer is due and there is no user.
+        """Add turns until the output is written, or until an answer is due and there is no user.
 
         Args:
-            keep: a file that holds the conversation after every turn.
+            keep: a file to save the conversation to after every turn.
 
         Raises:
-            EndpointError: the translator's server can't be used; what was said until then is kept.
+            EndpointError: the translator's server fails; earlier turns are kept.
         """
         while conversation.step != "done" and not (conversation.step == "answer" and self._user is None):
             conversation = self.advance(conversation)
@@ -115,89 +141,96 @@ class Chain:
         return conversation
 
     def advance(self, conversation: Conversation) -> Conversation:
-        """One turn more."""
-        template = load_template(conversation.template)
+        """The conversation with its next turn.
+
+        Raises:
+            GraftError: the conversation is done, or waits for an answer from outside.
+            EndpointError: the translator's server fails.
+        """
         if conversation.step == "propose":
-            return conversation.after(self._propose(conversation, template))
+            return conversation.after(self._propose(conversation))
         if conversation.step == "write":
-            return conversation.after(self._written(conversation, template))
+            return conversation.after(self._output(conversation))
         if conversation.step == "answer" and self._user is not None:
             answer, cost = self._user.answer(conversation)
-            return conversation.reply(answer, by=self._user.name, cost=cost)
+            return conversation.reply(answer, author=self._user.name, cost=cost)
         raise GraftError(f"The conversation is {conversation.step}: there is no turn to add.")
 
-    def _propose(self, conversation: Conversation, template: Template) -> Turn:
+    def _propose(self, conversation: Conversation) -> Turn:
         if self._detector is not None and not self._detector(conversation.text, conversation.target):
-            return Skipped(reason="nothing", said="no ambiguity found by rules")
-        prompt = prompts.ask(template, conversation.target, conversation.text, conversation.told)
-        reply = self._translator.write(prompt)
-        said = reply.text.strip()
-        found = prompts.read_question(said, prompt.label)
-        if found is None:
-            nothing = prompts.same_word(said.removeprefix(f"{prompt.label}:"), template.nothing)
-            return Skipped(reason="nothing" if nothing else "no-question", said=said, cost=reply.cost)
-        question = Question(text=found[0], answers=found[1])
-        if any(needed.same_form(one.text) == needed.same_form(question.text) for one in conversation.questions):
-            return Skipped(reason="repeated", said=said, cost=reply.cost)
-        return self._judged(conversation, question, said, reply.cost)
+            return SkippedTurn(reason="nothing", reply="no ambiguity found by rules")
+        template = load_template(conversation.template)
+        prompt = _prompt(conversation, "ask")
+        reply = self._translator.generate(prompt)
+        text = reply.text.strip()
+        parsed = prompts.parse_question(text, prompt.label)
+        if parsed is None:
+            nothing = prompts.is_word(prompt.without_label(text), template.no_question)
+            return SkippedTurn(reason="nothing" if nothing else "no-question", reply=text, cost=reply.cost)
+        question = Question(text=parsed[0], answers=parsed[1])
+        earlier = {normalize_text(proposed.text) for proposed in conversation.questions}
+        if normalize_text(question.text) in earlier:
+            return SkippedTurn(reason="repeated", reply=text, cost=reply.cost)
+        return self._judge(conversation, question, text, reply.cost)
 
-    def _judged(self, conversation: Conversation, question: Question, said: str, cost: Cost) -> Turn:
-        """The question put, or skipped where its answer would change too little."""
+    def _judge(self, conversation: Conversation, question: Question, reply: str, cost: Cost) -> Turn:
+        """Asks the question, or skips it if its gain is not above the conversation's threshold."""
         if conversation.threshold is None:
-            return Asked(question=question, cost=cost)
-        gain, more = self._meter.measure(conversation, question)
+            return AskedTurn(question=question, cost=cost)
+        gain, gain_cost = self._gain_estimator.estimate(conversation, question)
         if gain is None or gain.bits > conversation.threshold:
-            return Asked(question=question, gain=gain, cost=cost + more)
-        return Skipped(reason="not-needed", said=said, question=question, gain=gain, cost=cost + more)
+            return AskedTurn(question=question, gain=gain, cost=cost + gain_cost)
+        return SkippedTurn(reason="not-needed", reply=reply, question=question, gain=gain, cost=cost + gain_cost)
 
-    def _written(self, conversation: Conversation, template: Template) -> Written:
-        if (judged := conversation.settled) is not None:  # it was written already, when the question was judged
-            return Written(output=judged.likeliest, how="settled", by=self._translator.name)
-        if (known := _written_before(conversation)) is not None:
-            return Written(output=known, how="informed", by=self._translator.name)
-        prompt = prompts.write(template, conversation.target, conversation.text, conversation.told)
-        how: How = "informed" if conversation.told else "plain"
-        return self._write(prompt, how)
-
-    def _write(self, prompt: prompts.Prompt, how: How) -> Written:
-        reply = self._translator.write(prompt, on_text=self._on_text)
-        output = _without_label(reply, prompt)
-        return Written(output=output, how=how, by=self._translator.name, cut=reply.cut, cost=reply.cost)
+    def _output(self, conversation: Conversation) -> WrittenTurn:
+        if (gain := conversation.settled) is not None:  # the output was generated when the question was judged
+            return WrittenTurn(output=gain.likeliest, mode="settled", author=self._translator.name)
+        if (output := _judged_output(conversation)) is not None:
+            return WrittenTurn(output=output, mode="informed", author=self._translator.name)
+        if conversation.exchanges:
+            return _write(self._translator, _prompt(conversation, "write"), "informed", self._on_text)
+        return _write(self._translator, _prompt(conversation, "plain"), "plain", self._on_text)
 
 
-def _written_before(conversation: Conversation) -> str | None:
-    """What was written under the last answer when its question was judged, if it is one of the candidates."""
-    asked, answered = conversation.turns[-2:] if len(conversation.turns) > 1 else (None, None)
-    if not (isinstance(asked, Asked) and isinstance(answered, Answered) and asked.gain is not None):
+def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
+    template = load_template(conversation.template)
+    exchanges = conversation.exchanges
+    return prompts.build_prompt(template, name, conversation.target, conversation.text, exchanges=exchanges)
+
+
+def _judged_output(conversation: Conversation) -> str | None:
+    """The output that was generated under the last answer when its question was judged, if there is one."""
+    question, answer = conversation.turns[-2:] if len(conversation.turns) > 1 else (None, None)
+    if not (isinstance(question, AskedTurn) and isinstance(answer, AnsweredTurn) and question.gain is not None):
         return None
-    known = dict(zip(asked.question.answers, asked.gain.outputs, strict=True)).get(answered.answer, ())
-    return known[0] if len(known) == 1 else None
+    outputs = dict(zip(question.question.answers, question.gain.outputs, strict=True)).get(answer.answer, ())
+    return outputs[0] if len(outputs) == 1 else None
 
 
-def _without_label(reply: Reply, prompt: prompts.Prompt) -> str:
-    """What a model wrote, without the word that stands before replies in exemplars."""
-    return reply.text.strip().removeprefix(f"{prompt.label}:").strip()
+def _write(
+    model: ChatModel, prompt: prompts.Prompt, mode: OutputMode, on_text: Callable[[str], None] | None = None
+) -> WrittenTurn:
+    reply = model.generate(prompt, on_text=on_text)
+    output = prompt.without_label(reply.text)
+    return WrittenTurn(output=output, mode=mode, author=model.name, truncated=reply.truncated, cost=reply.cost)
 
 
 def baseline(
-    translator: Writer,
+    translator: ChatModel,
     text: str,
     template: str,
     target: str | None = None,
     *,
     context: str | None = None,
     any_language: bool = False,
-) -> Written:
-    """The text written without a conversation: with its context (LLMwCXT), or with nothing more (LLMnoExtra).
+) -> WrittenTurn:
+    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
 
     Raises:
         DataError: the text is empty.
-        RecipeError: the template does not write that language.
+        RecipeError: the template does not write the language.
     """
-    found = load_template(template)
     conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
-    if context is None:
-        prompt = prompts.plain(found, conversation.target, text)
-    else:
-        prompt = prompts.with_context(found, conversation.target, text, context)
-    return Chain(translator)._write(prompt, "plain" if context is None else "informed")
+    name: InstructionName = "plain" if context is None else "context"
+    prompt = prompts.build_prompt(load_template(template), name, conversation.target, text, context=context)
+    return _write(translator, prompt, "plain" if context is None else "informed")

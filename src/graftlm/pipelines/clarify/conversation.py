@@ -1,48 +1,159 @@
-"""A conversation about one text, turn by turn: what was asked, what was answered, what was written.
+"""A clarifying conversation: an immutable sequence of turns about one text.
 
     propose ─► asked ─► answered ─► propose again, or write
        │          └───► refused ──► write
-       ├─► skipped (the answer would change nothing) ─► propose again, or write
+       ├─► skipped (the answer would change too little) ─► propose again, or write
        └─► skipped (nothing to ask) ─► write
 
-Every question comes before anything is written, and at most `budget` are proposed. A conversation never changes: each
-turn makes a new one. Its JSON is all there is to go on from.
+All questions come before the output, and at most `budget` questions are proposed. A conversation never changes: each
+turn makes a new one. Its JSON form holds the whole state.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from graftlm.config import Config
+from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, RecipeError
 from graftlm.io import write_atomically
-from graftlm.pipelines.clarify.language import check_language
+from graftlm.pipelines.clarify.prompts import Exchange
 from graftlm.pipelines.clarify.templates import load_template
-from graftlm.pipelines.clarify.turns import Answered, Asked, Cost, Gain, Question, Refused, Skipped, Turn, Written
 
-FORMAT = 1
+FORMAT = 2
+OutputMode = Literal["informed", "settled", "plain"]
 Step = Literal["propose", "answer", "write", "done"]
+_LANGUAGES = Path(__file__).parent / "word_lists" / "languages.yaml"
+
+
+class Cost(Config):
+    """Calls of a model and tokens, as its server or tokenizer counts them."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(**{name: value + getattr(other, name) for name, value in self})
+
+
+class Question(Config):
+    """A question, and the answers that its author considers possible."""
+
+    text: str = Field(min_length=1)
+    answers: tuple[str, ...] = ()
+
+
+class Gain(Config):
+    """The estimated information gain of a question.
+
+    Args:
+        bits: the expected gain (equation 1.19, see `gain`).
+        prior: the probability of each candidate answer.
+        outputs: the outputs under each answer; several where outputs were sampled.
+        by_answer: the gain of each answer, in bits.
+        likeliest: the output with the largest probability over all answers.
+        estimator: decoded counts outputs; likelihood compares their probabilities.
+    """
+
+    bits: float = Field(ge=0)
+    prior: tuple[float, ...]
+    outputs: tuple[tuple[str, ...], ...]
+    by_answer: tuple[float, ...]
+    likeliest: str
+    estimator: Literal["decoded", "likelihood"] = "decoded"
+
+
+class AskedTurn(Config):
+    """A question was put to the user."""
+
+    kind: Literal["asked"] = "asked"
+    question: Question
+    gain: Gain | None = None
+    cost: Cost = Cost()
+
+
+class SkippedTurn(Config):
+    """No question was put to the user.
+
+    Args:
+        reason: nothing: the translator or the rules found nothing to ask. no-question: the reply is no question.
+            repeated: the question was asked before. not-needed: the gain is not above the threshold.
+        reply: the translator's reply.
+    """
+
+    kind: Literal["skipped"] = "skipped"
+    reason: Literal["nothing", "no-question", "repeated", "not-needed"]
+    reply: str = ""
+    question: Question | None = None
+    gain: Gain | None = None
+    cost: Cost = Cost()
+
+    @model_validator(mode="after")
+    def _has_gain(self) -> Self:
+        if self.reason == "not-needed" and (self.question is None or self.gain is None):
+            raise ValueError("a question that was not needed comes with its gain")
+        return self
+
+
+class AnsweredTurn(Config):
+    """The user answered."""
+
+    kind: Literal["answered"] = "answered"
+    answer: str = Field(min_length=1)
+    author: str
+    cost: Cost = Cost()
+
+
+class RefusedTurn(Config):
+    """The user gave no answer, or did not know one."""
+
+    kind: Literal["refused"] = "refused"
+    author: str
+    cost: Cost = Cost()
+
+
+class WrittenTurn(Config):
+    """The output.
+
+    Args:
+        mode: informed: from answers. plain: from the text alone. settled: the likeliest output over all answers to a
+            question that was not needed.
+        author: the model's name.
+        truncated: the model stopped at its limit of tokens.
+    """
+
+    kind: Literal["written"] = "written"
+    output: str
+    mode: OutputMode
+    author: str
+    truncated: bool = False
+    cost: Cost = Cost()
+
+
+Turn = Annotated[AskedTurn | SkippedTurn | AnsweredTurn | RefusedTurn | WrittenTurn, Field(discriminator="kind")]
 
 
 class Conversation(Config):
-    """One text, and everything said about it so far.
+    """One text and all turns about it so far.
 
     Args:
-        format: of the file.
-        template: a template's name or file.
-        template_sha256: of what it said when the conversation began.
-        target: code of the language to write in.
-        text: the query.
-        budget: questions that may be proposed (J).
-        threshold: bits that a question must be expected to bring; None puts every question.
+        format: version of the file format.
+        template: name or file of the task's template.
+        template_sha256: the template's hash at the start of the conversation.
+        target: code of the output language.
+        text: the user's query.
+        budget: largest number of proposed questions (J in the paper).
+        threshold: a question is asked if its expected gain in bits is larger; None asks every question.
     """
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     template: str
     template_sha256: str
     target: str
@@ -52,11 +163,11 @@ class Conversation(Config):
     turns: tuple[Turn, ...] = ()
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        for place, turn in enumerate(self.turns):
-            due = _due(self.turns[:place], self.budget)
-            if turn.kind not in _FITTING[due]:
-                raise ValueError(f"turn {place + 1} is {turn.kind}, but {' or '.join(_FITTING[due])} is due there")
+    def _turns_in_order(self) -> Self:
+        for index, turn in enumerate(self.turns):
+            expected = _TURNS[_next_step(self.turns[:index], self.budget)]
+            if turn.kind not in expected:
+                raise ValueError(f"turn {index + 1} is {turn.kind}, but {' or '.join(expected)} is due there")
         return self
 
     @classmethod
@@ -73,23 +184,23 @@ class Conversation(Config):
         """A conversation before its first turn.
 
         Args:
-            template: a template's name, or its YAML file.
-            target: code of the language to write in; not needed where the template has one alone.
-            any_language: let a text pass that looks as if it were in another language than the template begins from.
+            template: the name of a template, or its YAML file.
+            target: code of the output language; optional if the template has one language.
+            any_language: skip the check that the text is in the template's source language.
 
         Raises:
-            DataError: the text is empty, or clearly in another language than the template begins from.
-            RecipeError: there is no such template, or it does not write that language.
+            DataError: the text is empty, or clearly in another language than the template's source language.
+            RecipeError: the template does not exist, or does not write the language.
         """
-        found = load_template(template)
+        task = load_template(template)
         if not text.strip():
             raise DataError("The text is empty: give at least one word.")
         if not any_language:
-            check_language(text, found.source)
+            _check_language(text, task.source)
         return cls(
             template=template,
-            template_sha256=found.sha256,
-            target=found.target(target),
+            template_sha256=task.sha256,
+            target=task.target(target),
             text=text,
             budget=budget,
             threshold=threshold,
@@ -97,124 +208,135 @@ class Conversation(Config):
 
     @property
     def step(self) -> Step:
-        """What comes next."""
-        return _due(self.turns, self.budget)
+        """The kind of the next turn."""
+        return _next_step(self.turns, self.budget)
 
     @property
-    def told(self) -> list[tuple[str, str]]:
+    def exchanges(self) -> list[Exchange]:
         """Questions and their answers, in order."""
-        return [(asked.question.text, answered.answer) for asked, answered in self._exchanges()]
+        return [(turn.question.text, reply.answer) for turn, reply in self._answered()]
 
     @property
     def open_question(self) -> Question | None:
         """The question that waits for an answer."""
         last = self.turns[-1] if self.turns else None
-        return last.question if isinstance(last, Asked) else None
+        return last.question if isinstance(last, AskedTurn) else None
 
     @property
-    def questions(self) -> Iterator[Question]:
-        """All that were proposed."""
-        return (turn.question for turn in self.turns if isinstance(turn, Asked | Skipped) and turn.question is not None)
+    def questions(self) -> list[Question]:
+        """All proposed questions, asked or skipped."""
+        turns = (turn for turn in self.turns if isinstance(turn, AskedTurn | SkippedTurn))
+        return [turn.question for turn in turns if turn.question is not None]
 
     @property
     def settled(self) -> Gain | None:
-        """Of the last question that was not needed, unless the user said something since."""
+        """The gain of the last question that was not needed, unless the user replied since then."""
         for turn in reversed(self.turns):
-            if isinstance(turn, Answered | Refused):
+            if isinstance(turn, AnsweredTurn | RefusedTurn):
                 return None
-            if isinstance(turn, Skipped) and turn.gain is not None:
+            if isinstance(turn, SkippedTurn) and turn.gain is not None:
                 return turn.gain
         return None
 
     @property
-    def written(self) -> Written | None:
-        """The output, once there is one."""
+    def written(self) -> WrittenTurn | None:
+        """The turn with the output, if there is one."""
         last = self.turns[-1] if self.turns else None
-        return last if isinstance(last, Written) else None
+        return last if isinstance(last, WrittenTurn) else None
 
     @property
     def cost(self) -> Cost:
-        """Of all turns."""
+        """The sum over all turns."""
         return sum((turn.cost for turn in self.turns), Cost())
 
     def after(self, turn: Turn) -> Self:
         """The conversation with one more turn.
 
         Raises:
-            RecipeError: another kind of turn is due.
+            RecipeError: a turn of another kind is due.
         """
         return type(self).parse(dict(self) | {"turns": (*self.turns, turn)}, where="the conversation")
 
-    def reply(self, answer: str | None, *, by: str = "person", cost: Cost | None = None) -> Self:
-        """The conversation with the user's answer; nothing but blanks refuses."""
-        cost = cost or Cost()
-        told = (answer or "").strip()
-        return self.after(Answered(answer=told, by=by, cost=cost) if told else Refused(by=by, cost=cost))
+    def reply(self, answer: str | None, *, author: str = "person", cost: Cost | None = None) -> Self:
+        """The conversation with the user's answer. None or white space counts as a refusal."""
+        cost, text = cost or Cost(), (answer or "").strip()
+        turn = AnsweredTurn(answer=text, author=author, cost=cost) if text else RefusedTurn(author=author, cost=cost)
+        return self.after(turn)
 
-    def gained(self) -> list[float | None]:
-        """Bits that each answer brought, in order; None where it was not measured, or none of the candidates."""
-        return [
-            dict(zip(asked.question.answers, asked.gain.by_answer, strict=True)).get(answered.answer)
-            if asked.gain
-            else None
-            for asked, answered in self._exchanges()
-        ]
-
-    def _exchanges(self) -> Iterator[tuple[Asked, Answered]]:
-        for asked, answered in zip(self.turns, self.turns[1:], strict=False):
-            if isinstance(asked, Asked) and isinstance(answered, Answered):
-                yield asked, answered
+    def _answered(self) -> Iterator[tuple[AskedTurn, AnsweredTurn]]:
+        for turn, reply in zip(self.turns, self.turns[1:], strict=False):
+            if isinstance(turn, AskedTurn) and isinstance(reply, AnsweredTurn):
+                yield turn, reply
 
     def summary(self) -> dict[str, Any]:
-        """What was asked, saved and gained, as plain JSON values."""
+        """Counts of questions, their gains in bits, the output and the cost, as JSON values.
+
+        `gained_bits` has one value per answer: None where it was not measured, or the answer is no candidate.
+        """
         turns = self.turns
+        gains = [
+            dict(zip(turn.question.answers, turn.gain.by_answer, strict=True)).get(reply.answer) if turn.gain else None
+            for turn, reply in self._answered()
+        ]
         return {
-            "asked": sum(isinstance(turn, Asked) for turn in turns),
-            "answered": sum(isinstance(turn, Answered) for turn in turns),
-            "refused": sum(isinstance(turn, Refused) for turn in turns),
-            "saved": sum(isinstance(turn, Skipped) and turn.reason == "not-needed" for turn in turns),
-            "expected_bits": [turn.gain.bits for turn in turns if isinstance(turn, Asked | Skipped) and turn.gain],
-            "gained_bits": self.gained(),
+            "asked": sum(isinstance(turn, AskedTurn) for turn in turns),
+            "answered": sum(isinstance(turn, AnsweredTurn) for turn in turns),
+            "refused": sum(isinstance(turn, RefusedTurn) for turn in turns),
+            "saved": sum(isinstance(turn, SkippedTurn) and turn.reason == "not-needed" for turn in turns),
+            "expected_bits": [
+                turn.gain.bits for turn in turns if isinstance(turn, AskedTurn | SkippedTurn) and turn.gain
+            ],
+            "gained_bits": gains,
             "output": self.written.output if self.written else None,
-            "how": self.written.how if self.written else None,
+            "mode": self.written.mode if self.written else None,
             "cost": self.cost.model_dump(),
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """The conversation, its next step, its open question and its summary, as JSON values."""
+        question = self.open_question
+        return {
+            "conversation": self.model_dump(mode="json"),
+            "step": self.step,
+            "question": question.model_dump(mode="json") if question else None,
+            "summary": self.summary(),
+        }
+
     def save(self, path: str | Path) -> Path:
-        """Write the conversation: all of it or nothing, even when the machine stops.
+        """Write the conversation to a file, atomically.
 
         Raises:
-            EvaluationError: the place can't be written to.
+            EvaluationError: the file can't be written.
         """
         text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
         return write_atomically(Path(path), text.encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a conversation that was saved.
+        """Read a saved conversation.
 
         Raises:
-            DataError: the file is missing, is of another form, or of a later format.
-            RecipeError: its template is not there, or says something else by now.
+            DataError: the file is missing, invalid, or of another format version.
+            RecipeError: its template is missing, or was changed since the conversation began.
         """
-        values = _read(Path(path))
+        values = _read_json(Path(path))
         if values.get("format") != FORMAT:
             raise DataError(
                 f"{path} is a conversation of format {values.get('format')!r}, but {FORMAT} is read here: go on with "
                 "the version of graftlm that wrote it."
             )
         try:
-            found = cls.parse(values, where=str(path))
+            conversation = cls.parse(values, where=str(path))
         except RecipeError as error:
             raise DataError(f"{str(error).rstrip('.')}: this is no conversation that graft clarify wrote.") from None
-        if load_template(found.template).sha256 != found.template_sha256:
+        if load_template(conversation.template).sha256 != conversation.template_sha256:
             raise RecipeError(
-                f"The template {found.template} was changed since {path} was begun: put it back, or begin anew."
+                f"The template {conversation.template} was changed since {path} was begun: put it back, or begin anew."
             )
-        return found
+        return conversation
 
 
-_FITTING: dict[Step, tuple[str, ...]] = {
+_TURNS: dict[Step, tuple[str, ...]] = {
     "propose": ("asked", "skipped"),
     "answer": ("answered", "refused"),
     "write": ("written",),
@@ -222,20 +344,19 @@ _FITTING: dict[Step, tuple[str, ...]] = {
 }
 
 
-def _due(turns: Sequence[Any], budget: int) -> Step:
-    """What comes after these turns."""
+def _next_step(turns: Sequence[Turn], budget: int) -> Step:
     last = turns[-1] if turns else None
-    if isinstance(last, Written):
+    if isinstance(last, WrittenTurn):
         return "done"
-    if isinstance(last, Asked):
+    if isinstance(last, AskedTurn):
         return "answer"
-    if isinstance(last, Refused) or (isinstance(last, Skipped) and last.reason != "not-needed"):
+    if isinstance(last, RefusedTurn) or (isinstance(last, SkippedTurn) and last.reason != "not-needed"):
         return "write"
-    proposed = sum(isinstance(turn, Asked | Skipped) for turn in turns)
+    proposed = sum(isinstance(turn, AskedTurn | SkippedTurn) for turn in turns)
     return "propose" if proposed < budget else "write"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -247,3 +368,32 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"{path} holds no conversation: begin it anew.")
     return values
+
+
+def _check_language(text: str, source: str) -> None:
+    """Reject a text that is clearly not in the source language; single words and unknown languages pass.
+
+    A text is rejected if most of its letters are not Latin, or if another language has at least two more of its small
+    words.
+
+    Raises:
+        DataError: the text is in another language.
+    """
+    languages = read_yaml(_LANGUAGES)
+    if source not in languages:
+        return
+    letters = [char for char in text if char.isalpha()]
+    latin = sum(unicodedata.name(char, "").startswith("LATIN") for char in letters)
+    words = set(re.findall(r"[^\W\d_]+", text.casefold()))
+    counts = {code: len(words & set(language["words"].split())) for code, language in languages.items()}
+    best = max(counts, key=lambda code: counts[code])
+    if latin < len(letters) / 2:
+        language = "in other letters"
+    elif counts[best] >= counts[source] + 2:
+        language = languages[best]["name"]
+    else:
+        return
+    raise DataError(
+        f"The text looks as if it were {language}, but {languages[source]['name']} is expected: begin with that, or "
+        "use a template of your own with another source."
+    )

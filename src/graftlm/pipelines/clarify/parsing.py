@@ -1,4 +1,4 @@
-"""One form for what parsers of English say of a sentence, so that rules need not know which parser it was."""
+"""A common token format for parsers of English, so that rules do not depend on the parser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graftlm.errors import DataError, MissingExtraError
 
-# spaCy's English models have names of their own for what Universal Dependencies calls otherwise.
+# Relations of spaCy's English models and their names in Universal Dependencies.
 _UNIVERSAL = {"dobj": "obj", "nsubjpass": "nsubj:pass", "relcl": "acl:relcl", "pobj": "obl", "poss": "nmod:poss"}
 
 
@@ -16,13 +16,13 @@ class Token(NamedTuple):
     """One word.
 
     Args:
-        text: as it stands.
-        lemma: its dictionary form, in lower case.
-        pos: its part of speech, in Universal Dependencies' tags.
-        tag: its Penn Treebank tag.
-        dep: its relation to its head.
-        head: the index of its head; of a root its own.
-        start: where it begins in the text.
+        text: as written.
+        lemma: dictionary form, in lower case.
+        pos: part of speech, a tag of Universal Dependencies.
+        tag: Penn Treebank tag.
+        dep: relation to the head.
+        head: index of the head; a root's own index.
+        start: offset in the text.
     """
 
     text: str
@@ -38,29 +38,34 @@ Parser = Callable[[str], list[Token]]
 
 
 def load_parser(name: str) -> Parser:
-    """A parser by name: `spacy:en_core_web_sm` (any English pipeline of spaCy's), or `stanza:en`.
+    """A parser by its name: `spacy:en_core_web_sm` (any English pipeline of spaCy), or `stanza:en`.
 
     Raises:
-        DataError: the name is of another form, or the model is not on this machine.
+        DataError: the name has another form, or the model is not installed.
         MissingExtraError: the library is not installed.
     """
     library, _, model = name.partition(":")
-    if library not in _LOADERS or not model:
+    if library not in {"spacy", "stanza"} or not model:
         raise DataError(f"{name!r} names no parser: write spacy:MODEL or stanza:en.")
     try:
         module = import_module(library)
     except ModuleNotFoundError:
         raise MissingExtraError(library, "parser", "Parsing English") from None
     try:
-        return _LOADERS[library](module, model)
-    except (OSError, ValueError, FileNotFoundError):
+        if library == "spacy":
+            spacy_pipeline = module.load(model)
+            return lambda text: from_spacy(spacy_pipeline(text))
+        processors = "tokenize,pos,lemma,depparse"
+        stanza_pipeline = module.Pipeline(model, processors=processors, download_method=None, verbose=False)
+        return lambda text: from_stanza(stanza_pipeline(text))
+    except (OSError, ValueError):
         raise DataError(f"{library} has no model {model!r} on this machine: install it as {library} says.") from None
 
 
 def from_spacy(document: Any) -> list[Token]:
-    """The tokens of a spaCy document."""
+    """The tokens of a spaCy document, without spaces."""
     words = [token for token in document if not token.is_space]
-    places = {token.i: place for place, token in enumerate(words)}
+    indices = {token.i: index for index, token in enumerate(words)}
     return [
         Token(
             token.text,
@@ -68,35 +73,21 @@ def from_spacy(document: Any) -> list[Token]:
             token.pos_,
             token.tag_,
             str(_UNIVERSAL.get(token.dep_, token.dep_)),
-            places.get(token.head.i, place),
+            indices.get(token.head.i, index),
             token.idx,
         )
-        for place, token in enumerate(words)
+        for index, token in enumerate(words)
     ]
 
 
 def from_stanza(document: Any) -> list[Token]:
-    """The tokens of a stanza document."""
+    """The tokens of a stanza document; heads count over all its sentences."""
     tokens: list[Token] = []
     for sentence in document.sentences:
         first = len(tokens)
         for word in sentence.words:
             head = first + (word.head - 1 if word.head else word.id - 1)
             start = word.start_char if word.start_char is not None else word.parent.start_char
-            tokens.append(
-                Token(word.text, (word.lemma or word.text).lower(), word.upos, word.xpos, word.deprel, head, start)
-            )
+            lemma = (word.lemma or word.text).lower()
+            tokens.append(Token(word.text, lemma, word.upos, word.xpos, word.deprel, head, start))
     return tokens
-
-
-def _load_spacy(spacy: Any, model: str) -> Parser:
-    pipeline = spacy.load(model)
-    return lambda text: from_spacy(pipeline(text))
-
-
-def _load_stanza(stanza: Any, language: str) -> Parser:
-    pipeline = stanza.Pipeline(language, processors="tokenize,pos,lemma,depparse", download_method=None, verbose=False)
-    return lambda text: from_stanza(pipeline(text))
-
-
-_LOADERS: dict[str, Callable[[Any, str], Parser]] = {"spacy": _load_spacy, "stanza": _load_stanza}

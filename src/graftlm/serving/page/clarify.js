@@ -156,7 +156,7 @@ export class Clarify {
       { class: "sheet result", "aria-labelledby": "result" },
       h("h2", { id: "result", tabindex: -1 }, "The result"),
       h("p", { class: "written" }, summary.output || "The model wrote nothing."),
-      h("p", { class: "note" }, `${HOW[written.how]}${written.cut ? ", and cut off at the most tokens" : ""}${gained(summary)}`),
+      h("p", { class: "note" }, `${HOW[written.mode]}${written.truncated ? ", and cut off at the most tokens" : ""}${gained(summary)}`),
       h("p", { class: "note" }, `It cost ${many(calls, "call")}, ${many(prompt_tokens, "token")} read and ${many(new_tokens, "token")} written.`),
       h(
         "div",
@@ -189,7 +189,7 @@ function turnOf(turn) {
   if (turn.kind === "answered") return said("You answered", turn.answer);
   if (turn.kind === "refused") return said("You", "skipped the question.");
   if (turn.kind === "written") return null;
-  if (turn.reason !== "not-needed") return said("No question", SKIPPED[turn.reason] ?? turn.reason, turn.said);
+  if (turn.reason !== "not-needed") return said("No question", SKIPPED[turn.reason] ?? turn.reason, turn.reply);
   const bits = decimals(turn.gain.bits, 2);
   return said("No question", turn.question.text, `Not asked: its answer would bring ${bits} bits, which is not above the limit.`);
 }

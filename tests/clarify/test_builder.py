@@ -6,27 +6,29 @@ import re
 
 import pytest
 
-from graftlm.pipelines.clarify.builder import Built, build
+from graftlm.pipelines.clarify.builder import AmbiguitySet, build_ambiguity_set
 from graftlm.pipelines.clarify.checkers import checker
-from graftlm.pipelines.clarify.parallel import Document, Pair
+from graftlm.pipelines.clarify.datasets import ParallelDocument, SentencePair
 from graftlm.pipelines.clarify.parsing import Token
 
 FILLER = ("Nothing happened there.", "Rien.")
 SHARED = "a form that several persons share"
 
 
-def built(language: str, kind: str, *pairs: tuple[str, str], parser=None) -> Built:
+def built(language: str, kind: str, *pairs: tuple[str, str], parser=None) -> AmbiguitySet:
     rows = [FILLER, FILLER, FILLER, *pairs]
-    document = Document("d", tuple(Pair(f"d:{n}", source, target) for n, (source, target) in enumerate(rows)))
-    return build([document], language, kinds=[kind], parser=parser)
+    document = ParallelDocument(
+        "d", tuple(SentencePair(f"d:{n}", source, target) for n, (source, target) in enumerate(rows))
+    )
+    return build_ambiguity_set([document], language, kinds=[kind], parser=parser)
 
 
-def labels(found: Built) -> list[str | None]:
+def labels(found: AmbiguitySet) -> list[str | None]:
     return [example.label for example in found.examples]
 
 
-def reasons(found: Built) -> dict[str, int]:
-    return next(iter(found.left_out.values()))
+def reasons(found: AmbiguitySet) -> dict[str, int]:
+    return next(iter(found.rejected.values()))
 
 
 def parsed(text: str, **relations: str) -> Token | object:
@@ -75,7 +77,7 @@ def test_a_form_of_one_person_needs_nothing_more() -> None:
 def test_weak_markers_decide_no_label() -> None:
     found = built("es", "formality", ("Can you go?", "¿Se puede ir?"))
     assert checker("formality", "es").check("¿Se puede ir?", "Can you go?").label == "formal"
-    assert reasons(found) == {"no marker that says so by itself": 1}
+    assert reasons(found) == {"no marker that decides alone": 1}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_weak_markers_decide_no_label() -> None:
         ("When you travel, take a map.", "you that may be people in general"),
         ("You never know.", "you that may be people in general"),
         ("They saw you.", "pronouns of others, which the polite form may stand for"),
-        ("You and thy house.", "thou and ye, which tell it"),
+        ("You and thy house.", "thou and ye, which show the form"),
     ],
 )
 def test_sentences_that_leave_a_doubt_about_you(source: str, reason: str) -> None:
@@ -104,7 +106,7 @@ SOLD = {"We": "PRON nsubj sold", "sold": "VERB root sold", "it": "PRON obj sold"
 FELL = {"It": "PRON nsubj fell", "fell": "VERB root fell"}
 
 
-def it(language: str, source: str, target: str, **relations: str) -> Built:
+def it(language: str, source: str, target: str, **relations: str) -> AmbiguitySet:
     return built(language, "it", (source, target), parser=parsed(source, **relations))
 
 
@@ -140,14 +142,14 @@ def test_neuter_pronouns_decide_nothing() -> None:
             {"We": "PRON nsubj know", "know": "VERB root know", "it": "PRON obj know"},
             "a verb of saying or doing: it may stand for a clause",
         ),
-        ("We sold it out.", SOLD | {"out": "ADP prt sold"}, "a clause or a particle hangs on its verb"),
-        ("We sold it to go.", SOLD | {"go": "VERB xcomp sold"}, "a clause or a particle hangs on its verb"),
+        ("We sold it out.", SOLD | {"out": "ADP prt sold"}, "a clause or a particle depends on its verb"),
+        ("We sold it to go.", SOLD | {"go": "VERB xcomp sold"}, "a clause or a particle depends on its verb"),
         (
             "It be blue to go.",
             {"It": "PRON nsubj be", "be": "AUX root be", "blue": "ADJ acomp be", "go": "VERB xcomp blue"},
-            "a clause or a particle hangs on its verb",
+            "a clause or a particle depends on its verb",
         ),
-        ("It be here.", {"It": "PRON nsubj be", "be": "AUX root be"}, "a noun or a place behind be"),
+        ("It be here.", {"It": "PRON nsubj be", "be": "AUX root be"}, "a noun or a place after be"),
     ],
 )
 def test_a_masculine_one_may_stand_for_a_clause(source: str, relations: dict[str, str], reason: str) -> None:
@@ -162,7 +164,7 @@ def test_a_masculine_one_may_stand_for_a_clause(source: str, relations: dict[str
 @pytest.mark.parametrize(
     ("source", "relations", "reason"),
     [
-        ("Paris sold it.", SOLD | {"Paris": "PROPN nsubj sold"}, "what the sentence itself names may be meant"),
+        ("Paris sold it.", SOLD | {"Paris": "PROPN nsubj sold"}, "a referent in the sentence itself"),
         (
             "As it fell, the tree broke.",
             {
@@ -171,7 +173,7 @@ def test_a_masculine_one_may_stand_for_a_clause(source: str, relations: dict[str
                 "tree": "NOUN nsubj broke",
                 "broke": "VERB root broke",
             },
-            "what the sentence itself names may be meant",
+            "a referent in the sentence itself",
         ),
         ("We spoke of it.", {"it": "PRON pobj of"}, "it that is neither subject nor object"),
     ],

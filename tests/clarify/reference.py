@@ -1,4 +1,4 @@
-"""Equation 1.19 once more, slow and literal: a joint table of what is wanted and what is said. Only tests use it."""
+"""Equation 1.19, slow and literal, from a joint table of outputs and answers. For tests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 def information_gain(prior: Sequence[float], given: Sequence[Sequence[float]]) -> float:
     """E_τ KL(p(u | x, τ) || p(u | x)) in bits; τ is one of the answers, u one of the outputs."""
     joint = {(u, tau): prior[tau] * row[u] for tau, row in enumerate(given) for u in range(len(row))}
-    wanted = sorted({u for u, _ in joint})
-    before = {u: sum(p for (other, _), p in joint.items() if other == u) for u in wanted}
+    outputs = sorted({u for u, _ in joint})
+    before = {u: sum(p for (other, _), p in joint.items() if other == u) for u in outputs}
     expected = 0.0
     for tau in range(len(given)):
-        said = sum(p for (_, other), p in joint.items() if other == tau)
-        if said == 0:
+        p_tau = sum(p for (_, other), p in joint.items() if other == tau)
+        if p_tau == 0:
             continue
-        after = {u: joint[u, tau] / said for u in wanted}  # Bayes
-        expected += said * sum(after[u] * math.log2(after[u] / before[u]) for u in wanted if after[u] > 0)
+        after = {u: joint[u, tau] / p_tau for u in outputs}  # Bayes
+        expected += p_tau * sum(after[u] * math.log2(after[u] / before[u]) for u in outputs if after[u] > 0)
     return expected
 
 
@@ -30,3 +30,8 @@ def mutual_information(prior: Sequence[float], given: Sequence[Sequence[float]])
             if p * share > 0:
                 total += p * share * math.log2(p * share / (p * before[u]))
     return total
+
+
+def entropy(shares: Sequence[float]) -> float:
+    """Of a distribution, in bits: the largest gain of a question with this prior."""
+    return -math.fsum(p * math.log2(p) for p in shares if p > 0)

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clarify import reference
 from graftlm.errors import EvaluationError
-from graftlm.pipelines.clarify import needed, reference
+from graftlm.pipelines.clarify.gain import (
+    chance_corrected_gain,
+    distributions_from_log_likelihoods,
+    gains_by_answer,
+    information_gain,
+    output_distributions,
+)
 
 
 def shares_of(weights: list[int]) -> list[float]:
@@ -32,34 +39,34 @@ def cases(draw: st.DrawFn) -> tuple[list[float], list[list[float]]]:
 @given(cases())
 def test_the_gain_is_equation_1_19(case: tuple[list[float], list[list[float]]]) -> None:
     prior, given_KY = case
-    gain = needed.information_gain(prior, given_KY)
+    gain = information_gain(prior, given_KY)
     assert gain == pytest.approx(reference.information_gain(prior, given_KY), abs=1e-9)
     assert gain == pytest.approx(reference.mutual_information(prior, given_KY), abs=1e-9)
-    by_answer = needed.gains_by_answer(prior, given_KY)
+    by_answer = gains_by_answer(prior, given_KY)
     assert gain == pytest.approx(math.fsum(p * g for p, g in zip(prior, by_answer, strict=True)), abs=1e-9)
 
 
 @given(cases())
 def test_the_gain_lies_between_nothing_and_the_prior(case: tuple[list[float], list[list[float]]]) -> None:
     prior, given_KY = case
-    gain = needed.information_gain(prior, given_KY)
-    assert 0 <= gain <= needed.entropy(prior) + 1e-9
+    gain = information_gain(prior, given_KY)
+    assert 0 <= gain <= reference.entropy(prior) + 1e-9
     assert gain <= math.log2(len(given_KY[0])) + 1e-9
     order = np.random.default_rng(0).permutation(len(given_KY[0]))
-    assert needed.information_gain(prior, np.array(given_KY)[:, order]) == pytest.approx(gain, abs=1e-9)
+    assert information_gain(prior, np.array(given_KY)[:, order]) == pytest.approx(gain, abs=1e-9)
     order = np.random.default_rng(0).permutation(len(prior))
-    turned = needed.information_gain(np.array(prior)[order], np.array(given_KY)[order])
+    turned = information_gain(np.array(prior)[order], np.array(given_KY)[order])
     assert turned == pytest.approx(gain, abs=1e-9)
 
 
 @given(SHARES, SHARES)
 def test_an_answer_that_changes_nothing_brings_nothing(prior: list[float], row: list[float]) -> None:
-    assert needed.information_gain(prior, [row] * len(prior)) == pytest.approx(0, abs=1e-12)
+    assert information_gain(prior, [row] * len(prior)) == pytest.approx(0, abs=1e-12)
 
 
 @given(SHARES)
 def test_answers_that_decide_everything_bring_their_entropy(prior: list[float]) -> None:
-    assert needed.information_gain(prior, np.eye(len(prior))) == pytest.approx(needed.entropy(prior), abs=1e-9)
+    assert information_gain(prior, np.eye(len(prior))) == pytest.approx(reference.entropy(prior), abs=1e-9)
 
 
 @given(cases())
@@ -68,20 +75,20 @@ def test_outputs_that_become_one_bring_no_more(case: tuple[list[float], list[lis
     table = np.array(given_KY)
     if table.shape[1] > 1:
         merged = np.concatenate([table[:, :1] + table[:, 1:2], table[:, 2:]], axis=1)
-        assert needed.information_gain(prior, merged) <= needed.information_gain(prior, table) + 1e-9
+        assert information_gain(prior, merged) <= information_gain(prior, table) + 1e-9
 
 
 def test_worked_by_hand() -> None:
-    assert needed.information_gain([0.5, 0.5], [[1, 0], [0, 1]]) == 1.0
-    assert needed.information_gain([0.25] * 4, np.eye(4)) == 2.0
-    assert needed.information_gain([0.25] * 4, [[1, 0], [1, 0], [0, 1], [0, 1]]) == 1.0
-    assert needed.information_gain([1.0, 0.0], [[1, 0], [0, 1]]) == 0.0, "an answer that nobody gives"
+    assert information_gain([0.5, 0.5], [[1, 0], [0, 1]]) == 1.0
+    assert information_gain([0.25] * 4, np.eye(4)) == 2.0
+    assert information_gain([0.25] * 4, [[1, 0], [1, 0], [0, 1], [0, 1]]) == 1.0
+    assert information_gain([1.0, 0.0], [[1, 0], [0, 1]]) == 0.0, "an answer that nobody gives"
     # H(1/4) - H(0)/2 - H(1/2)/2
-    assert needed.information_gain([0.5, 0.5], [[0.5, 0.5], [0, 1]]) == pytest.approx(0.8112781 - 0.5)
+    assert information_gain([0.5, 0.5], [[0.5, 0.5], [0, 1]]) == pytest.approx(0.8112781 - 0.5)
 
 
 def test_outputs_are_the_same_but_for_white_space_and_form() -> None:
-    known, given_KY = needed.shares(
+    known, given_KY = output_distributions(
         [["E\u0301tes-vous\u00a0là ?"], ["Êtes-vous  là ?\n".replace("Ê", "É")], ["és"], ["És"]]
     )
     assert given_KY.tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]], "capitals count: German sie and Sie"
@@ -89,7 +96,7 @@ def test_outputs_are_the_same_but_for_white_space_and_form() -> None:
 
 
 def test_likelihoods_become_shares() -> None:
-    shares = needed.from_likelihoods([[-1000.0, -1000.0], [-2.0, -2.0 - math.log(3)]])
+    shares = distributions_from_log_likelihoods([[-1000.0, -1000.0], [-2.0, -2.0 - math.log(3)]])
     assert shares.tolist() == [[0.5, 0.5], pytest.approx([0.75, 0.25])]
 
 
@@ -97,8 +104,8 @@ def test_likelihoods_become_shares() -> None:
 def test_chance_alone_brings_little(seed: int, draws: int) -> None:
     chance = np.random.default_rng(seed)
     outputs = [[str(chance.integers(3)) for _ in range(draws)] for _ in range(2)]
-    gain, taken = needed.beyond_chance([0.5, 0.5], outputs)
-    counted = needed.information_gain([0.5, 0.5], needed.shares(outputs)[1])
+    gain, taken = chance_corrected_gain([0.5, 0.5], outputs)
+    counted = information_gain([0.5, 0.5], output_distributions(outputs)[1])
     assert gain == pytest.approx(max(0, counted - taken), abs=1e-12)
     assert 0 <= gain <= counted
 
@@ -106,11 +113,11 @@ def test_chance_alone_brings_little(seed: int, draws: int) -> None:
 def test_chance_is_taken_off_on_average() -> None:
     chance = np.random.default_rng(0)
     same = [[[str(chance.integers(3)) for _ in range(6)] for _ in range(2)] for _ in range(40)]
-    counted = np.mean([needed.information_gain([0.5, 0.5], needed.shares(outputs)[1]) for outputs in same])
-    left = np.mean([needed.beyond_chance([0.5, 0.5], outputs)[0] for outputs in same])
+    counted = np.mean([information_gain([0.5, 0.5], output_distributions(outputs)[1]) for outputs in same])
+    left = np.mean([chance_corrected_gain([0.5, 0.5], outputs)[0] for outputs in same])
     assert counted > 0.1
     assert left < counted / 2
-    apart, _ = needed.beyond_chance([0.5, 0.5], [["a"] * 6, ["b"] * 6])
+    apart, _ = chance_corrected_gain([0.5, 0.5], [["a"] * 6, ["b"] * 6])
     assert apart > 0.8
 
 
@@ -126,10 +133,10 @@ def test_chance_is_taken_off_on_average() -> None:
 )
 def test_what_is_no_distribution(prior: list[float], given_KY: list[list[float]], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
-        needed.information_gain(prior, given_KY)
+        information_gain(prior, given_KY)
 
 
 @pytest.mark.parametrize("outputs", [[["a"], ["b"]], [["a", "b"], ["a"]]])
 def test_chance_needs_as_many_draws_each(outputs: list[list[str]]) -> None:
     with pytest.raises(EvaluationError, match="as many draws under each answer, two at least"):
-        needed.beyond_chance([0.5, 0.5], outputs)
+        chance_corrected_gain([0.5, 0.5], outputs)

@@ -9,17 +9,29 @@ from pathlib import Path
 import pytest
 
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.ambiguity_sets import (
+from graftlm.pipelines.clarify.builder import (
+    MASK,
+    build_ambiguity_set,
+    buildable,
+    mask_pronouns,
+    read_examples,
+    write_examples,
+)
+from graftlm.pipelines.clarify.datasets import (
+    ParallelDocument,
+    SentencePair,
+    english_gender,
     mt_geneval_contexts,
     read_ambigmt,
+    read_bible,
     read_cocoa_mt,
     read_discevalmt,
+    read_lines,
     read_mt_geneval,
+    read_ntrex,
+    read_tsv,
     read_winomt,
 )
-from graftlm.pipelines.clarify.builder import MASK, build, buildable, mask_pronouns, read_examples, write_examples
-from graftlm.pipelines.clarify.examples import english_gender, read_lines
-from graftlm.pipelines.clarify.parallel import Document, Pair, read_bible, read_ntrex, read_tsv
 
 
 @pytest.fixture
@@ -50,8 +62,8 @@ def test_ambigmt_is_read_as_it_is(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    found = read_ambigmt(tmp_path)
-    by_file = {example.id: example for example in found.examples}
+    examples, unusable = read_ambigmt(tmp_path)
+    by_file = {example.id: example for example in examples}
     formal = by_file["formality_en_de:2"]
     assert (formal.label, formal.source, formal.reference, formal.context) == (
         "neutral",
@@ -64,11 +76,11 @@ def test_ambigmt_is_read_as_it_is(tmp_path: Path) -> None:
     assert by_file["it_resolution_en_fr:2"].label is None
     word = by_file["polysemy_en_es:2"]
     assert (word.word, word.source, word.reference) == ("true", "true", "bien")
-    assert {example.kind for example in found.examples} == {"formality", "it", "name", "profession", "polysemy"}
-    assert found.left_out == (
+    assert {example.kind for example in examples} == {"formality", "it", "name", "profession", "polysemy"}
+    assert unusable == [
         "it_resolution_en_fr.tsv:3: 2 fields, where 4 are expected",
         "it_resolution_en_fr.tsv:4: the source or its translation is empty",
-    )
+    ]
     with pytest.raises(DataError, match="holds no file of AmbigMT"):
         read_ambigmt(tmp_path / "none")
 
@@ -115,7 +127,13 @@ def test_winomt_and_discevalmt(tmp_path: Path) -> None:
         read_winomt(tmp_path / "en.txt")
     right = {"correct": ["La rue.", "Elle."], "incorrect": ["La rue.", "Il."], "type": "f.sg"}
     half = {"semi-correct": ["Le lac.", "Il."], "incorrect": ["Le lac.", "Elle."], "type": "m.sg"}
-    anaphora = {"1": {"src": ["The road.", "It."], "trg": [right, half]}}
+    plural = {"correct": ["Les rues.", "Elles."], "incorrect": ["Les rues.", "Ils."], "type": "f.pl"}
+    anaphora = {
+        "1": {"src": ["The road.", "It."], "trg": [right, half]},
+        "2": {"src": ["The roads.", "They."], "trg": [plural]},
+        "3": {"src": ["The roads.", "They like it."], "trg": [plural]},
+        "4": {"src": ["The road.", "This one."], "trg": [right]},
+    }
     lexical = {"2": {"examples": [{"src": ["a", "b"], "trg": {"correct": ["c", "d"], "incorrect": ["c", "e"]}}]}}
     _write(tmp_path, **{"anaphora.json": json.dumps(anaphora), "lexical-choice.json": json.dumps(lexical)})
     it, word = read_discevalmt(tmp_path)
@@ -140,14 +158,16 @@ def test_the_real_sets_have_their_published_sizes(data: Path) -> None:
     assert len(read_mt_geneval(ambig / "mt_geneval", "fr", "dev")) == 2400
     assert len(mt_geneval_contexts(ambig / "mt_geneval", "de")) == 1100
     assert len(read_winomt(ambig / "winomt" / "en.txt")) == 3888
-    assert len(read_discevalmt(ambig / "discevalmt")) == 300
+    assert len(read_discevalmt(ambig / "discevalmt")) == 44 + 200, "of 100 pronouns, 44 are a singular it"
 
 
 # The builder.
 
 
-def _document(*pairs: tuple[str, str]) -> Document:
-    return Document("d", tuple(Pair(f"d:{n}", source, target) for n, (source, target) in enumerate(pairs, start=1)))
+def _document(*pairs: tuple[str, str]) -> ParallelDocument:
+    return ParallelDocument(
+        "d", tuple(SentencePair(f"d:{n}", source, target) for n, (source, target) in enumerate(pairs, start=1))
+    )
 
 
 FILLER = ("Nothing happened there.", "Rien.")
@@ -155,7 +175,7 @@ FILLER = ("Nothing happened there.", "Rien.")
 
 def test_formality_by_the_translation_with_the_sentences_before() -> None:
     documents = [_document(FILLER, FILLER, ("Last one.", "Fin."), ("Are you ready?", "Es-tu prêt ?"))]
-    built = build(documents, "fr", kinds=["formality"])
+    built = build_ambiguity_set(documents, "fr", kinds=["formality"])
     (only,) = built.examples
     assert (only.label, only.context, only.word) == ("informal", (FILLER[0], FILLER[0], "Last one."), "you")
     assert built.counts() == {"formality": {"informal": 1}}
@@ -164,9 +184,9 @@ def test_formality_by_the_translation_with_the_sentences_before() -> None:
 def test_why_candidates_are_left_out_is_counted() -> None:
     long = ("Are you " + "so " * 20 + "ready?", "Es-tu prêt ?")
     documents = [_document(("Are you?", "Es-tu ?"), FILLER, FILLER, FILLER, long, ("You.", "Toi et vous."))]
-    built = build(documents, "fr", kinds=["formality"])
+    built = build_ambiguity_set(documents, "fr", kinds=["formality"])
     assert built.examples == ()
-    assert built.left_out == {
+    assert built.rejected == {
         "formality": {"too little context": 1, "20 words or more": 1, "no marker decides, or both labels": 1}
     }
 
@@ -174,7 +194,7 @@ def test_why_candidates_are_left_out_is_counted() -> None:
 @pytest.mark.parametrize(("words", "sentences"), [(1, 5), (5, 5), (7, 3), (6, 4)])
 def test_three_to_five_sentences_of_context_by_their_words(words: int, sentences: int) -> None:
     before = [(" ".join(["word"] * words), "x")] * 6
-    (only,) = build([_document(*before, ("Are you?", "Es-tu ?"))], "fr", kinds=["formality"]).examples
+    (only,) = build_ambiguity_set([_document(*before, ("Are you?", "Es-tu ?"))], "fr", kinds=["formality"]).examples
     assert len(only.context) == sentences
 
 
@@ -184,21 +204,21 @@ def test_it_by_the_gender_of_its_pronoun() -> None:
         ("It is raining.", "Il pleut."),
         ("She sold it.", "Elle le vend."),
     ]
-    (only,) = build([_document(FILLER, FILLER, FILLER, *rows)], "fr", kinds=["it"]).examples
+    (only,) = build_ambiguity_set([_document(FILLER, FILLER, FILLER, *rows)], "fr", kinds=["it"]).examples
     assert (only.source, only.label) == ("Can we sell it?", "feminine")
 
 
 def test_names_have_their_pronouns_masked_and_the_sentences_after() -> None:
     after = [("She left.", "x"), ("Then.", "x"), ("End.", "x")]
     documents = [_document(("Riley sold his car.", "x"), *after), _document(("Riley is here.", "x"), *after)]
-    first, second = build(documents, "fr", kinds=["name"]).examples
+    first, second = build_ambiguity_set(documents, "fr", kinds=["name"]).examples
     assert (first.source, first.label) == (f"Riley sold {MASK} car.", "masculine")
     assert (second.label, second.context) == ("feminine", ("She left.", "Then.", "End."))
 
 
 def test_professions_by_pronouns_or_by_the_translation() -> None:
     rows = [("The cook is here.", "La cuisinière est ici."), ("The cook lost his way.", "x"), ("The cooks.", "x")]
-    found = build([_document(FILLER, FILLER, FILLER, *rows)], "fr", kinds=["profession"]).examples
+    found = build_ambiguity_set([_document(FILLER, FILLER, FILLER, *rows)], "fr", kinds=["profession"]).examples
     assert [(example.source, example.label) for example in found] == [
         ("The cook is here.", "feminine"),
         (f"The cook lost {MASK} way.", "masculine"),
@@ -207,7 +227,7 @@ def test_professions_by_pronouns_or_by_the_translation() -> None:
 
 def test_words_by_a_translation_of_one_meaning() -> None:
     rows = [("We saw the bank.", "On voyait la berge."), ("The bank.", "La banque et la rive."), ("A bank.", "Rien.")]
-    (only,) = build([_document(*rows)], "fr", kinds=["polysemy"]).examples
+    (only,) = build_ambiguity_set([_document(*rows)], "fr", kinds=["polysemy"]).examples
     assert (only.source, only.reference, only.context) == ("bank", "berge", ("We saw the bank.",))
 
 
@@ -223,7 +243,7 @@ def test_masks_leave_other_words_alone() -> None:
 
 def test_examples_come_back_from_their_file(tmp_path: Path) -> None:
     documents = [_document(FILLER, FILLER, FILLER, ("Are\u2028you ready?", "Es-tu prêt ?"))]
-    examples = list(build(documents, "fr").examples)
+    examples = list(build_ambiguity_set(documents, "fr").examples)
     assert read_examples(write_examples(examples, tmp_path / "a.jsonl")) == examples
     for bad in ('{"id": 1}', "no", json.dumps({"id": "", "kind": "x", "language": "", "source": ""})):
         (tmp_path / "a.jsonl").write_text(bad + "\n")
@@ -254,5 +274,5 @@ def test_parallel_files(tmp_path: Path) -> None:
 def test_the_real_parallel_text(data: Path) -> None:
     documents = read_ntrex(data / "parallel" / "ntrex", "es")
     assert (len(documents), sum(len(document.pairs) for document in documents)) == (123, 1997)
-    built = build(documents[:20], "es")
+    built = build_ambiguity_set(documents[:20], "es")
     assert {"formality", "profession"} <= set(built.counts())

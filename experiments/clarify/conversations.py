@@ -1,0 +1,131 @@
+"""Conversations of one method and one model about one set of examples; each is saved when it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.clarify import metrics
+from experiments.clarify.data import read_sets, sample
+from experiments.clarify.scripted import NAME as SCRIPTED
+from experiments.clarify.scripted import ScriptedTranslator
+from graftlm.evaluation import Metric, Row
+from graftlm.io import digest
+from graftlm.pipelines.clarify import (
+    Chain,
+    ChatModel,
+    Conversation,
+    Cost,
+    Endpoint,
+    EndpointConfig,
+    SimulatedUser,
+    baseline,
+)
+from graftlm.pipelines.clarify.datasets import AmbiguousExample
+from graftlm.runs.run import Measurement, Run, RunContext
+
+RETRIES = 5  # a run of many calls should survive a short failure
+Method = Literal["intercpt", "with_context", "no_extra"]
+
+
+class ConversationRun(Run):
+    """One method and one model on one set.
+
+    Args:
+        url: the server, or "scripted"; not part of the key, so that a run can continue on another server.
+        model: the translator.
+        user: the model that answers; by default the translator.
+        template_sha256: hash of the template's content.
+        data: the folder of the examples; not part of the key either.
+        examples_sha256: hash of the examples.
+        limit: largest number of examples.
+    """
+
+    url: str
+    model: str
+    user: str | None = None
+    method: Method
+    template: str
+    template_sha256: str
+    kind: str
+    language: str
+    data: str
+    examples_sha256: str
+    limit: int
+    budget: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result."""
+        return {name: value for name, value in super().settings().items() if name not in ("url", "data")}
+
+    def measure(self, context: RunContext) -> Measurement:
+        """All conversations and their metrics; conversations that the folder already has are not repeated.
+
+        Raises:
+            EndpointError: the server fails; finished conversations are kept.
+        """
+        examples = sample(read_sets(Path(self.data))[self.kind, self.language], self.limit)
+        context.folder.mkdir(parents=True, exist_ok=True)
+        file = context.folder / f"conversations-{digest(self.settings())[:16]}.jsonl"
+        finished = _read_finished(file)
+        translator, user = (self._open(model, examples) for model in (self.model, self.user or self.model))
+        with file.open("a", encoding="utf-8") as lines:
+            for example in examples:
+                if example.id not in finished:
+                    finished[example.id] = self._converse(example, translator, user)
+                    lines.write(json.dumps({"id": example.id} | finished[example.id], ensure_ascii=False) + "\n")
+                    lines.flush()
+        return self._measurement(examples, [finished[example.id] for example in examples])
+
+    def _open(self, model: str, examples: Sequence[AmbiguousExample]) -> ChatModel:
+        if self.url == SCRIPTED:
+            return ScriptedTranslator(examples, model)
+        return Endpoint(EndpointConfig(url=self.url, model=model, retries=RETRIES))
+
+    def _converse(self, example: AmbiguousExample, translator: ChatModel, user: ChatModel) -> dict[str, Any]:
+        """The output of one conversation, or of a baseline, with question, answer and cost as JSON values."""
+        context, question, answer = " ".join(example.context), None, None
+        text, template, language = example.source, self.template, self.language
+        if self.method == "intercpt":
+            start = Conversation.start(text, template, language, budget=self.budget, any_language=True)
+            conversation = Chain(translator, SimulatedUser(user, context)).run(start)
+            written, cost = conversation.written, conversation.cost
+            assert written is not None, "a chain with a user always ends"
+            question = conversation.questions[0].text if conversation.questions else None
+            answer = conversation.exchanges[0][1] if conversation.exchanges else None
+        else:
+            given = context if self.method == "with_context" else None
+            written = baseline(translator, text, template, language, context=given, any_language=True)
+            cost = written.cost
+        return {"output": written.output, "question": question, "answer": answer, "cost": cost.model_dump()}
+
+    def _measurement(
+        self, examples: Sequence[AmbiguousExample], conversations: Sequence[dict[str, Any]]
+    ) -> Measurement:
+        """Metrics, mistakes and cost of all outputs."""
+        outputs = [conversation["output"] for conversation in conversations]
+        mistakes: dict[str, int] = {}
+        if self.kind == "polysemy":
+            values: dict[str, Metric] = metrics.polysemy_metrics(outputs, examples)
+        else:
+            values = metrics.text_metrics(outputs, examples, self.language)
+            labels = metrics.labels_of(outputs, examples, self.kind, self.language)
+            if labels is not None:
+                values |= metrics.label_metrics(labels, examples)
+            if labels is not None and self.method == "intercpt":
+                mistakes = metrics.mistakes(labels, examples, conversations, self.kind)
+        cost = sum((Cost.parse(conversation["cost"]) for conversation in conversations), Cost()).model_dump()
+        cost |= {"questions": sum(c["question"] is not None for c in conversations), "examples": len(examples)}
+        row = Row(id=self.id, label=self.label or self.id, metrics=values)
+        return Measurement(row, {"conversations": list(conversations), "mistakes": mistakes, "cost": cost})
+
+
+def _read_finished(file: Path) -> dict[str, dict[str, Any]]:
+    """Finished conversations by example id. A line that a kill truncated is removed."""
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+    if lines[-1]:
+        file.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+    values = [json.loads(line) for line in lines[:-1]]
+    return {conversation.pop("id"): conversation for conversation in values}

@@ -1,0 +1,204 @@
+"""What `graft clarify` needs: a model by its address or folder, a conversation to begin or resume, a user, printing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from graftlm.artifact import JSON_NAME, backbone_of, load_graft
+from graftlm.backbone import load_backbone
+from graftlm.config import Config
+from graftlm.errors import DataError, RecipeError
+from graftlm.grafts import GraftedModel
+from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
+from graftlm.pipelines.clarify.conversation import Conversation, SkippedTurn, WrittenTurn
+from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
+from graftlm.pipelines.clarify.models import ChatModel, LocalModel, StreamPrinter
+from graftlm.pipelines.clarify.prompts import printable
+from graftlm.pipelines.clarify.templates import load_template
+
+
+class ModelOptions(Config):
+    """Which model to use: one on a server, or one on this machine.
+
+    Args:
+        endpoint: a server's URL; `model` names one of its models.
+        backbone: the folder of a model or of a graft.
+        device: where a model on this machine runs.
+        key_variable, timeout, retries, max_new_tokens: see `EndpointConfig`.
+    """
+
+    endpoint: str | None = None
+    model: str | None = None
+    backbone: str | None = None
+    device: str | None = None
+    trust_remote_code: bool = False
+    key_variable: str = "OPENAI_API_KEY"
+    timeout: float = 60.0
+    retries: int = 3
+    max_new_tokens: int = 256
+
+    def open(self) -> ChatModel:
+        """The model.
+
+        Raises:
+            RecipeError: neither or both are given, or the server's model is not named.
+            GraftError: the model can't be loaded.
+        """
+        if (self.endpoint is None) == (self.backbone is None):
+            given = "Neither" if self.endpoint is None else "Both"
+            raise RecipeError(
+                f"{given} of --endpoint and --backbone was given: name one, a server's URL or a model's folder."
+            )
+        if self.backbone is not None:
+            return self._open_local(self.backbone)
+        if self.model is None:
+            raise RecipeError("The server may have several models: name one (--model).")
+        values = self.model_dump(include={"model", "key_variable", "timeout", "retries", "max_new_tokens"})
+        return Endpoint(EndpointConfig.parse(values | {"url": self.endpoint}, where="--endpoint"))
+
+    def _open_local(self, name: str) -> LocalModel:
+        if (Path(name) / JSON_NAME).is_file():
+            backbone = backbone_of(name, device=self.device, trust_remote_code=self.trust_remote_code)
+            model: Any = GraftedModel(backbone, {"graft": load_graft(name, backbone)})
+        else:
+            backbone = load_backbone(name, trust_remote_code=self.trust_remote_code)
+            backbone.move(self.device)
+            model = backbone.model
+        return LocalModel(model, backbone.need_tokenizer(), name=name, max_new_tokens=self.max_new_tokens)
+
+
+def open_conversation(
+    text: str | None,
+    path: Path | None,
+    *,
+    template: str | None = None,
+    target: str | None = None,
+    budget: int | None = None,
+    threshold: float | None = None,
+) -> Conversation:
+    """The conversation in the file `path`, or a new one if there is no such file.
+
+    Raises:
+        DataError: there is neither a text nor a conversation, or they differ.
+        RecipeError: the template or the language is unknown.
+    """
+    if path is None or not path.exists():
+        if text is None:
+            raise DataError("There is no text to begin with: give one, or the file of a conversation (--resume).")
+        options: dict[str, Any] = {} if budget is None else {"budget": budget}
+        return Conversation.start(text, template or "translate", target, threshold=threshold, **options)
+    conversation = Conversation.load(path)
+    given = {"text": text, "template": template, "target": target, "budget": budget, "threshold": threshold}
+    for name, value in given.items():
+        if value is not None and value != (kept := getattr(conversation, name)):
+            raise DataError(
+                f"{path} holds a conversation whose {name} is {_shorten(kept)}, not {_shorten(value)}: leave that out "
+                "to go on with it, or name another file."
+            )
+    return conversation
+
+
+def choose_user(
+    answers: Sequence[str] | None, context: str | None, model: ChatModel, ask: Callable[[str], str] | None
+) -> User | None:
+    """Who answers: recorded answers, a model that knows the context, a person, or nobody.
+
+    Args:
+        ask: shows a text to a person and returns what the person types; None if nobody is there.
+
+    Raises:
+        RecipeError: both answers and a context are given.
+    """
+    if answers and context is not None:
+        raise RecipeError("Both --answer and --context were given: either you answer, or a model does that knows it.")
+    if answers:
+        return RecordedUser(list(answers))
+    if context is not None:
+        return SimulatedUser(model, context)
+    return None if ask is None else HumanUser(lambda question, known: _ask_person(question, known, ask))
+
+
+def _ask_person(question: str, answers: Sequence[str], ask: Callable[[str], str]) -> str | None:
+    """A person's answer. A number selects a possible answer; an empty line refuses."""
+    listed = [f"  {number}. {printable(answer)}" for number, answer in enumerate(answers, start=1)]
+    hint = "A number, your own words, or nothing: " if answers else "Your words, or nothing: "
+    try:
+        typed = ask("\n".join([printable(question), *listed, hint])).strip()
+    except EOFError:
+        return None
+    number = int(typed) if typed.isascii() and typed.isdigit() else 0
+    return answers[number - 1] if 0 < number <= len(answers) else typed or None
+
+
+def ask_terminal(text: str) -> str:
+    """The line that a person types after `text`, which goes to stderr; stdout is for results."""
+    print(text, end="", file=sys.stderr, flush=True)  # noqa: T201  # the terminal is the purpose
+    return input()
+
+
+class TerminalPrinter(StreamPrinter):
+    """Shows an output while it is written, without the label of replies, outer white space and control characters.
+
+    As a context manager it ends the line if the output breaks off.
+
+    Args:
+        conversation: whose output is shown.
+        emit: writes text to the screen.
+    """
+
+    def __init__(self, conversation: Conversation, emit: Callable[[str], None]) -> None:
+        label = f"{load_template(conversation.template).reply}:"
+
+        def select(received: str) -> str:
+            text = received.strip()
+            is_label = label.startswith(text)  # the text may still become the label
+            return "" if is_label else printable(text.removeprefix(label).strip())
+
+        super().__init__(select, emit)
+
+    def end(self, final: str) -> None:
+        """Show the rest of the output and end the line."""
+        super().end(printable(final))
+        self._end_line()
+
+    def _end_line(self) -> None:
+        self._emit("\n")
+        self._shown = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._end_line()
+
+
+def summary_lines(conversation: Conversation) -> list[str]:
+    """What was asked, skipped and gained, and the cost, as lines for people."""
+    summary, lines = conversation.summary(), []
+    for turn in conversation.turns:
+        if isinstance(turn, SkippedTurn) and turn.question is not None and turn.gain is not None:
+            lines.append(f"not asked, as it would bring {turn.gain.bits:.2f} bits: {printable(turn.question.text)}")
+        elif isinstance(turn, SkippedTurn) and turn.reason != "nothing":
+            lines.append(f"asked nothing: {_SKIP_REASONS[turn.reason]}")
+        elif isinstance(turn, WrittenTurn) and not turn.output:
+            lines.append("the model wrote nothing")
+        elif isinstance(turn, WrittenTurn) and turn.truncated:
+            lines.append("the output stops at the limit of tokens (--max-new-tokens)")
+    if summary["asked"] == conversation.budget > 1:
+        lines.append(f"asked as often as it may, {summary['asked']} times (--budget)")
+    cost, gains = conversation.cost, [bits for bits in summary["gained_bits"] if bits is not None]
+    bits = f", {sum(gains):.2f} bits gained" if gains else ""
+    counts = f"{summary['asked']} asked, {summary['answered']} answered, {summary['saved']} saved{bits}"
+    return [*lines, f"{counts}; {cost.calls} calls, {cost.prompt_tokens} tokens read, {cost.new_tokens} written"]
+
+
+_SKIP_REASONS = {"no-question": "the model's reply is no question", "repeated": "the model repeated its question"}
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:30]}…{text[-8:]}"

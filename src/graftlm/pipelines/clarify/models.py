@@ -1,0 +1,150 @@
+"""Models that reply to prompts: their common interface, the streaming of replies, and models on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.backbone import leading_bos
+from graftlm.evaluation.examples import Example, score_answers
+from graftlm.generation.generate import Decoding, generate_text
+from graftlm.pipelines.clarify.conversation import Cost
+from graftlm.pipelines.clarify.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A model's reply.
+
+    Attributes:
+        truncated: the model stopped at its limit of tokens.
+    """
+
+    text: str
+    cost: Cost = field(default_factory=lambda: Cost(calls=1))
+    truncated: bool = False
+
+
+class ChatModel(Protocol):
+    """A model that replies to prompts, on a server or on this machine."""
+
+    @property
+    def name(self) -> str: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Reply to a prompt.
+
+        Args:
+            temperature: 0 decodes greedily.
+            seed: for sampling.
+            on_text: called with each new part of the reply, if the model can stream.
+        """
+        ...
+
+
+class StreamPrinter:
+    """Passes on the part of a growing text that a reader should see.
+
+    Args:
+        select: maps all text received so far to the part that can be shown now.
+        emit: called with each new part.
+    """
+
+    def __init__(self, select: Callable[[str], str], emit: Callable[[str], None]) -> None:
+        self._select, self._emit = select, emit
+        self._received = self._shown = ""
+
+    def __call__(self, text: str) -> None:
+        self._received += text
+        self._show(self._select(self._received))
+
+    def end(self, final: str) -> None:
+        """Emit what is still missing of the final text."""
+        self._show(final)
+
+    def _show(self, text: str) -> None:
+        if not text.startswith(self._shown):  # the text is another one now: start a new line
+            self._emit("\n")
+            self._shown = ""
+        if new := text[len(self._shown) :]:
+            self._emit(new)
+            self._shown = text
+
+
+class LocalModel:
+    """A transformers model or a `GraftedModel` on this machine.
+
+    A tokenizer with a chat template gets chat messages; another one gets a single text to continue.
+
+    Args:
+        max_new_tokens: limit of a reply.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str = "local", max_new_tokens: int = 128
+    ) -> None:
+        self._model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
+        self.name = name
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Reply:
+        """Reply to a prompt.
+
+        Raises:
+            DataError: the prompt does not fit the model.
+        """
+        text = self.prompt_text(prompt)
+        sampling = {"sample": True, "temperature": temperature, "seed": seed} if temperature > 0 else {}
+        prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
+        echoed = len(str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True)))  # the stream repeats the prompt
+        printer = on_text and StreamPrinter(lambda received: before_stop(received[echoed:], prompt.stop), on_text)
+        decoding = Decoding(max_new_tokens=self._max_new_tokens, **sampling)
+        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=printer)
+        reply = generation.text.partition(prompt.stop)[0]
+        if printer is not None:
+            printer.end(reply)
+        truncated = reply == generation.text and generation.tokens >= self._max_new_tokens
+        return Reply(reply, Cost(calls=1, prompt_tokens=len(prompt_ids), new_tokens=generation.tokens), truncated)
+
+    def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:
+        """log p(output | prompt) of each output, in nats."""
+        text = self.prompt_text(prompt)
+        separator = "" if self._is_chat else " "  # after the label of a reply
+        examples = [Example(text, separator + output) for output in outputs]
+        return [-float(nats) for nats in score_answers(self._model, self._tokenizer, examples).nats]
+
+    def prompt_text(self, prompt: Prompt) -> str:
+        """The text that the model reads."""
+        if not self._is_chat:
+            return prompt.text()
+        chat = self._tokenizer.apply_chat_template(prompt.messages(), tokenize=False, add_generation_prompt=True)
+        # Many chat templates start with the BOS that the tokenizer adds itself.
+        adds_bos = leading_bos(self._tokenizer) is not None
+        return str(chat).removeprefix(str(self._tokenizer.bos_token) if adds_bos else "")
+
+    @property
+    def _is_chat(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+
+def before_stop(text: str, stop: str) -> str:
+    """The text before a stop string, without an end that may still become the stop string."""
+    reply = text.partition(stop)[0]
+    partial = (length for length in range(len(stop) - 1, 0, -1) if reply.endswith(stop[:length]))
+    return reply[: len(reply) - next(partial, 0)]
