@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer.main
 
 from graftlm.config import read_yaml
 from graftlm.errors import RecipeError
@@ -21,10 +26,41 @@ def blocks(language: str) -> list[tuple[str, str]]:
     """Code blocks of that language in all pages, each with its page."""
     fence = re.compile(rf"^(?P<indent> *)```{language}\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
     return [
-        (str(page.relative_to(ROOT)), re.sub(rf"^{found['indent']}", "", found["code"], flags=re.MULTILINE))
+        (str(page.relative_to(ROOT)), re.sub(rf"^{block['indent']}", "", block["code"], flags=re.MULTILINE))
         for page in PAGES
-        for found in fence.finditer(page.read_text(encoding="utf-8"))
+        for block in fence.finditer(page.read_text(encoding="utf-8"))
     ]
+
+
+@pytest.fixture(scope="module")
+def fill() -> Callable[..., str]:
+    """The function of docs/hooks.py that fills placeholders."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.on_page_markdown
+
+
+def test_every_placeholder_is_filled(fill: Callable[..., str]) -> None:
+    pages = {page: fill(page.read_text(encoding="utf-8")) for page in (ROOT / "docs").rglob("*.md")}
+    assert not [str(page) for page, text in pages.items() if "<!--" in text]
+
+
+def test_lists_come_from_the_code(fill: Callable[..., str]) -> None:
+    from graftlm.cli import app
+    from graftlm.grafts import kinds
+
+    verbs = fill("<!-- verbs -->", page=SimpleNamespace(file=SimpleNamespace(src_uri="methods/composition.md")))
+    names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert re.findall(r"^\| \[`(\w+)`\]\(\.\./cli\.md#\w+\) \| \w", verbs, re.MULTILINE) == names
+    grafts = fill("<!-- grafts -->")
+    assert re.findall(r"^\| `([\w-]+)` \| \w[^|]* \| \w", grafts, re.MULTILINE) == kinds()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.findall(r"^\| `graftlm\[(\w+)\]` \| \w[^|]* \| \w", fill("<!-- extras -->"), re.MULTILINE)
+    assert extras == list(project["optional-dependencies"])
+    assert "| `steps` |" in fill("<!-- keys of graftlm.training.TrainingConfig -->")
 
 
 def test_the_tutorial_s_recipe_is_one() -> None:
@@ -63,14 +99,14 @@ def test_python_compiles_and_its_imports_exist(page: str, code: str) -> None:
 
 
 def test_every_command_exists() -> None:
-    typer = pytest.importorskip("typer")
-    cli = pytest.importorskip("graftlm.cli", reason="the command line is not there")
-    known = set(typer.main.get_command(cli.app).commands)
+    from graftlm.cli import app
+
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     lines = [(page, line) for page, code in blocks("(?:bash|console)") for line in code.splitlines()]
     lines += [
         (str(page), span) for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     ]
-    used = {(page, found[1]) for page, line in lines if (found := re.match(r"(?:uv run )?graft ([a-z]\S*)", line))}
+    used = {(page, call[1]) for page, line in lines if (call := re.match(r"(?:uv run )?graft ([a-z]\S*)", line))}
     assert {verb for _, verb in used}, "no command was found in the documentation"
     assert {(page, verb) for page, verb in used if verb not in known} == set()
 

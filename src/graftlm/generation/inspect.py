@@ -240,7 +240,7 @@ def evaluate_graft(
         )
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     graft = load_graft(folder, loaded, changes)
-    evaluator = BackboneEvaluator(loaded, texts or {}, evaluation, LENGTH)
+    evaluator = BackboneEvaluator(loaded, texts or {}, evaluation, evaluation.length or LENGTH)
 
     def add_lm_eval(measurement: Measurement, model: Any) -> Measurement:
         scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit) if tasks else {}
