@@ -152,7 +152,7 @@ def ratings(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")] = Path("runs/ratings"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the mean ratings of each system, and the agreement of the raters."""
+    """Report mean ratings per system, and the raters' agreement."""
     configure_logging()
     from graftlm.evaluation import write_report
     from graftlm.pipelines import pipeline
