@@ -1,4 +1,4 @@
-"""The rows that are compared on long texts: one model each, of the same size, with one difference."""
+"""The compared models of the long-text experiments: one for each row, of equal size, with one difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS = {
     "bst_sh_unstructured": "BST single-head, unstructured",
     "bst_mf_unstructured": "BST multi-filter, unstructured",
 }
-# Transformer-XL reads four windows behind its own, as the published row does with windows four times as long.
+# Transformer-XL reads four windows behind its own, like the published row, whose windows are four times as long.
 ROWS: dict[str, dict[str, Any]] = {
     "slide": {"mixer": "slide"},
     "transformer_xl": {"mixer": "memory", "memory_windows": 4},
@@ -36,26 +36,31 @@ ROWS: dict[str, dict[str, Any]] = {
 BLOCK_STATE = tuple(row for row in ROWS if row.startswith("bst"))
 
 
-def model_of(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
-    """The `model` section of a row: `shape` with the row's difference, and an FFN as wide as `parameters` allow.
+def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
+    """The model config of a row: `shape`, the row's difference, and the FFN width that gives `parameters`.
 
     Raises:
-        RecipeError: what the row has beside its FFNs is already larger.
+        RecipeError: the row has more parameters without its FFNs.
     """
-    values = {"model_type": "block-state", **shape, **ROWS[row]}
-    narrow, wide = (count(values | {"intermediate_size": inner}) for inner in (8, 16))
-    inner = 8 + round(8 * (parameters - narrow) / (wide - narrow))
-    if inner < 8:
+    config = {"model_type": "block-state", **shape, **ROWS[row]}
+    narrow, wide = (parameter_count(config | {"intermediate_size": width}) for width in (8, 16))
+    width = 8 + round(8 * (parameters - narrow) / (wide - narrow))
+    if width < 8:
         raise RecipeError(
             f"The row {row} has {narrow:,} parameters with the narrowest FFN, but {parameters:,} are asked for: "
             "raise them, or lower hidden_size."
         )
-    return values | {"intermediate_size": inner}
+    return config | {"intermediate_size": width}
 
 
-def count(values: Mapping[str, Any]) -> int:
-    """The parameters of a model with this config."""
-    register()
-    config = CONFIG_MAPPING[values["model_type"]](**{key: v for key, v in values.items() if key != "model_type"})
+def parameter_count(config: Mapping[str, Any]) -> int:
+    """The number of parameters of a model with this config."""
     with torch.device("meta"):
-        return count_parameters(AutoModelForCausalLM.from_config(config).parameters())
+        return count_parameters(new_model(config).parameters())
+
+
+def new_model(config: Mapping[str, Any]) -> Any:
+    """A causal language model with this config, which names its `model_type`."""
+    register()
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))

@@ -1,6 +1,6 @@
-"""The published figures: perplexity per token (Table 5.1 of the thesis) of about 200 million weights, windows of 512.
+"""The published figures: perplexity per token (Table 5.1 of the thesis), about 200 million weights, windows of 512.
 
-They are of other corpora, tokenizers and sizes, and stand beside bits per byte for their order alone.
+Corpora, tokenizers and sizes differ from ours, so only the order of the rows compares with bits per byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = ("ppl_pg19", "ppl_github", "ppl_arxiv")
 
 
 def rows(ids: Container[str]) -> list[PaperRow]:
-    """The rows of these ids."""
+    """The published rows with these ids."""
     return [
         PaperRow(id=row, metrics=dict(zip(NAMES, values, strict=True)), where="Table 5.1")
         for row, values in TABLE_5_1.items()

@@ -1,193 +1,236 @@
-"""Recall, selective copy and ListOps: models of one size and one difference, on what is many windows away.
+"""Recall, selective copy and ListOps: models of equal size with one difference, on inputs many windows apart.
 
-Every row is trained on each task with each rate of `RATES`, for the same steps on the same examples, with the first
-seed; the rate with the best answers to validation examples is taken, and the other seeds are trained with it alone.
+Every row is trained on each task with the same learning rate, steps and examples.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from experiments import Options
+from experiments.cells import metric
 from experiments.composed import bars
-from experiments.jobs import run_jobs
-from experiments.long_memory import paper
-from experiments.long_memory.cell import Cell, Stage, learn
-from experiments.long_memory.data import Task, informed_guesses
-from experiments.sequence_rows import BLOCK_STATE, LABELS, model_of
+from experiments.long_memory.tasks import (
+    PADDING_ID,
+    MemoryTask,
+    TaskExamples,
+    TrainingStage,
+    informed_guesses,
+    make_examples,
+)
+from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config, new_model
 from graftlm.config import Config
-from graftlm.errors import RecipeError, did_you_mean
-from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
+from graftlm.data import NEW, Mixture, TokenBlocks
+from graftlm.data.packing import PADDING, PROMPT
+from graftlm.evaluation import Aim, Metric, PaperRow, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.perplexity import evaluating
 from graftlm.evaluation.report import write_report
+from graftlm.runs.graft_run import count_parameters
+from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.training import TrainingConfig, train
+from graftlm.training.checkpoint import read_history
+from graftlm.training.language_model import LanguageModel
 
 NAME = "long-memory"
-RATES = (3e-3,)
-SOLVED, UNSOLVED = 90.0, 2.0  # percent right; times chance
+SOLVED, UNSOLVED = 90.0, 2.0  # accuracy in percent; factor on chance
+# Table 5.5 of the thesis. Its models are bidirectional, larger, and trained far longer; it has no recall and no copy.
+PAPER = [
+    PaperRow(id="random", metrics={"listops": 10.0}, where="ten classes"),
+    PaperRow(id="block_recurrent", metrics={"listops": 37.29}, where="Table 5.5"),
+    PaperRow(id="bst_sh_s4d", metrics={"listops": 61.49}, where="Table 5.5"),
+]
 
 
-class Lesson(Config):
-    """A task, and how it is learned: in stages, on texts that grow."""
-
-    task: Task
-    stages: tuple[Stage, ...] = Field(min_length=1)
-
-
-class Setting(Config):
-    """Sizes of everything.
+class MemoryTaskRun(Run):
+    """Train one model on one task in stages, and measure the percentage of correct answers.
 
     Args:
-        lessons: by task.
-        shape: what the configs of all rows share.
-        parameters: of every row's model, but for rounding.
-        rates: that are tried.
-        tested: fresh examples of a test.
+        model: its config, with `model_type`.
+        tested: number of test examples, and of validation examples.
     """
 
-    lessons: dict[str, Lesson]
+    task: MemoryTask
+    model: dict[str, Any]
+    learning_rate: float = Field(gt=0)
+    tested: int = Field(ge=1)
+    seed: int = 0
+
+    def measure(self, context: RunContext) -> Measurement:
+        """Accuracy on validation and test, the number of parameters, and the losses."""
+        torch.manual_seed(self.seed)
+        model = new_model(self.model)
+        started = time.process_time()
+        losses, steps = [], 0
+        for number, stage in enumerate(self.task.stages):
+            history = self._train_stage(model, stage, context.folder / f"stage-{number}")
+            losses += [[steps + line["step"], line["loss"]] for line in history]
+            steps += stage.steps
+        details = {"losses": losses, "training_cpu_s": round(time.process_time() - started, 1)}
+        metrics: dict[str, float] = {"parameters": count_parameters(model.parameters())}
+        for split in ("validation", "test"):
+            examples = make_examples(self.task, self.tested, self.seed, split)
+            metrics[split] = accuracy(model, examples, self.task.stages[-1].batch_size)
+        return Measurement(Row(id=self.id, label=self.label, metrics=metrics), details)
+
+    def _train_stage(self, model: Any, stage: TrainingStage, folder: Path) -> list[dict[str, Any]]:
+        """The history of a stage."""
+        training = TrainingConfig(
+            steps=stage.steps,
+            batch_size=stage.batch_size,
+            learning_rate=self.learning_rate,
+            warmup_steps=max(1, stage.steps // 20),
+            seed=self.seed,
+            checkpoint_every=stage.steps,
+            keep_checkpoints=1,
+            log_every=max(1, stage.steps // 20),
+        )
+        shortest = min(self.task.shortest, stage.length // 4)
+        task = self.task.model_copy(update={"length": stage.length, "shortest": shortest})
+        examples = make_examples(task, stage.steps * stage.batch_size, self.seed, f"train-{stage.length}")
+        mixture = Mixture({NEW: token_blocks(examples)}, {NEW: 1.0}, stage.batch_size, self.seed)
+        identity = {"run": self.settings()}
+        summary = train(LanguageModel(model), mixture, training, folder, identity=identity, progress=False)
+        return read_history(summary.history)
+
+
+def token_blocks(examples: TaskExamples) -> TokenBlocks:
+    """Rows for the training loop, whose labels are the answers."""
+    marked = np.where(examples.answers, examples.ids, examples.ids | PROMPT).astype(np.int32)
+    marked[examples.ids == PADDING_ID] = PADDING
+    return TokenBlocks(marked, boundaries="joined", pad_id=PADDING_ID)
+
+
+def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
+    """Percentage of answers that are the most likely token at their position."""
+    ids, answers = torch.from_numpy(examples.ids), torch.from_numpy(examples.answers)
+    correct = 0
+    with evaluating(model), torch.inference_mode():
+        for batch, is_answer in zip(ids.split(batch_size), answers.split(batch_size), strict=True):
+            correct += int((_predictions(model, batch) == batch)[is_answer].sum())
+    return 100 * correct / int(answers.sum())
+
+
+def _predictions(model: Any, ids: Tensor) -> Tensor:
+    """(B, L): the most likely token at each position, given those before it; -1 at the first."""
+    mask = (ids != PADDING_ID).long()
+    kwargs = {} if bool(mask.all()) else {"attention_mask": mask}
+    predictions = model(input_ids=ids, use_cache=False, **kwargs).logits[:, :-1].argmax(dim=-1)
+    return torch.cat([torch.full_like(ids[:, :1], -1), predictions], dim=1)
+
+
+class LongMemoryConfig(Config):
+    """Tasks and sizes.
+
+    Args:
+        tasks: by name.
+        shape: the keys of the model config that all rows share.
+        parameters: of every row's model, up to rounding.
+        tested: number of test examples.
+    """
+
+    tasks: dict[str, MemoryTask]
     shape: dict[str, Any]
     parameters: int
-    rates: tuple[float, ...] = RATES
+    learning_rate: float = 3e-3
     tested: int = 512
 
 
-def _stages(*each: tuple[int, int, int]) -> tuple[Stage, ...]:
-    """Of (length, steps, texts of a step)."""
-    return tuple(Stage(length=length, steps=steps, batch_size=texts) for length, steps, texts in each)
-
-
-_GROWING = _stages(
-    (24, 700, 32), (32, 200, 32), (40, 200, 32), (48, 200, 32), (64, 200, 32), (96, 200, 32), (128, 300, 32)
-)
-_NESTED = _stages(
+_FLAT = (
+    (24, 700, 32), (32, 200, 32), (40, 200, 32), (48, 200, 32), (64, 200, 32), (96, 200, 32), (128, 300, 32),
+)  # fmt: skip
+_NESTED = (
     (16, 400, 32), (32, 400, 32), (64, 400, 32), (128, 300, 32), (256, 300, 32), (512, 200, 16), (1024, 150, 16),
     (2000, 150, 16),
 )  # fmt: skip
 _SHAPE = {
     "hidden_size": 64,
-    "state_width": 64,  # a fourth of the width, as elsewhere, would be 16 numbers for all that is remembered
+    "state_width": 64,  # the default, a fourth of the width, is 16 numbers for the whole text
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "mixer_layers": [1],
     "filters": 16,
-    "initializer_range": 0.125,  # one over the root of the width: with 0.02 attention begins too even to learn from
+    "initializer_range": 0.125,  # 1 / sqrt(width): with 0.02 the attention is too uniform to learn
 }
-FULL = Setting(
-    lessons={
-        "recall": Lesson(task=Task(name="recall"), stages=_GROWING),
-        "copy": Lesson(task=Task(name="copy"), stages=_GROWING),
-        "listops": Lesson(task=Task(name="listops", length=2000, window=64), stages=_NESTED),
+FULL = LongMemoryConfig(
+    tasks={
+        "recall": MemoryTask(name="recall", stages=_FLAT),
+        "copy": MemoryTask(name="copy", stages=_FLAT),
+        "listops": MemoryTask(name="listops", length=2000, window=64, stages=_NESTED),
     },
     shape=_SHAPE,
     parameters=130_000,
 )
-QUICK = Setting(
-    lessons={
-        "recall": Lesson(task=Task(name="recall", length=64), stages=_stages((24, 1, 2), (64, 1, 2))),
-        "copy": Lesson(task=Task(name="copy", length=64), stages=_stages((24, 1, 2), (64, 1, 2))),
-        "listops": Lesson(
-            task=Task(name="listops", length=64, window=8, shortest=10), stages=_stages((16, 1, 2), (64, 1, 2))
-        ),
-    },
+_SHORT = {"length": 64, "window": 8, "shortest": 10, "stages": ((24, 1, 2), (64, 1, 2))}
+QUICK = LongMemoryConfig(
+    tasks={name: MemoryTask.parse(task.model_dump() | _SHORT) for name, task in FULL.tasks.items()},
     shape=_SHAPE | {"hidden_size": 16, "state_width": 4, "num_attention_heads": 2, "filters": 4},
     parameters=12_000,
-    rates=RATES[:1],
     tested=4,
 )
 
 
-class Plan:
-    """Which cells there are."""
-
-    def __init__(self, options: Options, setting: Setting | None = None) -> None:
-        self.options = options
-        self.setting = setting or (QUICK if options.quick else FULL)
-        self.seeds = options.seeds[:1] if options.quick else options.seeds
-        self.tasks = tuple(task for task in self.setting.lessons if task in (options.tables or self.setting.lessons))
-
-    def cell(self, row: str, task: str, rate: float, seed: int) -> Cell:
-        """One row on one task."""
-        lesson = self.setting.lessons[task]
-        own = {"window": lesson.task.window, "kernel_length": lesson.task.length, "vocab_size": lesson.task.vocabulary}
-        return Cell(
-            id=f"{task}-{row}-lr{rate:g}_s{seed}",
-            task=lesson.task,
-            model=model_of(row, self.setting.shape | own, self.setting.parameters),
-            rate=rate,
-            stages=lesson.stages,
-            tested=self.setting.tested,
-            seed=seed,
-        )
-
-    def run(self, cells: Sequence[Cell], title: str) -> dict[str, dict[str, Any]]:
-        """What cells measured, by id."""
-        return run_jobs(cells, learn, self.options.out / "cells", processes=self.options.jobs, title=title)
+def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int) -> MemoryTaskRun:
+    """The run of one row on the task `name`."""
+    task = config.tasks[name]
+    shape = config.shape | {"window": task.window, "kernel_length": task.length, "vocab_size": task.vocab_size}
+    return MemoryTaskRun(
+        id=f"{name}-{row}_s{seed}",
+        label=LABELS[row],
+        task=task,
+        model=model_config(row, shape, config.parameters),
+        learning_rate=config.learning_rate,
+        tested=config.tested,
+        seed=seed,
+    )
 
 
 def run(options: Options) -> Results:
-    """Run all tasks, or those that `tables` names, and write `results.json`, `report.md` and a plot.
+    """Run all tasks, or those in `tables`, and write `results.json`, `report.md` and a plot.
 
     Raises:
         RecipeError: there is no such task.
     """
-    for table in options.tables:
-        if table not in FULL.lessons:
-            raise RecipeError(f"There is no task {table!r} in this experiment{did_you_mean(table, FULL.lessons)}.")
-    plan = Plan(options)
+    config, tasks = QUICK if options.quick else FULL, options.chosen(tuple(FULL.tasks))
+    seeds = options.seeds[:1] if options.quick else options.seeds
     started = time.perf_counter()
-    best, tried = choose_rates(plan)
-    cells = {
-        (row, task, seed): plan.cell(row, task, best[row, task], seed) for row, task in best for seed in plan.seeds
-    }
-    measured = plan.run(list(cells.values()), NAME)
-    rows = [random_row(plan), *(row_of(plan, row, cells, measured) for row in LABELS)]
+    keys = [(row, task) for task in tasks for row in LABELS]
+    runs = {key: [memory_run(config, *key, seed) for seed in seeds] for key in keys}
+    all_runs = [run for of_seeds in runs.values() for run in of_seeds]
+    measurements = execute(all_runs, options.out / "runs", jobs=options.jobs, title=NAME)
+    measured = {key: [measurements[run.id] for run in of_seeds] for key, of_seeds in runs.items()}
+    chance = Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})
+    rows = [chance, *(table_row(row, {task: measured[row, task] for task in tasks}) for row in LABELS)]
     details = {
         "wall_s": round(time.perf_counter() - started, 1),
-        "setting": plan.setting.model_dump(mode="json"),
-        "validation": tried,
-        "rates": {f"{row} {task}": rate for (row, task), rate in best.items()},
-        "losses": _losses(plan, cells, measured),
-        "listops_guesses": _guesses(plan),
+        "config": config.model_dump(mode="json"),
+        "validation": {" ".join(key): metric(of_seeds[0], "validation") for key, of_seeds in measured.items()},
+        "losses": {row: measured[row, tasks[0]][0].details["losses"] for row in LABELS},
     }
-    published = paper.rows({row.id for row in rows}) if "listops" in plan.tasks else []
-    results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=published, details=details)
-    write_report(results, options.out, plots={"accuracy": _plot(plan, rows)})
+    if "listops" in tasks:
+        details["listops_guesses"] = informed_guesses(
+            config.tasks["listops"], 8 * config.tested, config.tested, seeds[0]
+        )
+    published = PAPER if "listops" in tasks else []
+    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
+    plot = bars(rows, {task: task for task in tasks}, "right answers, %")
+    write_report(results, options.out, plots={"accuracy": plot})
     return results
 
 
-def choose_rates(plan: Plan) -> tuple[dict[tuple[str, str], float], dict[str, dict[str, float]]]:
-    """The rate of every row and task with the best answers to validation examples, and all of those, in percent."""
-    keys = [(row, task) for task in plan.tasks for row in LABELS]
-    cells = {(key, rate): plan.cell(*key, rate, plan.seeds[0]) for key in keys for rate in plan.setting.rates}
-    measured = plan.run(list(cells.values()), "rates")
-    found = {key: measured[cell.id]["accuracy"]["validation"] for key, cell in cells.items()}
-    best = {key: max(plan.setting.rates, key=lambda rate, key=key: found[key, rate]) for key in keys}
-    tried = {
-        f"{row} {task}": {f"{rate:g}": round(found[(row, task), rate], 2) for rate in plan.setting.rates}
-        for row, task in keys
-    }
-    return best, tried
-
-
-def random_row(plan: Plan) -> Row:
-    """What guessing gives."""
-    metrics: dict[str, Metric] = {task: plan.setting.lessons[task].task.chance for task in plan.tasks}
-    return Row(id="random", label="guessing", metrics=metrics)
-
-
-def row_of(
-    plan: Plan, row: str, cells: Mapping[tuple[str, str, int], Cell], measured: Mapping[str, Mapping[str, Any]]
-) -> Row:
-    """One row over seeds."""
+def table_row(row: str, measured: Mapping[str, Sequence[Measurement]]) -> Row:
+    """One row of the table: the test accuracy on every task over seeds."""
     metrics: dict[str, Metric] = {}
-    for task in plan.tasks:
-        of_seeds = [measured[cells[row, task, seed].id] for seed in plan.seeds]
-        metrics[task] = combine_seeds([one["accuracy"]["test"] for one in of_seeds])
-        metrics["parameters"] = of_seeds[0]["parameters"]
+    for task, of_seeds in measured.items():
+        metrics[task] = combine_seeds([metric(measurement, "test") for measurement in of_seeds])
+        metrics["parameters"] = of_seeds[0].row.metrics["parameters"]
     return Row(id=row, label=LABELS[row], metrics=metrics)
 
 
@@ -203,23 +246,3 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         Aim(text=solved, metric="recall", aim=SOLVED, measured=best, met=best >= SOLVED),
         Aim(text=unsolved, metric="recall", aim=bound, measured=slide, met=slide < bound),
     ]
-
-
-def _guesses(plan: Plan) -> dict[str, float]:
-    """What ListOps is worth to those who do not read it, with the first seed."""
-    if "listops" not in plan.tasks:
-        return {}
-    task, tested = plan.setting.lessons["listops"].task, plan.setting.tested
-    return informed_guesses(task, 8 * tested, tested, plan.seeds[0])
-
-
-def _losses(
-    plan: Plan, cells: Mapping[tuple[str, str, int], Cell], measured: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Of the first task and seed."""
-    task, seed = plan.tasks[0], plan.seeds[0]
-    return {row: measured[cells[row, task, seed].id]["losses"] for row in LABELS}
-
-
-def _plot(plan: Plan, rows: Sequence[Row]) -> Figure:
-    return bars(rows, {task: task for task in plan.tasks}, "right answers, %")

@@ -1,4 +1,4 @@
-"""Block-state transformers beside their baselines, at their smallest: texts, rows, results, and errors."""
+"""The block-state experiment at its quick size: texts, rows, results and errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 
 from experiments import Options, block_state, reproduce
 from experiments.block_state.corpora import CORPORA, FILES, Corpus, make_corpora, packages_of
-from experiments.block_state.run import FULL, LONGER, QUICK, TABLES, Plan
+from experiments.block_state.run import FULL, LONGER, QUICK, TABLES, LongTextRuns
 from experiments.parents import read_texts
-from experiments.sequence_rows import LABELS, ROWS, count
+from experiments.sequence_rows import LABELS, ROWS, parameter_count
 from graftlm.demo.corpus import source_files
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
+from graftlm.runs.language_run import LanguageModelRun
 
 SENTENCE = "The long road of document number {} went on and on through the same wood. "
 
@@ -29,22 +30,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(data: Path, out: Path, **changes: object) -> Options:
+def options_for(data: Path, out: Path, **changes: object) -> Options:
     return Options.parse({"data": data, "out": out, "quick": True, "jobs": 1, "seeds": (0,)} | changes)
 
 
-def test_no_test_text_is_read_in_training(data: Path, tmp_path: Path) -> None:
-    size = Corpus(characters=40_000, tested=3_000)
-    folder = make_corpora(options(data, tmp_path), tmp_path / "corpora", size)
+def test_training_text_does_not_contain_test_text(data: Path, tmp_path: Path) -> None:
+    size = Corpus(vocab_size=300, characters=40_000, test_characters=3_000)
+    folder = make_corpora(options_for(data, tmp_path), tmp_path / "corpora", size)
     for name in CORPORA:
-        learned = "".join(read_texts(folder / f"{name}-train.jsonl"))
-        (tested,) = read_texts(folder / f"{name}-test.jsonl")
-        assert 0 < len(learned) <= size.characters
-        assert 0 < len(tested) <= size.tested
-        assert tested[:400] not in learned
+        train = "".join(read_texts(folder / f"{name}-train.jsonl"))
+        (test,) = read_texts(folder / f"{name}-test.jsonl")
+        assert 0 < len(train) <= size.characters
+        assert 0 < len(test) <= size.test_characters
+        assert test[:400] not in train
 
 
-def test_packages_are_whole() -> None:
+def test_a_package_has_the_source_of_all_its_modules() -> None:
     packages = packages_of(source_files())
     assert sum(map(len, packages.values())) > 5_000_000
     assert "class Future" in packages["asyncio"]
@@ -52,72 +53,79 @@ def test_packages_are_whole() -> None:
     assert "import" in packages[""]
 
 
-def test_rows_differ_in_nothing_but_their_difference(data: Path, tmp_path: Path) -> None:
-    plan = Plan(options(data, tmp_path, quick=False))
-    cells = [plan.cell(row, 0) for row in LABELS]
-    sizes = [count(cell.model) for cell in cells]
+def without_difference(run: LanguageModelRun) -> str:
+    """The settings that all rows share, in order."""
+    difference = {"intermediate_size", *(name for row in ROWS.values() for name in row)}
+    settings = run.settings()
+    settings["model"] = {name: value for name, value in settings["model"].items() if name not in difference}
+    return json.dumps(settings, sort_keys=True)
+
+
+def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> None:
+    runs = LongTextRuns(options_for(data, tmp_path, quick=False))
+    main = [runs.run(row, 0) for row in LABELS]
+    sizes = [parameter_count(run.model) for run in main]
     assert max(sizes) < 1.02 * min(sizes)
     assert abs(sizes[0] / FULL.parameters - 1) < 0.02
-    own = {"intermediate_size", *(key for row in ROWS.values() for key in row)}
-    assert len({str({k: v for k, v in cell.model.items() if k not in own}) for cell in cells}) == 1
-    assert len({str(cell.model_dump(exclude={"id", "model"})) for cell in cells}) == 1
-    for table, lines in TABLES.items():
-        steps = plan.setting.steps * (plan.setting.longer if table == "longer" else 1)
-        assert {steps} == {cell.steps for line in lines(plan) for cell in line.cells}
-    alike = [cell for line in TABLES["longer"](plan) for cell in line.cells if cell.seed == 0]
-    assert len({str(cell.model_dump(exclude={"id", "model"})) for cell in alike}) == 1
-    assert all(cell.model["mixer_layers"] == [1] for cell in alike)
+    assert len({without_difference(run) for run in main}) == 1
+    for table, table_rows in TABLES.items():
+        steps = FULL.training.steps * (FULL.longer if table == "longer" else 1)
+        assert {run.training.steps for row in table_rows(runs) for run in row.runs} == {steps}
+    longer = [run for row in TABLES["longer"](runs) for run in row.runs if run.training.seed == 0]
+    assert len({without_difference(run) for run in longer}) == 1
+    assert all(run.model["mixer_layers"] == [1] for run in longer)
 
 
 @pytest.mark.slow
-def test_every_row_in_the_one_form(data: Path, tmp_path: Path) -> None:
-    asked = options(data, tmp_path / "out")
-    results = reproduce("block-state", asked)
+def test_table_1_has_every_row_and_metric(data: Path, tmp_path: Path) -> None:
+    options = options_for(data, tmp_path / "out")
+    results = reproduce("block-state", options)
     assert [row.id for row in results.rows] == list(LABELS)
     check_metrics(results, QUICK.lengths)
     assert len(results.aims) == 7
     assert {path.name for path in (tmp_path / "out").glob("length-*.png")} == {f"length-{c}.png" for c in CORPORA}
-    assert reproduce("block-state", asked).rows == results.rows, "what is finished is read back"
+    assert reproduce("block-state", options).rows == results.rows, "finished runs are read from the cache"
 
 
 def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
     for row in results.rows:
-        wanted = {f"bpb_{corpus}_at_{length}" for corpus in CORPORA for length in lengths}
-        wanted |= {f"bpb_{corpus}" for corpus in CORPORA} | {"train_tokens_per_s", "parameters", "peak_memory_bytes"}
-        assert set(row.metrics) == wanted
+        expected = {f"bpb_{corpus}_at_{length}" for corpus in CORPORA for length in lengths}
+        expected |= {f"bpb_{corpus}" for corpus in CORPORA} | {"train_tokens_per_s", "parameters", "peak_memory_bytes"}
+        assert set(row.metrics) == expected
         assert all(value_of(metric) > 0 for metric in row.metrics.values())
 
 
-def test_some_rows_learn_longer(data: Path, tmp_path: Path) -> None:
-    results = reproduce("block-state", options(data, tmp_path / "out", tables=("longer",)))
+def test_the_longer_table_has_more_tokens(data: Path, tmp_path: Path) -> None:
+    results = reproduce("block-state", options_for(data, tmp_path / "out", tables=("longer",)))
     assert [row.id for row in results.rows] == [f"longer-{row}" for row in LONGER]
     check_metrics(results, QUICK.lengths)
     assert [aim.met is not None for aim in results.aims] == [True] * 7
-    assert set(results.details["tokens"].values()) == {QUICK.longer * QUICK.steps * QUICK.batch_size * QUICK.length}
+    tokens = QUICK.longer * QUICK.training.steps * QUICK.training.batch_size * QUICK.length
+    assert set(results.details["tokens"].values()) == {tokens}
 
 
-def test_what_tables_share_is_measured_once(data: Path, tmp_path: Path) -> None:
-    asked = options(data, tmp_path / "out", tables=("placement", "number"))
-    results = reproduce("block-state", asked)
+def test_tables_share_runs_with_equal_settings(data: Path, tmp_path: Path) -> None:
+    options = options_for(data, tmp_path / "out", tables=("placement", "number"))
+    results = reproduce("block-state", options)
     assert [row.id for row in results.rows] == ["placement-0", "placement-1", "number-1", "number-2"]
     assert results.aims == []
-    of = {row.id: row.metrics for row in results.rows}
-    assert of["number-1"] == of["placement-1"] != of["number-2"]
-    assert {path.name for path in (tmp_path / "out" / "cells").iterdir()} == {
-        "placement-0_s0",
-        "placement-1_s0",
-        "number-2_s0",
+    metrics = {row.id: row.metrics for row in results.rows}
+    assert metrics["number-1"] == metrics["placement-1"] != metrics["number-2"]
+    assert {path.stem for path in (tmp_path / "out" / "runs" / "measurements").iterdir()} == {
+        "bst_sh_s4d_2-steps_s0",
+        "bst_sh_s4d_mixer_layers-1_2-steps_s0",
+        "bst_sh_s4d_mixer_layers-0-1_2-steps_s0",
     }
 
 
-def test_mistakes(data: Path, tmp_path: Path) -> None:
+def test_an_unknown_table_and_missing_data_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"There is no table 'placment' in this experiment \(did you mean placement"):
-        reproduce("block-state", options(data, tmp_path, tables=("placment",)))
+        reproduce("block-state", options_for(data, tmp_path, tables=("placment",)))
     with pytest.raises(DataError, match="lacks lm_text/eltec_eng.jsonl: pass --data with a folder that holds"):
-        reproduce("block-state", options(tmp_path, tmp_path))
+        reproduce("block-state", options_for(tmp_path, tmp_path))
 
 
-def test_the_committed_results_are_of_this_form() -> None:
+def test_the_committed_results_have_every_row_and_metric() -> None:
     results = Results.read(Path(block_state.__file__).parent)
     assert [row.id for row in results.rows][: len(LABELS)] == list(LABELS)
     check_metrics(results, FULL.lengths)
