@@ -31,7 +31,7 @@ from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
 from graftlm.evaluation import Aim, Metric, PaperRow, Results, Row, combine_seeds, value_of
-from graftlm.evaluation.perplexity import evaluating
+from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.evaluation.report import write_report
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext, execute
@@ -112,7 +112,7 @@ def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
     """Percentage of answers that are the most likely token at their position."""
     ids, answers = torch.from_numpy(examples.ids), torch.from_numpy(examples.answers)
     correct = 0
-    with evaluating(model), torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         for batch, is_answer in zip(ids.split(batch_size), answers.split(batch_size), strict=True):
             correct += int((_predictions(model, batch) == batch)[is_answer].sum())
     return 100 * correct / int(answers.sum())
