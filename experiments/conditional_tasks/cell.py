@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.conditional_tasks import peer
+from experiments.conditional_tasks.covariance import covariance_similarity
 from experiments.jobs import Job
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone, Site, load_backbone
@@ -24,7 +25,6 @@ from graftlm.data.samplers import SamplerConfig
 from graftlm.evaluation.labelled import TaskTestSet, measure_labelled, predictor
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
-from graftlm.grafts.conditional_tasks import covariance_similarity
 from graftlm.grafts.heads import uncertainty
 from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig, train

@@ -17,7 +17,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
-from graftlm.grafts.conditional_tasks.adding import left_out_error
+from graftlm.grafts.conditional_tasks.added_tasks import leave_one_out_error
 from graftlm.grafts.heads import TaskSpec
 
 TOPICS = TASKS["topics"]
@@ -152,7 +152,7 @@ def test_without_a_task_that_says_the_same_features_decide(backbone: Backbone, f
     }[spec.type]
     with GraftedModel(backbone, {"graft": extend(backbone, folder, {"news": spec})}) as model:
         found = model.grafts["graft"].start_tasks(model, {"news": rows(5, [0] * 6) | {"targets": targets}})["news"]  # type: ignore[operator]
-        assert found["by"] == "left-out error"
+        assert found["by"] == "leave-one-out error"
         assert set(found["scores"]) == set(TASKS)
         assert found["scores"][found["like"]] == min(found["scores"].values())
 
@@ -167,7 +167,7 @@ def test_the_features_that_decide_are_those_under_each_embedding(backbone: Backb
             asked.pop("targets")
             with torch.no_grad():
                 first = model.eval().encode(**asked)[:, 0]  # how these graft's heads read a row
-            assert found["scores"][name] == pytest.approx(left_out_error(first, targets), rel=1e-4)
+            assert found["scores"][name] == pytest.approx(leave_one_out_error(first, targets), rel=1e-4)
 
 
 def test_a_regression_and_a_span_find_one_that_says_the_same(backbone: Backbone, folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_left_out_error_is_that_of_leaving_each_out() -> None:
             w = torch.linalg.solve(a.T @ a + ridge * mean_diagonal * torch.eye(4).double(), a.T @ b)
             errors.append((y[out] - y[kept].mean(0) - (x[out] - x[kept].mean(0)) @ w).square().sum())
         wanted.append(sum(errors) / (y - y.mean(0)).square().sum())
-    assert left_out_error(x, y) == pytest.approx(float(min(wanted)), rel=1e-6)
+    assert leave_one_out_error(x, y) == pytest.approx(float(min(wanted)), rel=1e-6)
 
 
 def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> None:

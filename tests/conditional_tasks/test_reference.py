@@ -11,8 +11,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, host, random_model, real, targets
+from experiments.conditional_tasks.covariance import covariance_similarity
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.conditional_tasks import covariance_similarity, reference
+from graftlm.grafts.conditional_tasks import reference
 from graftlm.grafts.conditional_tasks.modules import Bottleneck, FiLM
 from graftlm.grafts.heads import task_key
 
@@ -35,14 +36,16 @@ def film_of(film: FiLM) -> reference.Film:
     return film.scale, film.shift
 
 
-def neck_of(neck: Bottleneck) -> reference.Neck:
-    return reference.Neck(neck.down.weight, neck.up.weight, film_of(neck.inner_film), film_of(neck.outer_film))
+def neck_of(neck: Bottleneck) -> reference.BottleneckWeights:
+    return reference.BottleneckWeights(
+        neck.down.weight, neck.up.weight, film_of(neck.inner_film), film_of(neck.outer_film)
+    )
 
 
-def modules_of(graft: Any) -> reference.Modules:
+def modules_of(graft: Any) -> reference.ConditionalWeights:
     """The same leaves that the graft trains."""
     alignment = graft.alignment and (graft.alignment.matrix, film_of(graft.alignment.film))
-    return reference.Modules(
+    return reference.ConditionalWeights(
         alignment,
         {int(layer): (bias.blocks, film_of(bias.film)) for layer, bias in graft.biases.items()},
         {int(layer): [film_of(film) for film in films] for layer, films in graft.norms.items()},

@@ -11,7 +11,7 @@ from torch import Tensor
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, build, host, random_model, real, targets
 from graftlm.errors import GraftError
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.conditional_tasks.modules import ConditionalBias, Places, TaskBatch
+from graftlm.grafts.conditional_tasks.modules import ConditionalBias, RowTasks, TokenPositions
 from graftlm.grafts.heads import TaskSpec
 from tiny import ENCODERS, tiny_ids
 
@@ -153,28 +153,28 @@ class TestBias:
         return made
 
     def test_both_ways_give_the_same(self) -> None:
-        made, tasks = self.bias(), TaskBatch(torch.randn(2, 2), torch.tensor([0, 1, 0]))
+        made, tasks = self.bias(), RowTasks(torch.randn(2, 2), torch.tensor([0, 1, 0]))
         for total, queries in ((10, 10), (7, 7), (9, 2), (10, 1)):
             for seen in (slice(0, total), slice(2, total), slice(0, total + 3)):
-                straight = made(tasks, Places(total, queries), seen)
+                straight = made(tasks, TokenPositions(total, queries), seen)
                 places = torch.arange(total)[None].expand(3, -1)
-                anywhere = made(tasks, Places(places, queries), seen)
+                anywhere = made(tasks, TokenPositions(places, queries), seen)
                 assert straight.shape == (3, 1, queries, seen.stop - seen.start)
                 torch.testing.assert_close(straight, anywhere)
 
     def test_blocks_lie_on_the_diagonal_and_the_last_is_cut(self) -> None:
-        made, tasks = self.bias(), TaskBatch(torch.randn(1, 2), None)
-        m = made(tasks, Places(10, 10), slice(0, 10))[0, 0]
+        made, tasks = self.bias(), RowTasks(torch.randn(1, 2), None)
+        m = made(tasks, TokenPositions(10, 10), slice(0, 10))[0, 0]
         block = torch.arange(10) // 4
         assert (m[block[:, None] != block[None]] == 0).all()
         assert (m[block[:, None] == block[None]] != 0).all()
         torch.testing.assert_close(m[8:, 8:], made.matrices(tasks, 3)[0, 2, :2, :2])
 
     def test_gradients_are_the_same_both_ways(self) -> None:
-        made, tasks, w = self.bias(), TaskBatch(torch.randn(1, 2), None), torch.randn(9, 9)
+        made, tasks, w = self.bias(), RowTasks(torch.randn(1, 2), None), torch.randn(9, 9)
         found = []
         for keys in (9, torch.arange(9)[None]):
-            loss = (made(tasks, Places(keys, 9), slice(0, 9))[0, 0] * w).sum()
+            loss = (made(tasks, TokenPositions(keys, 9), slice(0, 9))[0, 0] * w).sum()
             found.append(torch.autograd.grad(loss, list(made.parameters())))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)

@@ -1,4 +1,4 @@
-"""Closed gates cost nothing: no adapter runs, and the backbone's bits come out."""
+"""Closed gates run no adapter, and logits are the backbone's to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny import DECODERS, FAMILIES, tiny_ids, tiny_model
 
 @pytest.fixture
 def adapted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each call of an adapter was given."""
+    """The number of tokens of each call of an adapter."""
     counts: list[int] = []
     adapt = GatedAdapter.adapt
 
@@ -68,10 +68,10 @@ def test_closed_gates_generate_what_the_backbone_generates(
     family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
 ) -> None:
     model, _ = closed
-    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    how |= {"return_dict_in_generate": True, "output_logits": True}
-    found, wanted = model.generate(tiny_ids(), **how), tiny_model(family).generate(tiny_ids(), **how)
-    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+    decoding = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    decoding |= {"return_dict_in_generate": True, "output_logits": True}
+    actual, expected = model.generate(tiny_ids(), **decoding), tiny_model(family).generate(tiny_ids(), **decoding)
+    assert torch.equal(torch.stack(actual.logits), torch.stack(expected.logits))
     assert adapted == []
 
 
@@ -93,8 +93,8 @@ def test_only_open_tokens_are_computed(family: str, adapted: list[int]) -> None:
     assert all(0 < share < 1 for share in shares), shares
 
 
-def test_one_open_token_changes_itself_and_what_follows_alone() -> None:
-    """The backbone's bits stand before the first token that opens a gate in the last layer."""
+def test_one_open_token_changes_only_its_own_logits() -> None:
+    """One token opens a gate in the last layer; all other logits are the backbone's to the bit."""
     host = Backbone.wrap(tiny_model("llama"))
     graft = random_graft(host, gate_bias=True)
     with torch.no_grad():
@@ -108,12 +108,12 @@ def test_one_open_token_changes_itself_and_what_follows_alone() -> None:
             model(tiny_ids(1))
             scores = graft.blocks[-1].scores(seen[0][0])
             graft.blocks[-1].gate.bias -= scores.topk(2).values.mean()  # only the highest score stays above zero
-            found = model(tiny_ids(1)).logits
-    changed = (found != bare).any(-1)[0]
+            logits = model(tiny_ids(1)).logits
+    changed = (logits != bare).any(-1)[0]
     assert changed.sum() == 1
     assert changed[scores.argmax()]
 
 
-def test_a_classifiers_loss_needs_a_gate() -> None:
+def test_a_cross_entropy_needs_a_gate() -> None:
     with pytest.raises(RecipeError, match="gate is none"):
         NeutralResiduesConfig.parse({"gate": "none", "local_loss": "cross-entropy"})

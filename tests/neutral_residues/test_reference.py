@@ -53,7 +53,7 @@ def weights_of(graft: NeutralResidues) -> list[reference.Weights]:
     ]
 
 
-class Slow:
+class SlowModel:
     """The backbone with `reference.residue` added to each FFN's output by plain hooks."""
 
     def __init__(self, host: Backbone, graft: NeutralResidues) -> None:
@@ -101,22 +101,22 @@ def _of(name: str) -> Any:
 def test_outputs_and_their_gradients(family: str, gate: str) -> None:
     host, graft = build(family, gate=gate, width=6)
     direction = torch.randn(2, 10, host.config.vocab_size, dtype=torch.float64) * MASK[..., None]
-    slow = Slow(host, graft)
-    wanted = slow.logits()
+    slow = SlowModel(host, graft)
+    expected = slow.logits()
     leaves = dict(graft.named_parameters())
-    wanted_gradients = torch.autograd.grad((wanted * direction).sum(), list(leaves.values()))
+    expected_gradients = torch.autograd.grad((expected * direction).sum(), list(leaves.values()))
     with GraftedModel(host, {"graft": graft}) as model:
-        found = model(IDS, attention_mask=MASK).logits
-        (found * direction).sum().backward()
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    for (name, leaf), gradient in zip(leaves.items(), wanted_gradients, strict=True):
+        logits = model(IDS, attention_mask=MASK).logits
+        (logits * direction).sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    for (name, leaf), gradient in zip(leaves.items(), expected_gradients, strict=True):
         torch.testing.assert_close(
             leaf.grad, gradient, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
         )
     if gate == "relu":
         opened = torch.stack([residue.abs().sum(-1) > 0 for residue in slow.residues])
         assert opened.any()
-        assert not opened.all(), "the skipping path was not tried"
+        assert not opened.all(), "no token skipped its adapter"
 
 
 @pytest.mark.parametrize("totals", [None, TOTALS], ids=["counted-here", "given"])
@@ -124,30 +124,30 @@ def test_outputs_and_their_gradients(family: str, gate: str) -> None:
 @pytest.mark.parametrize("config", CASES, ids=lambda case: f"{case['gate']}-{case['local_loss']}")
 def test_losses_and_their_gradients(config: dict[str, Any], domain: list[int], totals: Tensor | None) -> None:
     host, graft = build("llama", **config)
-    slow = Slow(host, graft)
+    slow = SlowModel(host, graft)
     targets = None if totals is None else float(totals[0])
     lm = reference.language_modelling_loss(slow.logits(), LABELS, targets)
     local = slow.local_loss(config["local_loss"], torch.tensor(domain), totals)
-    wanted = reference.total_loss(lm, local, config["alpha"])
+    expected = reference.total_loss(lm, local, config["alpha"])
     leaves = dict(graft.named_parameters())
-    wanted_gradients = torch.autograd.grad(wanted, list(leaves.values()), allow_unused=True)
+    expected_gradients = torch.autograd.grad(expected, list(leaves.values()), allow_unused=True)
     with GraftedModel(host, {"graft": graft}) as model:
-        found = model(IDS, attention_mask=MASK, labels=LABELS, domain=torch.tensor(domain), totals=totals)
-        found.loss.backward()
-    wanted_auxiliary = 0.0 if local is None else config["alpha"] * local.item()
-    assert found.lm_loss.item() == pytest.approx(lm.item(), rel=1e-5)
-    assert (0.0 if found.auxiliary_loss is None else found.auxiliary_loss.item()) == pytest.approx(
-        wanted_auxiliary, rel=1e-5
+        output = model(IDS, attention_mask=MASK, labels=LABELS, domain=torch.tensor(domain), totals=totals)
+        output.loss.backward()
+    expected_auxiliary = 0.0 if local is None else config["alpha"] * local.item()
+    assert output.lm_loss.item() == pytest.approx(lm.item(), rel=1e-5)
+    assert (0.0 if output.auxiliary_loss is None else output.auxiliary_loss.item()) == pytest.approx(
+        expected_auxiliary, rel=1e-5
     )
-    for (name, leaf), gradient in zip(leaves.items(), wanted_gradients, strict=True):
-        expected = torch.zeros_like(leaf) if gradient is None else gradient
+    for (name, leaf), gradient in zip(leaves.items(), expected_gradients, strict=True):
+        gradient = torch.zeros_like(leaf) if gradient is None else gradient
         torch.testing.assert_close(
-            leaf.grad, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            leaf.grad, gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 def test_padding_never_counts() -> None:
-    """The local losses of a padded batch are those of its rows alone, weighed by their tokens."""
+    """The local losses of a padded batch are those of its rows alone, weighted by their tokens."""
     for config in CASES:
         host, graft = build("llama", **config)
         with GraftedModel(host, {"graft": graft}) as model:

@@ -1,7 +1,7 @@
-"""Heads: what a graft predicts besides, or instead of, the next token.
+"""Heads: predictions of labels from the last hidden states.
 
-A task is described by a `TaskSpec`; `Heads` holds one dropout and one Linear per task, and takes rows of different
-tasks in one batch. Predictions and targets go row by row, as their shapes differ:
+`TaskSpec` describes a task. `Heads` holds one dropout and one Linear for each task, and takes rows of several tasks in
+one batch. Predictions and targets are lists with one entry for each row, since their shapes differ:
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
@@ -34,10 +34,10 @@ _FEWEST_LABELS: dict[str, int] = {"classification": 2, "tagging": 2, "multi-labe
 
 
 class TaskSpec(Config):
-    """What a head has to say.
+    """A task.
 
     Args:
-        type: what is predicted; regression and span have no labels.
+        type: the type of the prediction; regression and span have no labels.
         labels: the classes, in order.
     """
 
@@ -51,29 +51,29 @@ class TaskSpec(Config):
             raise ValueError(f"a {self.type} task has no labels: leave them out")
         if fewest is not None and len(self.labels) < fewest:
             raise ValueError(f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}")
-        if twice := sorted({label for label in self.labels if self.labels.count(label) > 1}):
-            raise ValueError(f"the label {twice[0]!r} appears twice")
+        if repeated := sorted({label for label in self.labels if self.labels.count(label) > 1}):
+            raise ValueError(f"the label {repeated[0]!r} appears twice")
         return self
 
     @property
     def outputs(self) -> int:
-        """How many numbers a head gives for a row, or for a token of tagging and span."""
+        """The number of outputs for a row, or for a token of tagging and span."""
         return {"regression": 1, "span": 2}.get(self.type, len(self.labels))
 
     @property
     def of_tokens(self) -> bool:
-        """Whether each token has a prediction, rather than each row."""
+        """Whether each token has a prediction; otherwise each row has one."""
         return self.type in ("tagging", "span")
 
 
 class Heads(nn.Module):
-    """One head per task.
+    """One head for each task.
 
     Args:
-        tasks: what each says; a row's task is an index into them.
+        tasks: the tasks by name; a row's task is an index into them.
         width: D.
-        pooling: what a row is read from: its first real token, its last, or the mean of all.
-        dropout: of what the Linears read, in training.
+        pooling: the vector of a row: that of its first real token, that of its last, or the mean of all.
+        dropout: of the Linears' inputs, in training.
     """
 
     def __init__(self, tasks: Mapping[str, TaskSpec], width: int, pooling: Pooling = "first", dropout: float = 0.1):
@@ -90,11 +90,11 @@ class Heads(nn.Module):
         """A fresh head, the last in order.
 
         Raises:
-            GraftError: there is one of that name, or the name has a dot.
+            GraftError: the name is taken, is empty or has a dot.
         """
         if name in self.specs or "." in name or not name:
-            why = "is there already" if name in self.specs else "is empty" if not name else "has a dot in it"
-            raise GraftError(f"The task name {name!r} {why}: name the task another way.")
+            problem = "is there already" if name in self.specs else "has a dot in it" if name else "is empty"
+            raise GraftError(f"The task name {name!r} {problem}: name the task another way.")
         linear = nn.Linear(self.width, spec.outputs)
         nn.init.normal_(linear.weight, std=0.02)
         nn.init.zeros_(linear.bias)
@@ -104,28 +104,26 @@ class Heads(nn.Module):
 
     def linear(self, name: str) -> nn.Linear:
         """A task's Linear."""
-        return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict does not tell what it holds
+        return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict holds modules
 
     def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor) -> list[Tensor]:
-        """Each row's prediction, in the rows' order.
+        """Each row's prediction, in the order of the rows.
 
-        Padding takes no part: of a span it has the lowest logits there are, of tagging logits that nothing reads.
+        Padding is excluded: its span logits are the lowest of the dtype, and its tagging logits have no meaning.
 
         Args:
             hidden_BTD: the backbone's last hidden states.
-            token_mask_BT: True for real tokens; None when all are.
+            token_mask_BT: True for real tokens; None when all are real.
             task_B: long, each row's task.
         """
-        weight = next(self.linears.parameters())
-        hidden_BTD = hidden_BTD.to(weight.dtype)
+        hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
-        found: list[Tensor | None] = [None] * len(task_B)
+        predictions: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B):
             out = self._predict(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT.bool(), rows_R))
-            for row, prediction in zip(rows_R, out.unbind(0), strict=True):
-                found[row] = prediction
-        return [prediction for prediction in found if prediction is not None]
+            predictions |= zip(rows_R, out.unbind(0), strict=True)
+        return [predictions[row] for row in range(len(task_B))]
 
     def _predict(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
         spec, linear = self.specs[name], self.linear(name)
@@ -141,30 +139,29 @@ class Heads(nn.Module):
         """Each row's loss, scalars in nats or squared units; see the table above.
 
         Args:
-            predictions: as `forward` gave them.
-            targets: one a row.
+            predictions: the output of `forward`.
+            targets: one for each row.
             task_B: long, each row's task.
         """
-        found: list[Tensor | None] = [None] * len(predictions)
+        losses: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B):
             out = torch.stack([predictions[row] for row in rows_R]).float()
-            wanted = torch.stack([targets[row] for row in rows_R]).to(out.device)
-            for row, loss in zip(rows_R, row_losses(self.specs[name], out, wanted).unbind(0), strict=True):
-                found[row] = loss
-        return [loss for loss in found if loss is not None]
+            labels = torch.stack([targets[row] for row in rows_R]).to(out.device)
+            losses |= zip(rows_R, row_losses(self.specs[name], out, labels).unbind(0), strict=True)
+        return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor) -> Iterator[tuple[str, list[int]]]:
-        """The tasks that occur, and the rows of each."""
+        """Each task in the batch, and its rows."""
         tasks = task_B.tolist()
         names = list(self.specs)
         for task in sorted(set(tasks)):
             if not 0 <= task < len(names):
                 raise GraftError(f"There is no task number {task}: the graft has {len(names)}, counted from 0.")
-            yield names[task], [row for row, one in enumerate(tasks) if one == task]
+            yield names[task], [row for row, number in enumerate(tasks) if number == task]
 
 
 def task_key(name: str) -> str:
-    """A task's key among modules or parameters: a name that is none of a module's attributes, such as `type`."""
+    """The key of a task in a ModuleDict, which refuses names of its attributes, such as `type`."""
     return f"task:{name}"
 
 
@@ -175,13 +172,13 @@ def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
-    """(R, D): what each row says as a whole, of its real tokens alone, wherever padding stands."""
+    """(R, D): the vector of each row, from its real tokens alone; padding may be on either side."""
     if pooling == "mean":
         weights = mask_RT.to(hidden_RTD.dtype)
         return torch.einsum("rtd,rt->rd", hidden_RTD, weights) / weights.sum(1, keepdim=True).clamp(min=1)
-    places = torch.arange(mask_RT.shape[1], device=mask_RT.device)
-    place_R = mask_RT.int().argmax(1) if pooling == "first" else (places * mask_RT).argmax(1)
-    return hidden_RTD[torch.arange(len(place_R), device=place_R.device), place_R]
+    columns = torch.arange(mask_RT.shape[1], device=mask_RT.device)
+    column_R = mask_RT.int().argmax(1) if pooling == "first" else (columns * mask_RT).argmax(1)
+    return hidden_RTD[torch.arange(len(column_R), device=column_R.device), column_R]
 
 
 def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -208,21 +205,21 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
 def uncertainty(
     predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor] | None = None
 ) -> list[Tensor | None]:
-    """How unsure each prediction is, scalars from 0 to 1; None for regression and span.
+    """The uncertainty of each prediction, scalars from 0 to 1; None for regression and span.
 
-    Classification: entropy over that of as many equal classes. Tagging: its mean over the labelled tokens. Multi-label:
-    the mean entropy of the labels, each over log 2.
+    Classification: the entropy over log C. Tagging: the mean of that over the labelled tokens. Multi-label: the mean
+    entropy of the labels, each over log 2.
 
     Args:
-        predictions: one a row.
+        predictions: one for each row.
         specs: each row's task.
-        targets: say which tokens of tagging are labelled; None takes every token, padding too.
+        targets: -100 marks the tokens of tagging that have no label; None counts every token, padding too.
     """
-    found: list[Tensor | None] = []
+    values: list[Tensor | None] = []
     for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
         target = None if targets is None else targets[row].to(prediction.device)
-        found.append(_uncertainty(prediction.float(), spec, target))
-    return found
+        values.append(_uncertainty(prediction.float(), spec, target))
+    return values
 
 
 def _uncertainty(logits: Tensor, spec: TaskSpec, target: Tensor | None) -> Tensor | None:
@@ -233,9 +230,9 @@ def _uncertainty(logits: Tensor, spec: TaskSpec, target: Tensor | None) -> Tenso
         return _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
     if spec.type != "tagging":
         return None
-    each_T = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
-    counted_T = torch.ones_like(each_T) if target is None else (target != IGNORED).to(each_T.dtype)
-    return (each_T * counted_T).sum() / counted_T.sum().clamp(min=1)
+    entropy_T = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
+    counted_T = torch.ones_like(entropy_T) if target is None else (target != IGNORED).to(entropy_T.dtype)
+    return (entropy_T * counted_T).sum() / counted_T.sum().clamp(min=1)
 
 
 def _entropy(log_probabilities: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one would do without a graft, by the same loop, data and report: LoRA (PEFT's own) and full fine-tuning."""
+"""Baselines through the same loop, data and report: LoRA by PEFT, and full fine-tuning."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, c
 _ADAPTER = "graft"
 
 
-class LowRankConfig(GraftConfig):
+class LoRABaselineConfig(GraftConfig):
     """Config of LoRA on the FFN's Linears.
 
     Args:
-        capacity: extra weights as a share of the backbone's.
-        rank: given, it is used instead of `capacity`.
-        scale: what the product of the factors is multiplied by (alpha / rank).
+        capacity: extra weights as a share of the backbone's weights.
+        rank: the rank of the factors; it replaces `capacity`.
+        scale: the factor on B A x, which is alpha / rank.
     """
 
     kind: Literal["lora"] = "lora"
@@ -36,13 +36,13 @@ class LowRankConfig(GraftConfig):
     scale: float = Field(1.0, gt=0)
 
 
-class LowRank(Graft, ReplacesModel, HasTensors):
-    """LoRA on every Linear of the FFNs. PEFT attaches its modules to the live model, and unloads them again."""
+class LoRABaseline(Graft, ReplacesModel, HasTensors):
+    """LoRA on every Linear of the FFNs. PEFT adds its modules to the live model, and unloads them again."""
 
-    Config: ClassVar[type[GraftConfig]] = LowRankConfig
+    Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
     label = "LoRA on the FFN"
 
-    def __init__(self, config: LowRankConfig, backbone: Backbone) -> None:
+    def __init__(self, config: LoRABaselineConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
         self._names = _ffn_linear_names(backbone)
@@ -53,7 +53,7 @@ class LowRank(Graft, ReplacesModel, HasTensors):
         self._pending: dict[str, Tensor] | None = None
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        config: LowRankConfig = self.config  # type: ignore[assignment]
+        config: LoRABaselineConfig = self.config  # type: ignore[assignment]
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(
                 "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together "
@@ -83,10 +83,10 @@ class LowRank(Graft, ReplacesModel, HasTensors):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         check_tensors(self._expected, tensors)
-        if not self._live:
+        if self._live:
+            set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
+        else:
             self._pending = dict(tensors)
-            return
-        set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         return {"rank": self._rank}
@@ -101,12 +101,12 @@ def rank_for(capacity: float, backbone: Backbone) -> int:
 
 
 def _ffn_linear_names(backbone: Backbone) -> list[str]:
-    wanted = {id(m) for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)}
-    return [name for name, module in backbone.model.named_modules() if id(module) in wanted]
+    linears = {id(m) for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)}
+    return [name for name, module in backbone.model.named_modules() if id(module) in linears]
 
 
 def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tensor]:
-    """Names and shapes (without storage) of the factors that PEFT will make."""
+    """The factors that PEFT will create, as tensors without storage."""
     shapes: dict[str, tuple[Any, Any]] = {}
     for name in names:
         module = backbone.model.get_submodule(name)
@@ -117,13 +117,13 @@ def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tenso
 
 
 class FineTuningConfig(GraftConfig):
-    """Config of full fine-tuning: nothing to choose."""
+    """Config of full fine-tuning; it has no options."""
 
     kind: Literal["finetune"] = "finetune"
 
 
 class FineTuning(Graft, ReplacesModel, HasTensors):
-    """All weights of a copy of the backbone; the backbone itself stays as it is. Its tensors are the whole model's."""
+    """Training of all weights of a copy of the backbone. The tensors are the full model's."""
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig
     label = "fine-tuning"

@@ -1,35 +1,112 @@
-"""Conditional tasks: one partly frozen encoder for many tasks, its modules modulated by each task's embedding.
+"""Conditional tasks: one partly frozen encoder for many tasks, whose modules each task's embedding modulates.
 
-Every row of a batch has a task, every task a trained vector z and a head. Modules that all tasks share (`modules.py`)
-are turned by FiLM into each task's own. The upper layers train as a copy, which shares all frozen weights with the
-backbone (`copying.py`).
+Every row of a batch has a task; every task has a trained vector z and a head. FiLM adapts the modules that all tasks
+share (`modules.py`) to each task. The upper layers train as a copy that shares all frozen weights with the backbone.
 
-Shape suffixes: B rows, T tokens, D the backbone's width, Z a task embedding's width.
+Shape suffixes: B rows, T tokens, U different tasks in the pass, D the backbone's width, Z a task embedding's width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, field_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.errors import GraftError, RecipeError
+from graftlm.backbone import Backbone, Call, Fingerprint, Site, Sites, Tap
+from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts.base import Graft, GraftConfig, HasHeads, HasTensors, ReplacesModel, check_tensors
-from graftlm.grafts.conditional_tasks.adding import choose, read_trained
-from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
-from graftlm.grafts.conditional_tasks.copying import outside, share, sharing_copy, trained_names, trained_roots
-from graftlm.grafts.conditional_tasks.modules import Alignment, Bottleneck, ConditionalBias, FiLM, Places, TaskBatch
-from graftlm.grafts.heads import Heads, TaskSpec, task_key
+from graftlm.grafts.conditional_tasks.added_tasks import choose_start
+from graftlm.grafts.conditional_tasks.modules import (
+    Alignment,
+    Bottleneck,
+    ConditionalBias,
+    FiLM,
+    RowTasks,
+    TokenPositions,
+)
+from graftlm.grafts.heads import Heads, Pooling, TaskSpec, task_key
 
 _COPIED = "copied."
 
 
+class ConditionalTasksConfig(GraftConfig):
+    """Config of conditional tasks.
+
+    With every module off the method is multi-task fine-tuning; with one task and `frozen: 0` it is fine-tuning.
+
+    Args:
+        tasks: the tasks by name, in order; a run fills them in from its rows.
+        frozen: share of the layers, from the first, that stay frozen; 0 trains the embedding and all layers, 1 nothing
+            of the backbone.
+        modulated: share of the layers, from the last, that have conditional modules.
+        attention: adds a learned matrix to the scores, in blocks along the diagonal or as one full block.
+        block: width of a block in tokens.
+        alignment: a matrix between embedding and first layer.
+        norm: modulates the output of each norm.
+        bottleneck: `base` is parallel to each modulated layer's FFN, `large` runs along all layers.
+        bottleneck_width: inner width of the bottleneck.
+        task_width: width of a task's vector.
+        pooling: the vector that a row is predicted from: its first token, its last, or the mean.
+        max_length: maximum number of tokens of a row with conditional attention.
+        dropout: of the heads' inputs, in training.
+        extends: folder of a trained graft, whose config and tensors are taken over; only the new tasks train.
+        like: the trained task that new ones start from; by default it is chosen on the run's rows.
+    """
+
+    needs_tasks: ClassVar[bool] = True
+
+    kind: Literal["conditional-tasks"] = "conditional-tasks"
+    tasks: dict[str, TaskSpec] = {}
+    frozen: float = Field(0.5, ge=0, le=1)
+    modulated: float = Field(0.5, ge=0, le=1)
+    attention: Literal["none", "blocks", "full"] = "blocks"
+    block: int = Field(32, ge=1)
+    alignment: bool = True
+    norm: bool = True
+    bottleneck: Literal["none", "base", "large"] = "base"
+    bottleneck_width: int = Field(64, ge=1)
+    task_width: int = Field(64, ge=1)
+    pooling: Pooling = "first"
+    max_length: int = Field(512, ge=1)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    extends: str | None = None
+    like: str | None = None
+
+    @field_validator("tasks")
+    @classmethod
+    def _names_are_valid(cls, value: dict[str, TaskSpec]) -> dict[str, TaskSpec]:
+        for name in value:
+            if not name or "." in name:
+                raise ValueError(f"the task's name {name!r} can't be used: take one without dots, such as intents")
+        return value
+
+    def block_width(self) -> int:
+        """Tokens of one block of conditional attention."""
+        return self.max_length if self.attention == "full" else min(self.block, self.max_length)
+
+
 class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
-    """Many tasks on one partly frozen encoder, by modules that each task's embedding modulates."""
+    """Many tasks on one partly frozen encoder.
+
+    Args:
+        config: its config; with `extends` the graft has the trained graft's config and the new tasks.
+        backbone: the encoder or decoder.
+
+    Raises:
+        RecipeError: there is no task, a new task has a trained one's name, or the family's norms are unknown.
+        ArtifactError: `extends` names no complete graft of this kind.
+        WrongBackboneError: the trained graft belongs to another backbone.
+    """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
     label = "conditional tasks"
@@ -41,36 +118,36 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         if not new:
             raise RecipeError("A graft of the kind conditional-tasks has no tasks: name at least one, with its rows.")
         trained = None if config.extends is None else read_trained(config, backbone)
-        self.config = config if trained is None else trained.config
+        self.config = config if trained is None else trained[0]
         self._sites = backbone.sites
         self._build()
         self.to(backbone.device)
-        names = trained_names(backbone.model, self.config.frozen)
         parameters = dict(backbone.model.named_parameters())
+        names = trained_names(backbone.model, self.config.frozen)
         self._originals = {name: parameters[name] for name in names}  # in a dict, which no Module registers
         self._copy: list[PreTrainedModel] = []
         self._pending: dict[str, Tensor] | None = None
-        self._fixed: set[str] | None = None  # the old tasks, where only new ones train
-        self._told = config.like
+        self._fixed: set[str] | None = None  # the trained tasks, where only new ones train
+        self._like = config.like
         if trained is not None:
-            self.load_tensors(trained.tensors)
+            self.load_tensors(trained[1])
             for name, spec in new.items():
                 self.add_task(name, spec, config.like)
 
     def _build(self) -> None:
         config, sites = self.config, self._sites
         width, z = sites.width, config.task_width
-        self._modulated = range(sites.n_layers - share(config.modulated, sites.n_layers), sites.n_layers)
+        modulated = range(sites.n_layers - share_of(config.modulated, sites.n_layers), sites.n_layers)
         self.embeddings = nn.ParameterDict({task_key(name): torch.randn(z) for name in config.tasks})
         self.heads = Heads(config.tasks, width, config.pooling, config.dropout)
         self.alignment = Alignment(width, z) if config.alignment else None
         self.biases, self.norms, self.bottlenecks = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
-        for layer in self._modulated:
+        for layer in modulated:
             if config.attention != "none":
                 self.biases[str(layer)] = ConditionalBias(config.max_length, config.block_width(), z)
             if config.norm:
                 self.norms[str(layer)] = nn.ModuleList(FiLM(z, width) for _ in _norms(sites, layer))
-        for layer in {"none": range(0), "base": self._modulated, "large": range(sites.n_layers)}[config.bottleneck]:
+        for layer in {"none": range(0), "base": modulated, "large": range(sites.n_layers)}[config.bottleneck]:
             self.bottlenecks[str(layer)] = Bottleneck(width, config.bottleneck_width, z, sites.activation)
 
     def taps(self) -> list[Tap]:
@@ -80,13 +157,10 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         for layer, films in self.norms.items():
             for site, film in zip(_norms(self._sites, int(layer)), films, strict=True):  # type: ignore[arg-type]  # a ModuleList
                 taps.append(Tap(site, "after", "add", self._normalise(film)))
+        large = self.config.bottleneck == "large"
         for layer, bottleneck in self.bottlenecks.items():
-            beside = (
-                self._skip(int(layer), bottleneck) if self.config.bottleneck == "large" else self._beside(bottleneck)
-            )
-            taps.append(
-                Tap(Site("layer" if self.config.bottleneck == "large" else "ffn", int(layer)), "after", "add", beside)
-            )
+            function = self._skip(int(layer), bottleneck) if large else self._parallel(bottleneck)
+            taps.append(Tap(Site("layer" if large else "ffn", int(layer)), "after", "add", function))
         return taps
 
     def prepare(self, call: Call) -> None:
@@ -94,16 +168,16 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         if self.biases:
             ids = call.input_ids if call.input_ids is not None else call.token_mask
             if ids is not None:
-                call.scratch[self, "places"] = Places.of(call, ids.shape[1], self.config.max_length)
+                positions = TokenPositions.of_call(call, ids.shape[1], self.config.max_length)
+                call.scratch[self, "positions"] = positions
 
-    def _tasks(self, call: Call) -> TaskBatch:
-        """The tasks of a pass."""
+    def _tasks(self, call: Call) -> RowTasks:
         key = (self, "tasks")
         if key not in call.scratch:
             call.scratch[key] = self._read_tasks(call.extras.get("task"))
         return call.scratch[key]
 
-    def _read_tasks(self, task_B: Tensor | None) -> TaskBatch:
+    def _read_tasks(self, task_B: Tensor | None) -> RowTasks:
         zs = self._embeddings()
         if task_B is None:
             if len(zs) > 1:
@@ -111,16 +185,16 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
                     f"The graft has {len(zs)} tasks ({', '.join(self.config.tasks)}), and the batch does not say which "
                     "each row has: give extras={'task': indices}."
                 )
-            return TaskBatch(zs[0][None], None)
-        found, which_B = task_B.unique(return_inverse=True)
-        numbers = found.tolist()
-        if wrong := [number for number in numbers if not 0 <= number < len(zs)]:
-            raise GraftError(f"There is no task number {wrong[0]}: the graft has {len(zs)}, counted from 0.")
+            return RowTasks(zs[0][None], None)
+        numbers_U, index_B = task_B.unique(return_inverse=True)
+        numbers = numbers_U.tolist()
+        if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
+            raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
         z_UZ = torch.stack([zs[number] for number in numbers])
-        return TaskBatch(z_UZ, None if len(found) == 1 else which_B.to(z_UZ.device))
+        return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device))
 
     def _embeddings(self) -> list[Tensor]:
-        """Each task's, in the tasks' order, which a ParameterDict does not keep."""
+        """The embedding of each task, in the tasks' order, which a ParameterDict does not keep."""
         return [self.embeddings[task_key(name)] for name in self.config.tasks]
 
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
@@ -130,15 +204,17 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
 
     def _attend(self, layer: int, bias: Any) -> Callable[..., Tensor]:
         def add(call: Call, x_BTD: Tensor) -> Tensor:
-            places = call.scratch.get((self, "places")) or Places.of(call, x_BTD.shape[1], self.config.max_length)
-            return bias(self._tasks(call), places, places.window(call, layer)).to(x_BTD.dtype)
+            positions = call.scratch.get((self, "positions"))
+            if positions is None:
+                positions = TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
+            return bias(self._tasks(call), positions, positions.visible(call, layer)).to(x_BTD.dtype)
 
         return add
 
     def _normalise(self, film: Any) -> Callable[..., Tensor]:
         return lambda call, _x, y_BTD: film.change(y_BTD, self._tasks(call))
 
-    def _beside(self, bottleneck: Any) -> Callable[..., Tensor]:
+    def _parallel(self, bottleneck: Any) -> Callable[..., Tensor]:
         def add(call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
             return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
 
@@ -148,7 +224,7 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         """c_j = CFF_j(h_j + c_{j-1}); the last is added to the last layer's output."""
 
         def remember(call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
-            # A key for each layer: a layer that is computed again in the backward pass reads the same.
+            # One key for each layer, so that a layer that runs again in the backward pass reads the same.
             before = call.scratch.get((self, "skip", layer - 1))
             h = h_BTD.to(call.working_dtype(self))
             call.scratch[self, "skip", layer] = bottleneck(h if before is None else h + before, self._tasks(call))
@@ -178,13 +254,13 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         return {"embedding_cosines": (z @ z.T).tolist()}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
-        """Add a task; from now on only what belongs to added tasks trains, and old ones stay as they are to the bit.
+        """Add a task; from now on only the added tasks' own tensors train, and trained tasks stay the same to the bit.
 
         Args:
             name: its name.
-            spec: what its head says.
-            like: the old task whose embedding it starts from, and whose head where both say the same; None starts from
-                the mean embedding.
+            spec: its type and labels.
+            like: the trained task whose embedding it starts from, and whose head where type and labels are the same;
+                None starts from the mean embedding.
 
         Raises:
             GraftError: there is a task of that name, or none called `like`.
@@ -200,7 +276,7 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
 
     @torch.no_grad()
     def start_like(self, name: str, like: str) -> None:
-        """Give a task another's embedding and, where both say the same, its head.
+        """Give a task another's embedding and, where type and labels are the same, its head.
 
         Raises:
             GraftError: there is no task called `like`.
@@ -213,7 +289,7 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
             self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
 
     def _freeze(self) -> None:
-        """Hold everything but the added tasks' own."""
+        """Freeze everything but the added tasks' own tensors."""
         if self._fixed is None:
             return
         self.requires_grad_(False)
@@ -225,22 +301,24 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
             model.requires_grad_(False)
 
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose the old task that each added one starts from, see `adding.choose`."""
+        """Choose the trained task that each added one starts from, see `choose_start`."""
         added = [name for name in rows if self._fixed is not None and name not in self._fixed]
-        if self._told is not None:
-            return {name: {"like": self._told, "by": "the config"} for name in added}
-        found = {}
+        if self._like is not None:
+            return {name: {"like": self._like, "by": "the config"} for name in added}
+        choices = {}
         for name in added:
-            others = [task for task in self.config.tasks if task in (self._fixed or ())]
-            found[name] = choose(model, self.tasks(), self.config.pooling, name, others, rows[name])
-            self.start_like(name, found[name]["like"])
-        return found
+            trained = [task for task in self.config.tasks if task in (self._fixed or ())]
+            choices[name] = choose_start(model, self.tasks(), self.config.pooling, name, trained, rows[name])
+            self.start_like(name, choices[name]["like"])
+        return choices
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
         if not self._copy:
             return ()
         copied = self._copy[0]
-        return [copied] if self._fixed is not None else outside(copied, trained_roots(copied, self.config.frozen))
+        return (
+            [copied] if self._fixed is not None else modules_outside(copied, trained_roots(copied, self.config.frozen))
+        )
 
     def changes_all_rows(self) -> bool:
         return bool(self._originals)
@@ -259,7 +337,7 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         if self._copy:
             self._pending = self._copied()
             copied = self._copy.pop()
-            if copied.device != model.device:  # the weights that both share went there
+            if copied.device != model.device:  # the shared weights moved with the copy
                 model.to(copied.device)  # type: ignore[arg-type]  # its decorator hides the overloads
 
     def tensors(self) -> dict[str, Tensor]:
@@ -290,19 +368,101 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
                 parameters[name].copy_(tensor)
 
 
-def _norms(sites: Any, layer: int) -> list[Site]:
+def _norms(sites: Sites, layer: int) -> list[Site]:
     """A layer's norms.
 
     Raises:
-        RecipeError: the family's row tells none.
+        RecipeError: the family's row names none.
     """
-    found = sites.norms(layer)
-    if not found:
+    norms = sites.norms(layer)
+    if not norms:
         raise RecipeError(
             f"GraftLM does not know where a {sites.model_type} model has its norms: set norm to false, or "
             "describe them in the family's row."
         )
-    return found
+    return norms
 
 
-__all__ = ["ConditionalTasks"]
+def read_trained(
+    config: ConditionalTasksConfig, backbone: Backbone
+) -> tuple[ConditionalTasksConfig, dict[str, Tensor]]:
+    """Config and tensors of the graft in the folder that `config` extends.
+
+    Raises:
+        ArtifactError: the folder is no complete graft of this kind.
+        WrongBackboneError: it was trained on another backbone.
+        RecipeError: a new task has the name of a trained one.
+    """
+    folder = Path(str(config.extends))
+    try:
+        manifest = json.loads((folder / "graft.json").read_text(encoding="utf-8"))
+        kind, values = manifest["kind"], manifest["config"]
+        tensors = load_file(folder / "graft.safetensors")
+        fingerprint = Fingerprint(**manifest["backbone"]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ArtifactError(
+            f"{folder}, which is to be extended, is not a whole graft ({type(error).__name__}): name a folder that "
+            "graft train wrote."
+        ) from None
+    if kind != config.kind:
+        raise ArtifactError(f"{folder}, which is to be extended, is a graft of the kind {kind}: name a {config.kind}.")
+    if difference := fingerprint.difference(backbone.fingerprint):
+        raise WrongBackboneError(
+            f"{folder}, which is to be extended, was trained on another backbone than {backbone.name}: {difference}."
+        )
+    trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder))
+    if both := sorted(set(trained.tasks) & set(config.tasks)):
+        raise RecipeError(f"The graft {folder} has a task {both[0]} already: name the new one another way.")
+    return trained, tensors
+
+
+def share_of(share: float, layers: int) -> int:
+    """The number of layers that a share is, halves rounded up."""
+    return math.floor(share * layers + 0.5)
+
+
+def trained_roots(model: PreTrainedModel, frozen: float) -> list[nn.Module]:
+    """The modules that train: the upper layers and the norm after them, or the whole base model; never a head."""
+    if frozen == 0:
+        return [model.base_model]
+    sites = Sites(model)
+    layers = list(sites.layers)[share_of(frozen, sites.n_layers) :]
+    norm = [model.base_model.get_submodule(sites.family.norm)] if sites.family.norm and layers else []
+    return [*layers, *norm]
+
+
+def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
+    """The names of the model's weights that train; those of a pooler do not, since nothing reads it."""
+    roots = trained_roots(model, frozen)
+    pooler = getattr(model.base_model, "pooler", None)
+    unread = {id(p) for p in pooler.parameters()} if isinstance(pooler, nn.Module) else set()
+    trained = {id(parameter) for root in roots for parameter in root.parameters()} - unread
+    return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
+
+
+def sharing_copy(model: PreTrainedModel, names: Sequence[str]) -> PreTrainedModel:
+    """A copy of `model` with trainable parameters `names` of its own; all other tensors are the model's."""
+    own = set(names)
+    memo: dict[int, Any] = {id(p): p for name, p in model.named_parameters() if name not in own}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    copied = copy.deepcopy(model, memo)
+    for name, parameter in copied.named_parameters():
+        if name in own:
+            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+                raise BackboneError(
+                    f"The weight {name} is quantised ({type(parameter).__name__}), and upper layers train as plain "
+                    "numbers: load the backbone without quantisation, or set frozen to 1."
+                )
+            parameter.requires_grad_(True)
+    return copied
+
+
+def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The largest modules of `model` that neither contain one of `roots` nor lie in one."""
+    for child in model.children():
+        if any(child is root for root in roots):
+            continue
+        if any(module is root for module in child.modules() for root in roots):
+            yield from modules_outside(child, roots)
+        else:
+            yield child

@@ -1,4 +1,4 @@
-"""Conditional tasks as the equations have them: one row, one token, one block at a time. For tests only.
+"""Conditional tasks as the equations define them: one row, one token and one block at a time. For tests only.
 
     film(y, z)      = gamma(z) * y + beta(z),   gamma(z) = 1 + G z,   beta(z) = B z              (definition 1)
     attention       = softmax(M(z) + Q K^T / sqrt(d)) V,   M(z) = A'_1 (+) ... (+) A'_N,   A'_n = film(A_n, z)
@@ -26,8 +26,8 @@ Film = tuple[Tensor, Tensor]  # G and B, (width, Z) each
 
 
 @dataclass(frozen=True)
-class Neck:
-    """A bottleneck: `down` (F, D), `up` (D, F), and the FiLM of each one's output."""
+class BottleneckWeights:
+    """A bottleneck: `down` (F, D), `up` (D, F), and the FiLM of the output of each."""
 
     down: Tensor
     up: Tensor
@@ -36,21 +36,21 @@ class Neck:
 
 
 @dataclass(frozen=True)
-class Modules:
-    """All conditional modules, those of layers by the layer's number; absent ones are left out.
+class ConditionalWeights:
+    """All conditional modules that are present; those of layers by the layer's number.
 
     Attributes:
         alignment: D and its FiLM.
         biases: A (N, W, W) and its FiLM.
         norms: a FiLM for each norm of a layer.
         necks: bottlenecks.
-        large: whether they stand along all layers.
+        large: whether the bottlenecks run along all layers.
     """
 
     alignment: tuple[Tensor, Film] | None = None
     biases: Mapping[int, tuple[Tensor, Film]] = field(default_factory=dict)
     norms: Mapping[int, Sequence[Film]] = field(default_factory=dict)
-    necks: Mapping[int, Neck] = field(default_factory=dict)
+    necks: Mapping[int, BottleneckWeights] = field(default_factory=dict)
     large: bool = False
 
 
@@ -59,18 +59,18 @@ def film(y: Tensor, z: Tensor, weights: Film) -> Tensor:
     return (1 + weights[0] @ z) * y + weights[1] @ z
 
 
-def direct_sum(one: Tensor, other: Tensor) -> Tensor:
-    """A matrix with two along its diagonal, and zeros."""
-    right, left = one.new_zeros(one.shape[0], other.shape[1]), one.new_zeros(other.shape[0], one.shape[1])
-    return torch.cat([torch.cat([one, right], 1), torch.cat([left, other], 1)])
+def direct_sum(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix with the blocks a and b along its diagonal, and zeros elsewhere."""
+    right, left = a.new_zeros(a.shape[0], b.shape[1]), a.new_zeros(b.shape[0], a.shape[1])
+    return torch.cat([torch.cat([a, right], 1), torch.cat([left, b], 1)])
 
 
 def bias(blocks: Tensor, weights: Film, z: Tensor, length: int) -> Tensor:
     """M(z), (T, T)."""
-    made = blocks.new_zeros(0, 0)
+    matrix = blocks.new_zeros(0, 0)
     for block_WW in blocks:
-        made = direct_sum(made, film(block_WW.reshape(-1), z, weights).reshape(block_WW.shape))
-    return made[:length, :length]
+        matrix = direct_sum(matrix, film(block_WW.reshape(-1), z, weights).reshape(block_WW.shape))
+    return matrix[:length, :length]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 
 
 def align(x_D: Tensor, matrix: Tensor, weights: Film, z: Tensor) -> Tensor:
-    """One token after the alignment, (D,)."""
+    """The alignment of one token, (D,)."""
     return film(x_D @ (torch.eye(len(x_D), dtype=x_D.dtype) + matrix), z, weights)
 
 
@@ -98,39 +98,39 @@ def literal_norm(a_D: Tensor, own: tuple[Tensor, Tensor], gamma: Tensor, beta: T
     return normalised(a_D, eps) * (own[0] * gamma + own[1]) + beta
 
 
-def bottleneck(x_D: Tensor, neck: Neck, z: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def bottleneck(x_D: Tensor, neck: BottleneckWeights, z: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """(D,)."""
     return film(neck.up @ activation(film(neck.down @ x_D, z, neck.inner)), z, neck.outer)
 
 
-def _each(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+def _by_token(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
     return torch.stack([function(x_D) for x_D in x_TD])
 
 
 def _norm(x_TD: Tensor, layer_norm: Any, z: Tensor, weights: Film | None) -> Tensor:
-    out = _each(lambda x: normalised(x, layer_norm.eps) * layer_norm.weight + layer_norm.bias, x_TD)
-    return out if weights is None else _each(lambda x: film(x, z, weights), out)
+    out = _by_token(lambda x: normalised(x, layer_norm.eps) * layer_norm.weight + layer_norm.bias, x_TD)
+    return out if weights is None else _by_token(lambda x: film(x, z, weights), out)
 
 
 def _linear(x_TD: Tensor, linear: Any) -> Tensor:
-    """By its weights, since the live module may carry hooks."""
+    """By its weights, since the live module may have hooks."""
     return x_TD @ linear.weight.T + linear.bias
 
 
 def _self_attention(x_TD: Tensor, attention: Any, m: Tensor) -> Tensor:
     heads, size = attention.num_attention_heads, attention.attention_head_size
     q, k, v = (_linear(x_TD, part) for part in (attention.query, attention.key, attention.value))
-    places = [slice(head * size, (head + 1) * size) for head in range(heads)]
-    return torch.cat([attend(q[:, at], k[:, at], v[:, at], m) for at in places], -1)
+    slices = [slice(head * size, (head + 1) * size) for head in range(heads)]
+    return torch.cat([attend(q[:, part], k[:, part], v[:, part], m) for part in slices], -1)
 
 
 def encode(
-    x_TD: Tensor, layers: Sequence[Any], modules: Modules, z: Tensor, activation: Callable[[Tensor], Tensor]
+    x_TD: Tensor, layers: Sequence[Any], modules: ConditionalWeights, z: Tensor, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The last hidden states, (T, D), of one row in a BERT encoder.
 
     Args:
-        x_TD: what the embeddings give.
+        x_TD: the output of the embeddings.
         layers: transformers' BERT layers, for their weights.
         modules: the conditional modules.
         z: the task's embedding.
@@ -139,8 +139,8 @@ def encode(
     h = x_TD
     if modules.alignment is not None:
         matrix, weights = modules.alignment
-        h = _each(lambda x: align(x, matrix, weights, z), h)
-    carried = torch.zeros_like(h)
+        h = _by_token(lambda x: align(x, matrix, weights, z), h)
+    skip = torch.zeros_like(h)
     for number, layer in enumerate(layers):
         first, second = modules.norms.get(number, (None, None))
         a = modules.biases.get(number)
@@ -150,8 +150,8 @@ def encode(
         written = _linear(activation(_linear(h, layer.intermediate.dense)), layer.output.dense)
         neck = modules.necks.get(number)
         if neck is not None and not modules.large:
-            written = written + _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)
+            written = written + _by_token(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)
         h = _norm(written + h, layer.output.LayerNorm, z, second)
         if neck is not None and modules.large:
-            carried = _each(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + carried)
-    return h + carried
+            skip = _by_token(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + skip)
+    return h + skip

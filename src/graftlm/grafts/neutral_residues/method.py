@@ -1,13 +1,13 @@
-"""Neutral residues: gated adapters in parallel to each FFN, silent on what the backbone already knew.
-
-Shape suffixes: B rows, T tokens, N = B*T tokens, O open tokens, D the backbone's width, F the adapter's width.
+"""Neutral residues: gated adapters in parallel to each FFN, which are silent on text that the backbone knows.
 
 One block reads the FFN's input x and adds to the FFN's output
 
     r(x) = g(x) * A(x),    g(x) = act_g(w . x + b),    A(x) = W_o (act(W_g x) * W_i x)
 
-with the backbone's own activation, and without W_g where the backbone's FFN is not a gated linear unit. Where a ReLU
-gate is closed r(x) is exactly zero, and so is its gradient: of many tokens, only the open ones are ever computed.
+with the backbone's own activation `act`. W_g is absent where the backbone's FFN is not a gated linear unit. Where a
+ReLU gate is closed, r(x) and its gradient are exactly zero, so the adapter runs on open tokens only.
+
+Shape suffixes: B rows, T tokens, N = B*T tokens, O open tokens, D the backbone's width, F the adapter's width.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
 
-# Few tokens, as in decoding, take as long as one, for it is reading the weights that takes it: picking the open ones
-# would gain nothing.
+# For this many tokens, as in decoding, time goes into reading the weights: selecting the open tokens saves nothing.
 _FEW_TOKENS = 16
 
 
@@ -36,14 +35,14 @@ class NeutralResiduesConfig(GraftConfig):
     """Config of neutral residues.
 
     Args:
-        capacity: extra weights as a share of the backbone's.
-        width: the adapters' inner width; given, it is used instead of `capacity`.
-        gate: the block gate's activation; `none` leaves the adapter ungated.
+        capacity: extra weights as a share of the backbone's weights.
+        width: the adapters' inner width; it replaces `capacity`.
+        gate: the activation of the gate; `none` leaves the adapter ungated.
         gate_bias: whether the gate has a bias.
-        local_loss: `l1` holds the output near zero on the old domain; `cross-entropy` teaches the gate to tell the
-            domains apart. By default the one that belongs to the gate.
+        local_loss: `l1` pulls the output towards zero on the old domain; `cross-entropy` trains the gate to classify
+            the domain; by default `l1` for a ReLU gate and `cross-entropy` for a sigmoid.
         alpha: weight of the local loss.
-        init: `low-variance` (1 / (d * layers)) or `he` (2 / d), for the input and gating matrices.
+        init: variance of the input and gating matrices: `low-variance` is 1 / (d * layers), `he` is 2 / d.
     """
 
     kind: Literal["neutral-residues"] = "neutral-residues"
@@ -64,7 +63,7 @@ class NeutralResiduesConfig(GraftConfig):
         return self
 
     def loss_kind(self) -> LocalLoss:
-        """The local loss in force."""
+        """The local loss, by default the one that belongs to the gate."""
         by_gate: dict[GateKind, LocalLoss] = {"relu": "l1", "sigmoid": "cross-entropy", "none": "none"}
         return self.local_loss or by_gate[self.gate]
 
@@ -84,10 +83,10 @@ class GatedAdapter(nn.Module):
     Args:
         width: D.
         inner: F.
-        activation: its name in transformers' ACT2FN.
+        activation: the name of `act` in transformers' ACT2FN.
         gated_ffn: whether A is a gated linear unit.
         config: gate and initialisation.
-        layers: how many layers the backbone has.
+        layers: the number of the backbone's layers.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class GatedAdapter(nn.Module):
     def scores(self, x: Tensor) -> Tensor | None:
         """The gate's w . x + b, (N,), of inputs (..., D); None without a gate."""
         gate = self.gate
-        # Every layer asks at every decoded token, so the way is short: not through the Linear's own call.
+        # Every layer computes this for every decoded token, so it skips the overhead of the Linear's own call.
         return None if gate is None else functional.linear(x, gate.weight, gate.bias).view(-1)
 
     def adapt(self, x_ND: Tensor) -> Tensor:
@@ -185,13 +184,13 @@ class NeutralResidues(Graft, Traceable):
             if block.is_closed(scores_N):
                 return None
             out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N)
-            self._note_l1(call, layer, out_ND)
+            self._record_l1(call, layer, out_ND)
             return out_ND.to(outputs.dtype).view_as(outputs)
 
         return add
 
-    def _note_l1(self, call: Call, layer: int, out_ND: Tensor) -> None:
-        """Keep |r(x)|_1 / D, summed over the old domain's tokens, for the local loss."""
+    def _record_l1(self, call: Call, layer: int, out_ND: Tensor) -> None:
+        """Store |r(x)|_1 / D, summed over the old domain's tokens, for the local loss."""
         old = call.scratch.get((self, "old tokens"))
         if old is not None and len(old):
             call.scratch[self, "l1", layer] = out_ND.index_select(0, old).float().abs().sum() / out_ND.shape[-1]
@@ -199,8 +198,8 @@ class NeutralResidues(Graft, Traceable):
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """alpha * l_local.
 
-        `l1`: |r(x)|_1 / D, averaged over the old domain's tokens and the layers. `cross-entropy`: of the gate as a
-        classifier of the domain, averaged over tokens and layers.
+        `l1` is |r(x)|_1 / D, averaged over the old domain's tokens and the layers. `cross-entropy` is that of the gate
+        as a classifier of the domain, averaged over tokens and layers.
         """
         kind = self.config.loss_kind()
         if call.domain is None or self.config.alpha == 0 or kind == "none":
@@ -216,41 +215,43 @@ class NeutralResidues(Graft, Traceable):
         return [call.scratch[key] for key in keys if key in call.scratch]
 
     def _cross_entropy_terms(self, call: Call) -> list[Tensor]:
-        known = _tokens_of(call, 0) | _tokens_of(call, 1)
-        new = _tokens_of(call, 1)[known].float()
-        scores = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
+        new = _tokens_of(call, 1)
+        known = _tokens_of(call, 0) | new
+        labels = new[known].float()
         return [
-            functional.binary_cross_entropy_with_logits(score[known].float(), new, reduction="sum")
-            for score in scores
-            if score is not None
+            functional.binary_cross_entropy_with_logits(scores_N[known].float(), labels, reduction="sum")
+            for scores_N in self._scores(call)
         ]
 
+    def _scores(self, call: Call) -> list[Tensor]:
+        """The scores of every layer's gate in this pass, (N,) each; none where a layer has no gate or did not run."""
+        scores: list[Any] = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
+        return [] if any(score is None for score in scores) else scores
+
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """`open_share` (layers,): the share of tokens whose gate is open (over one half for a sigmoid)."""
-        scores = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
-        if any(score is None for score in scores):
-            return {}
+        """`open_share` (layers,): the share of tokens whose gate is open; a sigmoid is open above one half."""
         real = call.token_mask.reshape(-1) if call.token_mask is not None else slice(None)
-        return {"open_share": torch.stack([(score[real] > 0).float().mean() for score in scores if score is not None])}
+        shares = [(scores_N[real] > 0).float().mean() for scores_N in self._scores(call)]
+        return {"open_share": torch.stack(shares)} if shares else {}
 
     def forward_trace(self, call: Call) -> Trace | None:
-        """`open`: the share of layers whose gate is open (over one half for a sigmoid); None without gates."""
-        scores = [call.scratch.get((self, "scores", layer)) for layer in range(len(self.blocks))]
-        if call.input_ids is None or any(score is None for score in scores):
+        """`open`: the share of layers whose gate is open at each token; None without gates."""
+        scores = self._scores(call)
+        if call.input_ids is None or not scores:
             return None
-        shares_N = torch.stack([(score > 0).float() for score in scores if score is not None]).mean(0)
+        shares_N = torch.stack([(scores_N > 0).float() for scores_N in scores]).mean(0)
         return Trace(["open"], shares_N.view(*call.input_ids.shape, 1))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
         own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]
-        theirs = [backbone.sites.gating_matrix(layer) for layer in range(backbone.sites.n_layers)]
-        matrices: dict[str, list[Any]] = {"graft": own, "backbone": theirs}
-        return {"spectrum": {name: [spectrum(one.weight) for one in found] for name, found in matrices.items()}}
+        backbone_own = [backbone.sites.gating_matrix(layer) for layer in range(backbone.sites.n_layers)]
+        matrices: dict[str, list[Any]] = {"graft": own, "backbone": backbone_own}
+        return {"spectrum": {name: [spectrum(linear.weight) for linear in group] for name, group in matrices.items()}}
 
 
 class VanillaAdapter(NeutralResidues):
-    """The same adapters without gate and local loss: the usual parallel adapter, as a baseline."""
+    """The adapters without gate and local loss: the usual parallel adapter, as a baseline."""
 
     Config: ClassVar[type[GraftConfig]] = VanillaAdapterConfig
     label = "vanilla adapter"
@@ -261,7 +262,7 @@ def width_for(capacity: float, backbone: Backbone) -> int:
     matrices = 3 if backbone.sites.family.gated else 2
     weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
     width = weights / (backbone.sites.n_layers * matrices * backbone.sites.width)
-    # Tensor cores want rows of whole 16 bytes; of a narrow adapter that would change the size by more than a percent.
+    # Tensor cores need rows of full 16 bytes. Rounding a narrow adapter would change its size by more than 1%.
     return round(width / 8) * 8 if width >= 512 else max(1, round(width))
 
 
@@ -272,16 +273,16 @@ def spectrum(weight: Tensor) -> list[float]:
 
 
 def _tokens_of(call: Call, domain: int) -> Tensor:
-    """(N,) True for the tokens, not padding, of sequences with this domain mark."""
+    """(N,) True for the real tokens of rows with this domain mark."""
     assert call.domain is not None
     ids = call.input_ids if call.input_ids is not None else call.token_mask
-    assert ids is not None, "a call needs input ids or a token mask to tell its tokens apart"
+    assert ids is not None, "a call needs input ids or a token mask to know its tokens"
     mask_BT = (call.domain == domain)[:, None].expand(ids.shape)
     return (mask_BT if call.token_mask is None else mask_BT & call.token_mask).reshape(-1)
 
 
 def _count(call: Call, domains: tuple[int, ...]) -> Tensor:
-    """Tokens of these domains: over the whole optimiser step where the call says so, else in this pass."""
+    """The number of tokens of these domains: over the optimiser step where the call has totals, else in this pass."""
     if call.totals is not None:
         return call.totals[[1 + domain for domain in domains]].sum()
     return torch.stack([_tokens_of(call, domain).sum() for domain in domains]).sum().float()

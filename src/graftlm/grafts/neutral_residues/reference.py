@@ -1,4 +1,4 @@
-"""Neutral residues as the paper writes them: one token, one layer, one row at a time, nothing skipped. For tests only.
+"""Neutral residues as the paper writes them: one token, one layer and one row at a time. For tests only.
 
     r(x) = g(x) * A(x)                        the block's output, added to the FFN's
     g(x) = act_g(w . x + b)                   act_g: ReLU, sigmoid, or 1 where there is no gate
@@ -23,7 +23,7 @@ OLD, NEW = 0, 1
 
 @dataclass(frozen=True)
 class Weights:
-    """One block: `w_i` (F, D), `w_o` (D, F), `w_g` (F, D), `gate` (D,), `bias` (); None where there is none."""
+    """One block: `w_i` (F, D), `w_o` (D, F), `w_g` (F, D), `gate` (D,), `bias` (); None for an absent part."""
 
     w_i: Tensor
     w_o: Tensor
@@ -68,15 +68,15 @@ def l1_loss(residues: Sequence[Tensor], mask_BT: Tensor, domain_B: Tensor, token
         residues: (B, T, D) of each layer.
         mask_BT: 1 for real tokens.
         domain_B: 0 for the old domain, 1 for the new.
-        tokens: what stands for the number of the old domain's tokens; None counts them.
+        tokens: the divisor; None counts the old domain's tokens.
     """
     total, count = torch.zeros((), dtype=residues[0].dtype), 0
     for row, domain in enumerate(domain_B.tolist()):
-        for place in range(mask_BT.shape[1]):
-            if domain == OLD and mask_BT[row, place]:
+        for position in range(mask_BT.shape[1]):
+            if domain == OLD and mask_BT[row, position]:
                 count += 1
                 for r_BTD in residues:
-                    total = total + r_BTD[row, place].abs().sum() / r_BTD.shape[-1]
+                    total = total + r_BTD[row, position].abs().sum() / r_BTD.shape[-1]
     return total / (len(residues) * max(count if tokens is None else tokens, 1))
 
 
@@ -86,17 +86,17 @@ def cross_entropy_loss(
     """The mean, over layers and tokens of both domains, of the gate's cross-entropy as a classifier of the domain.
 
     Args:
-        inputs: (B, T, D) that each layer's block reads.
+        inputs: (B, T, D), the input of each layer's block.
         blocks: each layer's weights.
         mask_BT, domain_B, tokens: as in `l1_loss`, for both domains.
     """
     total, count = torch.zeros((), dtype=inputs[0].dtype), 0
     for row, domain in enumerate(domain_B.tolist()):
-        for place in range(mask_BT.shape[1]):
-            if mask_BT[row, place]:
+        for position in range(mask_BT.shape[1]):
+            if mask_BT[row, position]:
                 count += 1
                 for x_BTD, weights in zip(inputs, blocks, strict=True):
-                    p = torch.sigmoid(score(x_BTD[row, place], weights))
+                    p = torch.sigmoid(score(x_BTD[row, position], weights))
                     total = total - torch.log(p if domain == NEW else 1 - p)
     return total / (len(blocks) * max(count if tokens is None else tokens, 1))
 
@@ -105,10 +105,10 @@ def language_modelling_loss(logits_BTV: Tensor, labels_BT: Tensor, targets: floa
     """Nats per target: the mean of -log p(label at t | tokens before t); a label of -100 is no target."""
     total, count = torch.zeros((), dtype=logits_BTV.dtype), 0
     for logits_TV, labels_T in zip(logits_BTV, labels_BT, strict=True):
-        for place in range(1, len(labels_T)):
-            if labels_T[place] != -100:
+        for position in range(1, len(labels_T)):
+            if labels_T[position] != -100:
                 count += 1
-                total = total - torch.log(torch.softmax(logits_TV[place - 1], 0)[labels_T[place]])
+                total = total - torch.log(torch.softmax(logits_TV[position - 1], 0)[labels_T[position]])
     return total / max(count if targets is None else targets, 1)
 
 

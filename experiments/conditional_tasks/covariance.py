@@ -1,4 +1,4 @@
-"""How alike the inputs of two tasks lie: covariance similarity, equation 3.7."""
+"""Covariance similarity of the inputs of two tasks, equation 3.7."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 
-def covariance_similarity(one: Tensor, other: Tensor, share: float = 0.99) -> float:
-    """|F_i^T F_j| / (|F_i| |F_j|) in Frobenius norms, from 0 (orthogonal) to 1 (one direction, the same).
+def covariance_similarity(first: Tensor, second: Tensor, share: float = 0.99) -> float:
+    """|F_i^T F_j| / (|F_i| |F_j|) in Frobenius norms, from 0 (orthogonal) to 1 (the same single direction).
 
     F = U D^(1/2) of X^T X = U D U^T, cut to the fewest directions whose D sum up to `share` of all.
 
     Args:
-        one: (m, d) vectors of one task, such as inputs of the first layer.
-        other: (n, d) vectors of another.
+        first: (m, d) vectors of one task, such as inputs of the first layer.
+        second: (n, d) vectors of another.
         share: of the sum of singular values that is kept.
     """
-    a, b = _factor(one, share), _factor(other, share)
+    a, b = _factor(first, share), _factor(second, share)
     return float((a.T @ b).norm() / (a.norm() * b.norm()).clamp(min=1e-30))
 
 

@@ -1,0 +1,88 @@
+"""The examples work: a graft of one's own keeps the laws and is trained by a recipe, from Python and as a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.my_graft import LowRankBias, LowRankBiasConfig
+from graftlm import GraftError, graft_config, load_backbone, load_graft, load_recipe, register_graft, run_recipe
+from graftlm.grafts import FitsOnText, Graft, GraftConfig, HasHeads, HasTensors, graft_class
+from graftlm.grafts.baselines import FineTuning
+from graftlm.testing import GraftLaws
+from tiny import BackboneFolder
+
+ROOT = Path(__file__).parents[1]
+
+
+class TestLowRankBias(GraftLaws):
+    config = {"kind": "low-rank-bias", "rank": 6}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_backbone: BackboneFolder) -> Path:
+    for name, text in (("old", "the quick brown fox "), ("new", "le renard brun ")):
+        (tmp_path / f"{name}.txt").write_text(text * 60)
+    values = {
+        "backbone": {"name": str(tiny_backbone("llama"))},
+        "graft": {"kind": "low-rank-bias", "rank": 3},
+        "data": {"new": [{"path": "new.txt"}], "old": [{"path": "old.txt"}], "length": 24},
+        "training": {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0},
+        "evaluation": {"limit_tokens": 100, "decode_prompts": 0},
+    }
+    values["data"]["test"] = {name: [{"path": f"{name}.txt"}] for name in ("old", "new")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "recipe.yaml"
+
+
+def test_a_graft_of_ones_own_is_trained_by_a_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe.parent)
+    results = run_recipe(load_recipe(recipe), "out", progress=False)
+    assert {row.label for row in results.rows} >= {"low-rank bias"}
+    folder = next(Path("out").rglob("graft.json")).parent
+    graft = load_graft(folder, load_backbone(load_recipe(recipe).backbone.name))
+    assert isinstance(graft, LowRankBias)
+    assert graft.config == LowRankBiasConfig(rank=3)
+    assert all(linear.weight.abs().max() > 0 for linear in graft.u), "no step was taken"  # type: ignore[union-attr]
+
+
+def test_the_example_runs_as_a_script(recipe: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(ROOT / "examples" / "my_graft.py"), "recipe.yaml", "out"]
+    run = subprocess.run(command, cwd=recipe.parent, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads((recipe.parent / "out" / "results.json").read_text())["rows"]
+
+
+def test_a_kind_is_registered_once_and_with_a_class_that_fits() -> None:
+    register_graft("low-rank-bias", LowRankBias)  # a second time, as when a notebook's cell runs again
+    with pytest.raises(GraftError, match=r"'finetune' belongs to graftlm\.grafts\.baselines:FineTuning: register"):
+        register_graft("finetune", LowRankBias)
+    with pytest.raises(GraftError, match="has the kind 'low-rank-bias', but is registered as 'other': write"):
+        register_graft("other", LowRankBias)
+    with pytest.raises(GraftError, match="is no subclass of Graft with a Config: give one"):
+        register_graft("other", GraftConfig)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(GraftError, match="'my_package' is not of the form module:Class"):
+        register_graft("other", "my_package")
+
+
+def test_a_registered_name_that_can_not_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.grafts.registry.REGISTRY", {"gone": "my_package.gone:Gone", "away": "json:Away"})
+    with pytest.raises(GraftError, match=r"gone can't be imported from my_package\.gone:Gone \(No module named"):
+        graft_class("gone")
+    with pytest.raises(GraftError, match="away can't be imported from json:Away"):
+        graft_config({"kind": "away"})
+
+
+def test_the_contract_is_narrow() -> None:
+    own = [name for name in vars(Graft) if not name.startswith("_") and callable(getattr(Graft, name))]
+    assert {"taps", "prepare", "auxiliary_loss", "observe", "describe"} == set(own)
+    assert len(own) < 8
+    assert issubclass(FineTuning, HasTensors)
+    assert not issubclass(FineTuning, HasHeads | FitsOnText)
