@@ -69,8 +69,8 @@ CASES = {
     ),
     "a key of ours that nobody knows": completions(
         None,
-        "graftlm.generation.traces",
-        "The request: unknown key graftlm.generation.traces (did you mean trace?).",
+        "graftlm.traces",
+        "The request: unknown key graftlm.traces (did you mean trace?).",
         graftlm={"traces": True},
     ),
     "a number as text": completions(

@@ -82,8 +82,8 @@ def test_openai_s_client_knows_a_wrong_key(guarded: str, engine: ScriptedEngine)
     "header", ["", "Bearer", f"Basic {SECRET}", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}"]
 )
 def test_other_headers_are_no_key(header: str) -> None:
-    assert ApiKeys([("ann", SECRET)]).of_header(header) is None
-    assert ApiKeys([("ann", SECRET)]).of_header(f"bearer  {SECRET} ") == "ann"
+    assert ApiKeys([("ann", SECRET)]).name_of_header(header) is None
+    assert ApiKeys([("ann", SECRET)]).name_of_header(f"bearer  {SECRET} ") == "ann"
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_package_that_is_not_installed_is_not_the_client_s_mistake(client: Tes
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise MissingExtraError("sumy", "summarize", "Summarizing")
 
-    monkeypatch.setattr(extensions.summing, "summarize", missing)
+    monkeypatch.setattr(extensions.summarize, "summarize", missing)
     answer = client.post("/v1/graftlm/summarize", json={"text": TEA})
     assert answer.status_code == 501
     assert answer.json()["error"]["code"] == "not_installed"
@@ -110,8 +110,8 @@ def test_more_at_a_time_than_there_is_room_for_is_refused(service: Service, monk
         gate.wait(20)
         raise MissingExtraError("sumy", "summarize", "Summarizing")
 
-    monkeypatch.setattr(extensions, "MOST_SUMMARIES", 1)
-    monkeypatch.setattr(extensions.summing, "summarize", waits)
+    monkeypatch.setattr(extensions, "MAX_SUMMARIES", 1)
+    monkeypatch.setattr(extensions.summarize, "summarize", waits)
     client = client_of(service)
     first = threading.Thread(target=client.post, args=("/v1/graftlm/summarize",), kwargs={"json": {"text": TEA}})
     first.start()

@@ -112,7 +112,7 @@ class _CallStack(threading.local):
 
 
 class TapHooks:
-    """Registers taps as forward hooks on one live model.
+    """Registers taps as forward hooks on one live model; without owners it registers none.
 
     Args:
         model: the live model.
@@ -137,6 +137,8 @@ class TapHooks:
         self._stack = _CallStack()
         self._handles: list[RemovableHandle] = []
         try:
+            if not taps:  # a bare model needs no hooks
+                return
             base = model.base_model
             self._handles.append(base.register_forward_pre_hook(self._open_call, with_kwargs=True))
             for owner, owner_taps in taps.items():

@@ -204,11 +204,6 @@ class HasTensors(ABC):
         """
 
 
-def supports_row_groups(graft: Graft) -> bool:
-    """Whether the graft acts through taps alone, so that other grafts can act on other rows of the same batch."""
-    return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
-
-
 def check_tensors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     """Raise `ArtifactError` unless both have the same names and shapes."""
     missing, foreign = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))

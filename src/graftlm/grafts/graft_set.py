@@ -20,9 +20,14 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
-from graftlm.grafts.base import Graft, Trace, supports_row_groups
+from graftlm.grafts.base import Graft, ReplacesModel, Trace
 from graftlm.grafts.model import GraftedModel, forward_traces
 from graftlm.grafts.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
+
+
+def supports_row_groups(graft: Graft) -> bool:
+    """Whether a graft acts through taps alone, so that other grafts can act on other rows of the same batch."""
+    return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class GraftedModel(nn.Module):
         """The model's output of one pass, and what each graft did at each of its tokens, by the graft's name."""
         with self._tap_hooks.announce() as calls:
             output = self.model(**inputs)
-        return output, forward_traces(self._by_name, calls[0])
+        return output, forward_traces(self._by_name, calls[0]) if calls else {}
 
     def train(self, mode: bool = True) -> Self:
         """Set the grafts' mode; the frozen backbone stays in evaluation mode, without dropout."""

@@ -21,7 +21,7 @@ from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
 from graftlm.errors import BackboneError, GraftError, TapConflictError, did_you_mean
 from graftlm.grafts import Graft
-from graftlm.grafts.base import supports_row_groups
+from graftlm.grafts.graft_set import supports_row_groups
 
 EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 

@@ -74,8 +74,9 @@ class Chat(ChatCompletion):
 
 
 class ChatChunkChoice(ChunkChoice):
-    """A part of a message."""
+    """A part of a message; openai has a class of log-probabilities for chunks, with the same keys."""
 
+    logprobs: ChoiceLogprobs | None = None  # type: ignore[assignment]  # of whole messages
     graftlm: ChoiceExtras | None = None
 
 
