@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, paired_difference, score
-from graftlm.evaluation.metrics import MemoryWatch, decode_speed
-from graftlm.evaluation.windows import encode_with_bytes
+from graftlm.evaluation.metrics import MemoryWatch, decode_speed, encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
 
 DOCUMENTS = [

@@ -20,9 +20,8 @@ from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.harness import hf_model
-from graftlm.evaluation.metrics import Precision, Scores, device_of, evaluation_mode, score_windows
+from graftlm.evaluation.metrics import Precision, Scores, Window, cut_windows, device_of, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
-from graftlm.evaluation.windows import Window, cut_windows
 
 # A decoder joins at most this many tokens with their neighbours, such as the bytes of one character.
 _EXTRA_TOKENS = 4

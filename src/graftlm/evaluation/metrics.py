@@ -1,7 +1,7 @@
 """How well a model predicts text, and what running it costs.
 
-A document's tokens t_0 … t_{n-1} are cut into windows (`graftlm.evaluation.windows`). Each token but the first is
-scored once:
+A document's tokens t_0 … t_{n-1} are cut into windows that never cross documents. A window begins with the last token
+of the window before, as context, so each token but the first is scored once:
 
     nats = - Σ_i log p(t_i | window before t_i)
     nats per token = nats / tokens
@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Self
 
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graftlm.backbone import max_sequence_length, padding_id
+from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
-from graftlm.evaluation.windows import Window, cut_windows, limited
 from graftlm.grafts import GraftedModel
 
 MetricName = Literal["nats_per_token", "bits_per_byte"]
@@ -94,6 +94,95 @@ class Scores:
         """Percentile bootstrap over windows: how the metric varies over other text of the same kind."""
         (samples,) = _resample([self.fraction(metric)], resamples, seed)
         return percentile_interval(self.value(metric), samples, confidence)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One row for the model.
+
+    Attributes:
+        ids: (T,), the tokens, with a leading BOS if the tokenizer has one.
+        first: the index of the first scored token.
+        bytes: (T - first,), the UTF-8 bytes of each scored token.
+        document: the number of the document.
+        prompt: the number of leading tokens that belong to the document's prompt, BOS included.
+    """
+
+    ids: np.ndarray
+    first: int
+    bytes: np.ndarray
+    document: int
+    prompt: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of scored tokens."""
+        return len(self.ids) - self.first
+
+
+def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterator[Window]:
+    """Windows of at most `length` tokens, BOS included, of documents with `.text` and `.prompt`, or of strings."""
+    bos = leading_bos(tokenizer)
+    prefix = [] if bos is None else [bos]
+    for index, document in enumerate(documents):
+        text_ids, text_bytes = encode_with_bytes(tokenizer, document if isinstance(document, str) else document.text)
+        prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
+        ids = np.concatenate([prompt_ids, text_ids])
+        sizes = np.concatenate([np.zeros_like(prompt_ids), text_bytes])
+        for start, stop in window_bounds(len(ids), length - len(prefix), overlap=1):
+            context = 0 if prefix and start == 0 else 1  # a document's first token is scored only behind a BOS
+            first = max(start + context, len(prompt_ids))
+            if first < stop:
+                row = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
+                prompt = len(prefix) + len(prompt_ids) - start if start < len(prompt_ids) else 0
+                yield Window(row, len(prefix) + first - start, sizes[first:stop], index, prompt)
+
+
+def encode_with_bytes(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (n,) of a text without special tokens, and the number of UTF-8 bytes (n,) of each token.
+
+    The numbers sum to the text's bytes. Bytes that the tokenizer drops count for the next token. A character that is
+    split over tokens counts for the first of them.
+    """
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    if not len(ids):
+        return ids, ids
+    ends = _ends_from_offsets(encoded["offset_mapping"], text) if fast else _ends_from_decoding(tokenizer, ids, text)
+    return ids, np.diff(ends, prepend=0)
+
+
+def _ends_from_offsets(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
+    """The byte positions (n,) at which tokens end, from their character offsets."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    bytes_before = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
+    ends[-1] = len(points)
+    return bytes_before[ends]
+
+
+def _ends_from_decoding(tokenizer: Any, ids: np.ndarray, text: str) -> np.ndarray:
+    """The byte positions (n,) at which tokens end, from decoded lengths that are scaled to the text's bytes."""
+    # A token that is part of a character decodes to a replacement mark, which counts as one byte.
+    texts = [tokenizer.decode([int(token)]).replace("\ufffd", "?") for token in ids]
+    ends = np.cumsum([len(text.encode()) for text in texts])
+    total = len(text.encode())
+    return np.rint(ends * (total / ends[-1])).astype(np.int64) if ends[-1] else np.full(len(ids), total)
+
+
+def _limit_tokens(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
+    """Windows until `limit` tokens are scored; the last window is shortened."""
+    left = math.inf if limit is None else limit
+    for window in windows:
+        if left <= 0:
+            return
+        if window.tokens > left:
+            keep = int(left)
+            window = replace(window, ids=window.ids[: window.first + keep], bytes=window.bytes[:keep])
+        left -= window.tokens
+        yield window
 
 
 def paired_difference(
@@ -171,7 +260,7 @@ def score(
         DataError: there is nothing to score.
     """
     _check_length(model, length)
-    windows = limited(cut_windows(tokenizer, documents, length), limit_tokens)
+    windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
 
 
