@@ -318,6 +318,7 @@ def test_the_committed_results_are_of_this_form() -> None:
         *(f"scripted-{method}" for method in paper.METHODS),
         "needed_de",
         "needed_fr",
+        "needed_es",
     ]
     assert results.details["statement"] == STATEMENT
     assert json.dumps(results.details)

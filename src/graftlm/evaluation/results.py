@@ -190,10 +190,13 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
 
 def command_line() -> str:
     """The command of this process, with DIR for every absolute path."""
-    program = Path(sys.argv[0]).name
+    program = Path(sys.argv[0])
     # With `python -m package`, argv[0] is the path of the package's __main__.py or of the module.
-    program = "graft" if program in {"", "-c", "-m", "__main__.py"} else program
-    return shlex.join([program, *("DIR" if Path(word).is_absolute() else word for word in sys.argv[1:])])
+    if program.name == "__main__.py" and program.parent.name == "experiments":
+        command = ["python", "-m", "experiments"]
+    else:
+        command = ["graft" if program.name in {"", "-c", "-m", "__main__.py"} else program.name]
+    return shlex.join([*command, *("DIR" if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 def source_commit() -> str | None:
