@@ -1,18 +1,14 @@
-"""What experiments share: rows over seeds, and, until every experiment uses `execute`, a process pool."""
+"""A process pool, until every experiment uses `execute`."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from statistics import mean
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from graftlm.evaluation import Interval, Metric, Row, combine_seeds, value_of
-from graftlm.runs.run import Measurement
 
 
 def progress_bar() -> Progress:
@@ -40,28 +36,3 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
-
-
-def over_seeds(measured: Sequence[Measurement], row_id: str, label: str) -> Row:
-    """One row of several seeds: mean and interval of every metric. A single seed keeps its bootstrap interval."""
-    if len(measured) == 1:
-        return Row(id=row_id, label=label, metrics=measured[0].row.metrics)
-    names = [name for name in measured[0].row.metrics if all(name in one.row.metrics for one in measured)]
-    return Row(id=row_id, label=label, metrics={name: _combined(name, measured) for name in names})
-
-
-def _combined(name: str, measured: Sequence[Measurement]) -> Metric:
-    values: list[Metric] = [one.row.metrics[name] for one in measured]
-    if any(isinstance(value, Interval) for value in values):
-        return combine_seeds([value_of(value) for value in values])
-    return mean(value_of(value) for value in values)
-
-
-def metric(measured: Measurement, name: str) -> float:
-    """The plain number of a measurement's metric."""
-    return value_of(measured.row.metrics[name])
-
-
-def by_row(cells: Mapping[str, Measurement], prefix: str) -> list[Measurement]:
-    """The measurements whose cell id starts with `prefix`."""
-    return [one for cell_id, one in cells.items() if cell_id.startswith(prefix)]

@@ -6,20 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-
 from experiments import Options
-from experiments.cells import over_seeds
+from experiments.study import Measurements, Study, over_seeds
 from experiments.tasks import PromptTask, measure_tasks
 from graftlm.backbone import load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Interval, Row, value_of
-from graftlm.evaluation.plots import PALETTE
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
-from graftlm.runs.run import Measurement, RunContext, Trainee, execute
+from graftlm.runs.run import Measurement, RunContext, Trainee
 from graftlm.training import TrainingConfig
 
 # Of the rows that compositions are trained on: English that the anchor has read.
@@ -27,10 +23,8 @@ REPLAY_FRACTION = 0.2
 # Learning rates to try, by kind of graft.
 RATES = {"composition": (3e-3,), "lora": (1e-2,)}
 
-Measured = dict[str, Measurement]
 
-
-class Trained(NamedTuple):
+class ComposedRow(NamedTuple):
     """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate.
 
     `times` the study's steps, at one of `rates`, which are those of its kind of graft where it has none.
@@ -63,7 +57,7 @@ class PromptedRun(GraftRun):
         return measurement
 
 
-class Study:
+class ComposedStudy(Study):
     """One experiment's anchor, settings and folders.
 
     Args:
@@ -85,8 +79,8 @@ class Study:
         validation: Sequence[PromptTask] = (),
         tasks: Sequence[PromptTask] = (),
     ) -> None:
-        self.options, self.anchor = options, anchor
-        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        super().__init__(options)
+        self.anchor = anchor
         self.steps, self.batch_size = steps, batch_size
         self.evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
         self.sets, self.validation, self.tasks = sets, validation, tasks
@@ -105,7 +99,7 @@ class Study:
             keep_checkpoints=1,
         )
 
-    def cell(self, row: Trained, rate: float, seed: int) -> GraftRun:
+    def cell(self, row: ComposedRow, rate: float, seed: int) -> GraftRun:
         """One run of a row."""
         return GraftRun(
             id=f"{row.id}_lr{rate:g}_s{seed}",
@@ -122,7 +116,7 @@ class Study:
         data, training = self.sets, self.training(1e-3, 0)
         return GraftRun(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
 
-    def run(self, runs: Sequence[GraftRun], tasks: Sequence[PromptTask], title: str) -> Measured:
+    def measure_all(self, runs: Sequence[GraftRun], tasks: Sequence[PromptTask], title: str) -> Measurements:
         """Train and measure runs on texts and on tasks with a prompt; by id.
 
         One training can have two measurements: on the validation tasks alone, and on all tasks.
@@ -133,38 +127,40 @@ class Study:
             fields = {name: getattr(run, name) for name in GraftRun.model_fields}
             fields |= {"id": run.id + suffix, "folder": run.id}
             prompted.append(PromptedRun(**fields, prompts=tuple(tasks)))
-        measured = execute(prompted, self.options.out / "runs", jobs=self.options.jobs, title=title)
+        measured = self.execute(prompted, title)
         return {name.removesuffix(suffix): measurement for name, measurement in measured.items()}
 
-    def tune(self, rows: Sequence[Trained]) -> tuple[Measured, dict[str, float]]:
+    def tune(self, rows: Sequence[ComposedRow]) -> tuple[Measurements, dict[str, float]]:
         """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
         seed = self.seeds[0]
         rates = {row.id: row.rates or RATES[row.graft["kind"]] for row in rows}
         choices = [row for row in rows if len(rates[row.id]) > 1]
         tried = {row.id: {rate: self.cell(row, rate, seed) for rate in rates[row.id]} for row in choices}
         cells = [cell for of_row in tried.values() for cell in of_row.values()]
-        measured = self.run(cells, self.validation, "learning rates") if cells else {}
+        measured = self.measure_all(cells, self.validation, "learning rates") if cells else {}
         best = {
             row.id: min(tried[row.id], key=lambda rate: total(measured[tried[row.id][rate].id], row.chosen_by))
             for row in choices
         }
         return measured, {name: best.get(name, of_row[0]) for name, of_row in rates.items()}
 
-    def try_out(self, rows: Sequence[Trained], rate: float) -> Measured:
+    def try_out(self, rows: Sequence[ComposedRow], rate: float) -> Measurements:
         """Rows at one learning rate with the first seed, on validation text."""
-        return self.run([self.cell(row, rate, self.seeds[0]) for row in rows], self.validation, "variants")
+        return self.measure_all([self.cell(row, rate, self.seeds[0]) for row in rows], self.validation, "variants")
 
-    def measure(self, rows: Sequence[Trained], rates: Mapping[str, float], title: str) -> dict[str, list[Measurement]]:
+    def measure(
+        self, rows: Sequence[ComposedRow], rates: Mapping[str, float], title: str
+    ) -> dict[str, list[Measurement]]:
         """Every row at its rate, one measurement a seed."""
         cells = {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
         flat = [cell for of_row in cells.values() for cell in of_row]
-        measured = self.run(flat, [*self.validation, *self.tasks], title)
+        measured = self.measure_all(flat, [*self.validation, *self.tasks], title)
         return {row_id: [measured[cell.id] for cell in of_row] for row_id, of_row in cells.items()}
 
-    def measure_bare(self, models: Mapping[str, Path]) -> Measured:
+    def measure_bare(self, models: Mapping[str, Path]) -> Measurements:
         """Models as they are."""
         cells = [self.bare(name, folder) for name, folder in models.items()]
-        return self.run(cells, [*self.validation, *self.tasks], "the parents")
+        return self.measure_all(cells, [*self.validation, *self.tasks], "the parents")
 
     def setting(self) -> dict[str, Any]:
         """What a reader needs to know beside the rows."""
@@ -219,7 +215,7 @@ def rows_of(
 
 def details_of(
     rates: Mapping[str, float],
-    tuning: Measured,
+    tuning: Measurements,
     main: Mapping[str, Sequence[Measurement]],
     setting: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -256,32 +252,3 @@ def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
 def source(texts: Path, name: str, **more: Any) -> SourceConfig:
     """One of the experiment's own texts."""
     return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)
-
-
-def check_files(options: Options, names: Sequence[str]) -> None:
-    """Raise a `DataError` that names the first missing file."""
-    for name in names:
-        if not (options.data / name).exists():
-            raise DataError(
-                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
-            )
-
-
-def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
-    """One group of bars a row, one bar a metric (by its name, with what to call it), with their intervals."""
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / len(metrics)
-    for index, (name, label) in enumerate(metrics.items()):
-        shown = [(place, row.metrics[name]) for place, row in enumerate(rows) if name in row.metrics]
-        values = [value_of(metric) for _, metric in shown]
-        ends = [(m.mean - m.low, m.high - m.mean) if isinstance(m, Interval) else (0.0, 0.0) for _, m in shown]
-        places = [place + (index - (len(metrics) - 1) / 2) * height for place, _ in shown]
-        errors = [list(side) for side in zip(*ends, strict=True)]
-        axes.barh(places, values, height, xerr=errors, color=PALETTE[index], label=label, ecolor="#222222")
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(metrics), frameon=False)
-    return figure

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import Options
-from experiments.composed import check_files
 from experiments.parents import DOCUMENTS, ENGLISH, read_texts
+from experiments.study import check_files
 from graftlm.config import Config
 from graftlm.demo.corpus import source_files, write_documents
 from graftlm.training.language_model import train_tokenizer

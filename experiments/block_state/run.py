@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from experiments import Options
 from experiments.block_state import paper
 from experiments.block_state.corpora import CORPORA, Corpus, make_corpora
-from experiments.cells import over_seeds
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config
+from experiments.study import over_seeds
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.evaluation import Aim, Results, Row, value_of

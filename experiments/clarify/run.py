@@ -24,7 +24,7 @@ from experiments.clarify.conversations import ConversationRun, Method
 from experiments.clarify.data import TABLES, Key, fingerprint, read_sets, sample
 from experiments.clarify.scorers import Scorer, score_rows
 from experiments.clarify.scripted import NAME as SCRIPTED
-from experiments.composed import bars
+from experiments.study import bars
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, Results, Row
 from graftlm.evaluation.report import write_report

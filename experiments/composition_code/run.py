@@ -15,10 +15,8 @@ from transformers import AutoTokenizer
 from experiments import Options
 from experiments.composed import (
     REPLAY_FRACTION,
-    Study,
-    Trained,
-    bars,
-    check_files,
+    ComposedRow,
+    ComposedStudy,
     composition,
     details_of,
     equal_lora,
@@ -30,6 +28,7 @@ from experiments.composition_code import paper
 from experiments.composition_code.functions import code_of, docstring_of, functions
 from experiments.parents import FILES, Parents, Size, make_parents, read_texts
 from experiments.parents import QUICK as QUICK_SIZE
+from experiments.study import bars, check_files
 from experiments.tasks import PromptTask
 from experiments.texts import fitting, held_out, old_part, part, pieces, spaced, write_examples
 from graftlm.config import Config
@@ -134,7 +133,7 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, le
     return trained_on | {f"functions of {name} modules": len(found) for name, found in kinds.items()}
 
 
-def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: Amounts) -> Study:
+def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: Amounts) -> ComposedStudy:
     """The settings that all rows share."""
 
     def task(name: str, answers: int = 0) -> PromptTask:
@@ -144,7 +143,7 @@ def study_of(options: Options, parents: Parents, texts: Path, size: Size, amount
         path = str(texts / f"task-{name}.jsonl")
         return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
 
-    return Study(
+    return ComposedStudy(
         options,
         parents.anchor,
         steps=3 if options.quick else 400,
@@ -169,7 +168,7 @@ def data_of(texts: Path, size: Size) -> DataConfig:
     )
 
 
-def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
+def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]:
     """Every trained row, all on the same data."""
     pair = composition({"code": parents.code})
     grafts: dict[str, Mapping[str, Any]] = {
@@ -180,7 +179,7 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
         "encoder_m_a": {**pair, "refresh": "prompt"},
     }
     data = data_of(texts, size)
-    return [Trained(name, LABELS[name], graft, data, VALIDATION) for name, graft in grafts.items()]
+    return [ComposedRow(name, LABELS[name], graft, data, VALIDATION) for name, graft in grafts.items()]
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:

@@ -13,10 +13,8 @@ from typing import Any
 from experiments import Options
 from experiments.composed import (
     REPLAY_FRACTION,
-    Study,
-    Trained,
-    bars,
-    check_files,
+    ComposedRow,
+    ComposedStudy,
     composition,
     details_of,
     equal_lora,
@@ -30,6 +28,7 @@ from experiments.composition_language.texts import FILES, QUICK, Amounts, write_
 from experiments.parents import FILES as PARENT_FILES
 from experiments.parents import QUICK as QUICK_SIZE
 from experiments.parents import Parents, Size, make_parents
+from experiments.study import bars, check_files
 from experiments.tasks import PromptTask
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, value_of
@@ -113,11 +112,11 @@ def run(options: Options) -> Results:
     return results
 
 
-def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> Study:
+def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> ComposedStudy:
     """The settings that all rows share."""
     names = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
     answered = {"bible_en_fr": 4, "bible_fr_en": 4} if options.quick else {"bible_en_fr": 8, "bible_fr_en": 8}
-    return Study(
+    return ComposedStudy(
         options,
         parents.anchor,
         steps=3 if options.quick else 400,
@@ -144,7 +143,7 @@ def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = Fa
     )
 
 
-def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
+def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]:
     """Every trained row."""
     french, code = data_of(texts, size, ["french"]), data_of(texts, size, ["python"])
     both, prompts = data_of(texts, size, ["french", "python"]), data_of(texts, size, ["french"], prompts=True)
@@ -165,8 +164,8 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[Trained]:
         "positions_none": ({**pair, "positions": "none"}, french, TEXT),
         "positions_rotary": ({**pair, "positions": "rotary"}, french, TEXT),
     }
-    rows = [Trained(name, LABELS[name], *parts) for name, parts in grafts.items()]
-    long = {name: Trained(name, LABELS[name], *grafts[name.removesuffix("_long")]) for name in LONG_RATES}
+    rows = [ComposedRow(name, LABELS[name], *parts) for name, parts in grafts.items()]
+    long = {name: ComposedRow(name, LABELS[name], *grafts[name.removesuffix("_long")]) for name in LONG_RATES}
     return [*rows, *(row._replace(times=LONG, rates=LONG_RATES[name]) for name, row in long.items())]
 
 

@@ -13,7 +13,7 @@ from experiments.conditional_tasks.peer import python_with_adapters, width_of
 from experiments.conditional_tasks.setting import FULL, MODULES, OFF, QUICK, Setting
 from experiments.conditional_tasks.texts import TASKS, Sizes, rows_of, write_texts
 from experiments.jobs import run_jobs
-from experiments.mini_lm import mini_lm
+from experiments.study import mini_lm
 from graftlm.data.labelled import LabelledConfig
 from graftlm.data.samplers import SamplerConfig
 from graftlm.training import TrainingConfig

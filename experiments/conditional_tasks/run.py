@@ -14,7 +14,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.composed import bars
 from experiments.conditional_tasks import further, paper
 from experiments.conditional_tasks.cell import Cell
 from experiments.conditional_tasks.peer import WITHOUT
@@ -29,6 +28,7 @@ from experiments.conditional_tasks.plan import (
 )
 from experiments.conditional_tasks.setting import LABELS
 from experiments.conditional_tasks.texts import TASKS
+from experiments.study import bars
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.report import write_report
 

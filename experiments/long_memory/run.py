@@ -16,8 +16,6 @@ from pydantic import Field
 from torch import Tensor
 
 from experiments import Options
-from experiments.cells import metric
-from experiments.composed import bars
 from experiments.long_memory.tasks import (
     PADDING_ID,
     MemoryTask,
@@ -27,6 +25,7 @@ from experiments.long_memory.tasks import (
     make_examples,
 )
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config, new_model
+from experiments.study import bars, metric
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT

@@ -6,13 +6,12 @@ novel's start, two French novels) by one rule, and measured on test text that to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.cells import metric, over_seeds
-from experiments.composed import check_files
 from experiments.neutral_residues import paper
+from experiments.study import Measurements, Study, check_files, metric, over_seeds
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.evaluation import Aim, PaperRow, Results, Row, value_of
@@ -21,7 +20,7 @@ from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.runs.run import Measurement, execute
+from graftlm.runs.run import Run
 from graftlm.training import TrainingConfig
 
 NAME = "neutral-residues"
@@ -57,24 +56,81 @@ FILES = (
     "parallel/bible/BSB.txt",
 )
 
+DATA = {
+    "backbone": "english-novels-4m, pretrained on novels 1 to 23",
+    "new": "French novels 1 to 27, the first 3,000,000 characters; novel 28 for validation, 30 for test",
+    "old": "English novel 24 for training; novel 25 for validation (its start) and test (from character 150,000)",
+    "out of distribution": "Shakespeare, and the Bible in English",
+    "scored": "the first 60,000 characters of each, at most 10,000 tokens",
+}
+
 Choice = tuple[float, float]  # learning rate, alpha
-Cells = dict[str, Measurement]
 
 
-class Plan:
-    """Which cells there are, and what they have in common."""
+class NeutralResiduesStudy(Study):
+    """The runs of the experiment.
+
+    Attributes:
+        measured: what was executed, by run id.
+        choices: the learning rate and alpha that validation text chose, by method.
+    """
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self.backbone = BackboneConfig(
-            name=options.backbone or str(options.data / "models" / "english-novels-4m"), device=options.device
-        )
-        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        super().__init__(options)
+        name = options.backbone or str(options.data / "models" / "english-novels-4m")
+        self.backbone = BackboneConfig(name=name, device=options.device)
         self.rates = {name: rates[1:3] if options.quick else rates for name, rates in RATES.items()}
         self.alphas = (0.01, 10.0) if options.quick else ALPHAS
         self.fine_alphas = FINE_ALPHAS[:1] if options.quick else FINE_ALPHAS
+        self.measured: Measurements = {}
+        self.choices: dict[str, Choice] = {}
 
-    def cell(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> GraftRun:
+    def execute(self, runs: Sequence[Run], title: str) -> Measurements:
+        measured = super().execute(runs, title)
+        self.measured |= measured
+        return measured
+
+    def choose(self) -> None:
+        """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
+
+        One rule for every method: the lowest sum of old and new log-perplexity, so a nat learned counts as a nat kept.
+        """
+        seed = self.seeds[0]
+        runs = {m: {(rate, 0.0): self.run(m, rate, 0.1, seed) for rate in self.rates[m]} for m in LABELS if m != NAME}
+        pairs = [(ALPHA_RATE, alpha) for alpha in self.alphas]
+        pairs += [(rate, alpha) for alpha in self.fine_alphas for rate in self.rates[NAME]]
+        runs[NAME] = {(rate, alpha): self.run(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
+        self.execute([run for by_choice in runs.values() for run in by_choice.values()], "Tables 6 and 7")
+        for method, by_choice in runs.items():
+            self.choices[method] = min(by_choice, key=lambda choice, of=by_choice: self._validation(of[choice]))
+        self.execute(self.rate_runs(NAME), "the rates at the chosen alpha")
+
+    def _validation(self, run: GraftRun) -> float:
+        return sum(metric(self.measured[run.id], name) for name in ("validation_old", "validation_new"))
+
+    def main_run(self, method: str, p: float, seed: int) -> GraftRun:
+        """A method at its chosen setting."""
+        rate, alpha = self.choices[method]
+        return self.run(method, rate, p, seed, **({"alpha": alpha} if method == NAME else {}))
+
+    def ablation(self, gate: str, init: str) -> GraftRun:
+        """A gate with its loss and an initialisation, at the chosen rate and alpha, first seed."""
+        changes = {} if init == "low-variance" else {"init": init}
+        if gate == "relu-l1" and not changes:
+            return self.main_run(NAME, 0.1, self.seeds[0])
+        rate, alpha = self.choices[NAME]
+        return self.run(NAME, rate, 0.1, self.seeds[0], alpha=alpha, **GATES[gate], **changes)
+
+    def rate_runs(self, method: str) -> list[GraftRun]:
+        """A method at every learning rate, first seed."""
+        alpha = {"alpha": self.choices[NAME][1]} if method == NAME else {}
+        return [self.run(method, rate, 0.1, self.seeds[0], **alpha) for rate in self.rates[method]]
+
+    def row(self, run: GraftRun, row_id: str, label: str) -> Row:
+        """The metrics of one run, as a row."""
+        return Row(id=row_id, label=label, metrics=self.measured[run.id].row.metrics)
+
+    def run(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> GraftRun:
         """One run; its id says all that sets it apart."""
         parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
         return GraftRun(
@@ -83,7 +139,7 @@ class Plan:
             backbone=self.backbone,
             graft=graft_config({"kind": method, **graft}),
             data=self._data(p, seed),
-            training=self._training(rate, seed),
+            training=self.training(rate, seed),
             evaluation=self._evaluation(),
         )
 
@@ -93,14 +149,11 @@ class Plan:
             id="backbone",
             backbone=self.backbone,
             data=self._data(0.1, 0),
-            training=self._training(1e-3, 0),
+            training=self.training(1e-3, 0),
             evaluation=self._evaluation(),
         )
 
-    def run(self, cells: Sequence[GraftRun], title: str) -> Cells:
-        return execute(cells, self.options.out / "runs", jobs=self.options.jobs, title=title)
-
-    def _training(self, rate: float, seed: int) -> TrainingConfig:
+    def training(self, rate: float, seed: int) -> TrainingConfig:
         steps, rows = (4, 4) if self.options.quick else (300, 4)
         return TrainingConfig(
             steps=steps,
@@ -140,7 +193,7 @@ class Plan:
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables and write `results.json`, `report.md` and plots.
+    """Run the chosen tables and write `results.json`, `report.md` and plots.
 
     Raises:
         DataError: the data folder lacks a file.
@@ -148,125 +201,73 @@ def run(options: Options) -> Results:
     """
     tables = options.chosen(TABLES)
     check_files(options, FILES)
-    plan = Plan(options)
-    bare = plan.run([plan.bare()], "the backbone")["backbone"]
-    tuning, choices = tune(plan)
-    rows, paper_rows, cells = [bare.row], [], dict(tuning)
+    study = NeutralResiduesStudy(options)
+    bare = study.execute([study.bare()], "the backbone")["backbone"]
+    study.choose()
+    rows, published = [bare.row], []
     if "2" in tables:
-        cells |= plan.run(main_cells(plan, choices), "Table 2")
-        rows += [*main_rows(plan, cells, choices, 0.1, ""), *main_rows(plan, cells, choices, 0.0, "-p0")]
-        paper_rows += _paper_table_2()
+        study.execute([study.main_run(m, p, s) for m in LABELS for p in (0.1, 0.0) for s in study.seeds], "Table 2")
+        rows += [*main_rows(study, 0.1, ""), *main_rows(study, 0.0, "-p0")]
+        published += _paper_table_2()
     if "4" in tables or "5" in tables:
-        cells |= plan.run(ablation_cells(plan, choices), "Tables 4 and 5")
+        runs = [study.ablation(gate, "low-variance") for gate in GATES]
+        study.execute(runs + [study.ablation(gate, "he") for gate in paper.TABLE_5], "Tables 4 and 5")
     for table, build in (("4", table_4), ("5", table_5), ("6", table_6), ("7", table_7)):
         if table in tables:
-            more, published = build(plan, cells, choices)
-            rows += more
-            paper_rows += published
-    details = _details(plan, cells, choices)
-    results = Results.here(NAME, rows, seeds=plan.seeds, aims=aims(rows), paper=paper_rows, details=details)
-    write_report(results, options.out, plots=_plots(rows, details, plan, cells, choices))
+            for part, of in zip(build(study), (rows, published), strict=True):
+                of += part
+    details = _details(study)
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=published, details=details)
+    write_report(results, options.out, plots=_plots(rows, details, study))
     return results
 
 
-def tune(plan: Plan) -> tuple[Cells, dict[str, Choice]]:
-    """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
-
-    One rule for every method: the lowest sum of old and new log-perplexity, so a nat learned counts as a nat kept.
-    """
-    seed = plan.seeds[0]
-    settings = {m: {(rate, 0.0): plan.cell(m, rate, 0.1, seed) for rate in plan.rates[m]} for m in LABELS if m != NAME}
-    pairs = [(ALPHA_RATE, alpha) for alpha in plan.alphas]
-    pairs += [(rate, alpha) for alpha in plan.fine_alphas for rate in plan.rates[NAME]]
-    settings[NAME] = {(rate, alpha): plan.cell(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
-    cells = plan.run([cell for of_method in settings.values() for cell in of_method.values()], "Tables 6 and 7")
-
-    def log_perplexities(cell: GraftRun) -> float:
-        return metric(cells[cell.id], "validation_old") + metric(cells[cell.id], "validation_new")
-
-    choices = {m: min(cells_of, key=lambda key: log_perplexities(cells_of[key])) for m, cells_of in settings.items()}
-    return cells | plan.run(_rate_cells(plan, NAME, choices), "the rates at the chosen alpha"), choices
-
-
-def main_cell(plan: Plan, choices: Mapping[str, Choice], method: str, p: float, seed: int) -> GraftRun:
-    """The cell of one method at its chosen setting."""
-    rate, alpha = choices[method]
-    return plan.cell(method, rate, p, seed, **({"alpha": alpha} if method == NAME else {}))
-
-
-def main_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[GraftRun]:
-    """Table 2: every method, with and without old text, for every seed."""
-    return [main_cell(plan, choices, m, p, s) for m in LABELS for p in (0.1, 0.0) for s in plan.seeds]
-
-
-def main_rows(plan: Plan, cells: Cells, choices: Mapping[str, Choice], p: float, suffix: str) -> list[Row]:
+def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
     """Table 2's rows at one share of old text."""
-    label = "" if p else ", no old text"
-    return [
-        over_seeds([cells[main_cell(plan, choices, m, p, s).id] for s in plan.seeds], m + suffix, LABELS[m] + label)
-        for m in LABELS
-    ]
+    rows = []
+    for method, label in LABELS.items():
+        measurements = [study.measured[study.main_run(method, p, seed).id] for seed in study.seeds]
+        rows.append(over_seeds(measurements, method + suffix, label + ("" if p else ", no old text")))
+    return rows
 
 
-def _ablation(plan: Plan, choices: Mapping[str, Choice], gate: str, init: str) -> GraftRun:
-    rate, alpha = choices[NAME]
-    more = {} if init == "low-variance" else {"init": init}
-    if gate == "relu-l1" and not more:
-        return plan.cell(NAME, rate, 0.1, plan.seeds[0], alpha=alpha)
-    return plan.cell(NAME, rate, 0.1, plan.seeds[0], alpha=alpha, **GATES[gate], **more)
-
-
-def ablation_cells(plan: Plan, choices: Mapping[str, Choice]) -> list[GraftRun]:
-    """Tables 4 and 5: gates with their losses, and both initialisations, at the chosen rate and alpha, first seed."""
-    gates = [_ablation(plan, choices, gate, "low-variance") for gate in GATES]
-    return gates + [_ablation(plan, choices, gate, "he") for gate in paper.TABLE_5]
-
-
-def table_4(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> tuple[list[Row], list[PaperRow]]:
+def table_4(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
     """Gate and local loss."""
-    rows = [_relabelled(cells[_ablation(plan, choices, g, "low-variance").id], f"t4-{g}", g) for g in GATES]
-    rows.append(_relabelled(cells[main_cell(plan, choices, "adapter", 0.1, plan.seeds[0]).id], "t4-adapter", "adapter"))
+    rows = [study.row(study.ablation(gate, "low-variance"), f"t4-{gate}", gate) for gate in GATES]
+    rows.append(study.row(study.main_run("adapter", 0.1, study.seeds[0]), "t4-adapter", "adapter"))
     return rows, [paper.row(f"t4-{name}", pair, "Table 4") for name, pair in paper.TABLE_4.items()]
 
 
-def table_5(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> tuple[list[Row], list[PaperRow]]:
+def table_5(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
     """Initialisation."""
     rows, published = [], []
     for gate, pairs in paper.TABLE_5.items():
         for init, pair in zip(("he", "low-variance"), pairs, strict=True):
-            row_id = f"t5-{gate}-{init}"
-            rows.append(_relabelled(cells[_ablation(plan, choices, gate, init).id], row_id, f"{gate}, {init}"))
-            published.append(paper.row(row_id, pair, "Table 5"))
+            rows.append(study.row(study.ablation(gate, init), f"t5-{gate}-{init}", f"{gate}, {init}"))
+            published.append(paper.row(f"t5-{gate}-{init}", pair, "Table 5"))
     return rows, published
 
 
-def table_6(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> tuple[list[Row], list[PaperRow]]:
+def table_6(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
     """Alpha, at the first learning rate tried."""
-    seed = plan.seeds[0]
-    cell = {a: plan.cell(NAME, ALPHA_RATE, 0.1, seed, alpha=a) for a in plan.alphas}
-    rows = [_relabelled(cells[cell[a].id], f"t6-alpha-{a:g}", f"alpha {a:g}") for a in plan.alphas]
-    return rows, [paper.row(f"t6-alpha-{a:g}", pair, "Table 6") for a, pair in paper.TABLE_6.items()]
+    runs = {alpha: study.run(NAME, ALPHA_RATE, 0.1, study.seeds[0], alpha=alpha) for alpha in study.alphas}
+    rows = [study.row(run, f"t6-alpha-{alpha:g}", f"alpha {alpha:g}") for alpha, run in runs.items()]
+    return rows, [paper.row(f"t6-alpha-{alpha:g}", pair, "Table 6") for alpha, pair in paper.TABLE_6.items()]
 
 
-def table_7(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> tuple[list[Row], list[PaperRow]]:
-    """Learning rates; the paper's four stand beside ours by rank, since the sizes of the models differ."""
+def table_7(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
+    """Learning rates. The paper's four stand beside ours by rank, since the sizes of the models differ."""
     rows, published = [], []
-    for method in LABELS:
-        for rank, cell in enumerate(_rate_cells(plan, method, choices)):
-            row_id = f"t7-{method}-{rank}"
-            rows.append(_relabelled(cells[cell.id], row_id, f"{LABELS[method]}, lr {plan.rates[method][rank]:g}"))
-            if not plan.options.quick:
-                published.append(paper.row(row_id, paper.TABLE_7[method][rank], "Table 7"))
+    for method, label in LABELS.items():
+        for rank, (rate, run) in enumerate(zip(study.rates[method], study.rate_runs(method), strict=True)):
+            rows.append(study.row(run, f"t7-{method}-{rank}", f"{label}, lr {rate:g}"))
+            if not study.options.quick:
+                published.append(paper.row(f"t7-{method}-{rank}", paper.TABLE_7[method][rank], "Table 7"))
     return rows, published
-
-
-def _rate_cells(plan: Plan, method: str, choices: Mapping[str, Choice]) -> list[GraftRun]:
-    more = {"alpha": choices[NAME][1]} if method == NAME else {}
-    return [plan.cell(method, rate, 0.1, plan.seeds[0], **more) for rate in plan.rates[method]]
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
-    """What the issue asks of Table 2: a fifth of LoRA's and the adapters' forgetting, and no less learned."""
+    """The aims of Table 2: a fifth of LoRA's and the adapters' forgetting, and no less learned."""
     by_id = {row.id: row for row in rows}
     if not {NAME, "lora", "adapter"} <= by_id.keys():
         return []
@@ -274,68 +275,55 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     def ratio(name: str, other: str) -> float:
         return value_of(by_id[NAME].metrics[name]) / value_of(by_id[other].metrics[name])
 
-    forgotten = [
-        (f"forgotten over {LABELS[o]}'s", "forgotten", 0.2, ratio("forgotten", o)) for o in ("lora", "adapter")
-    ]
-    found = [Aim(text=t, metric=m, aim=a, measured=v, met=v <= a) for t, m, a, v in forgotten]
+    forgotten = []
+    for other in ("lora", "adapter"):
+        value = ratio("forgotten", other)
+        text = f"forgotten over {LABELS[other]}'s"
+        forgotten.append(Aim(text=text, metric="forgotten", aim=0.2, measured=value, met=value <= 0.2))
     learned = ratio("learned", "lora")
-    return [*found, Aim(text="learned over LoRA's", metric="learned", aim=1.0, measured=learned, met=learned >= 1)]
+    aim = Aim(text="learned over LoRA's", metric="learned", aim=1.0, measured=learned, met=learned >= 1)
+    return [*forgotten, aim]
 
 
-def _details(plan: Plan, cells: Cells, choices: Mapping[str, Choice]) -> dict[str, Any]:
-    seed = plan.seeds[0]
-    chosen = {m: main_cell(plan, choices, m, 0.1, seed) for m in LABELS}
-    statistics = {m: cells[c.id].details.get("statistics", {}) for m, c in chosen.items()}
+def _details(study: NeutralResiduesStudy) -> dict[str, Any]:
+    seed, measured = study.seeds[0], study.measured
+    main = {method: measured[study.main_run(method, 0.1, seed).id] for method in LABELS}
+    statistics = {method: measurement.details.get("statistics", {}) for method, measurement in main.items()}
+    names = ("validation_old", "validation_new", "forgotten", "learned")
     return {
-        "choices": {m: {"learning_rate": rate, "alpha": alpha} for m, (rate, alpha) in choices.items()},
+        "choices": {m: {"learning_rate": rate, "alpha": alpha} for m, (rate, alpha) in study.choices.items()},
         "tuned": {
-            cell_id: {name: metric(one, name) for name in ("validation_old", "validation_new", "forgotten", "learned")}
-            for cell_id, one in cells.items()
-            if cell_id.endswith(f"s{seed}")
+            run_id: {name: metric(measurement, name) for name in names}
+            for run_id, measurement in measured.items()
+            if run_id.endswith(f"s{seed}")
         },
-        "setting": {"training": plan._training(0.001, 0).model_dump(mode="json"), "data": _data_in_words()},
-        "statistics": {m: values for m, values in statistics.items() if values.get("spectrum")},
-        "losses": {m: cells[c.id].details["losses"] for m, c in chosen.items()},
+        "setting": {"training": study.training(0.001, 0).model_dump(mode="json"), "data": DATA},
+        "statistics": {method: values for method, values in statistics.items() if values.get("spectrum")},
+        "losses": {method: measurement.details["losses"] for method, measurement in main.items()},
         "paths": {
-            m: [
-                [metric(cells[c.id], "forgotten"), metric(cells[c.id], "learned")]
-                for c in _rate_cells(plan, m, choices)
+            method: [
+                [metric(measured[run.id], "forgotten"), metric(measured[run.id], "learned")]
+                for run in study.rate_runs(method)
             ]
-            for m in LABELS
+            for method in LABELS
         },
     }
 
 
-def _data_in_words() -> dict[str, str]:
-    return {
-        "backbone": "english-novels-4m, pretrained on novels 1 to 23",
-        "new": "French novels 1 to 27, the first 3,000,000 characters; novel 28 for validation, 30 for test",
-        "old": "English novel 24 for training; novel 25 for validation (its start) and test (from character 150,000)",
-        "out of distribution": "Shakespeare, and the Bible in English",
-        "scored": "the first 60,000 characters of each, at most 10,000 tokens",
-    }
-
-
-def _plots(
-    rows: Sequence[Row], details: dict[str, Any], plan: Plan, cells: Cells, choices: Mapping[str, Choice]
-) -> dict[str, Any]:
+def _plots(rows: Sequence[Row], details: dict[str, Any], study: NeutralResiduesStudy) -> dict[str, Any]:
     """Figure 1, and Figure 3: the gating matrices' spectra of the backbone, each gate and the vanilla adapter."""
     main = [row for row in rows if row.id in LABELS]
     figures = {"learn-against-forget": learn_against_forget(main, details["paths"])} if main else {}
-    statistics = {name: found["spectrum"] for name, found in details["statistics"].items()}
+    statistics = {name: values["spectrum"] for name, values in details["statistics"].items()}
     for gate in GATES:
-        found = cells.get(_ablation(plan, choices, gate, "low-variance").id)
-        if found and gate not in ("relu", "relu-l1"):
-            statistics[gate] = found.details["statistics"]["spectrum"]
+        measurement = study.measured.get(study.ablation(gate, "low-variance").id)
+        if measurement and gate not in ("relu", "relu-l1"):
+            statistics[gate] = measurement.details["statistics"]["spectrum"]
     if statistics:
         backbone = next(iter(statistics.values()))["backbone"]
-        spectra: dict[str, Any] = {str(LABELS.get(name, name)): found["graft"] for name, found in statistics.items()}
+        spectra: dict[str, Any] = {str(LABELS.get(name, name)): values["graft"] for name, values in statistics.items()}
         figures["spectrum"] = spectrum_plot({"backbone": backbone} | spectra)
     return figures
-
-
-def _relabelled(measured: Measurement, row_id: str, label: str) -> Row:
-    return Row(id=row_id, label=label, metrics=measured.row.metrics)
 
 
 def _paper_table_2() -> list[PaperRow]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from experiments import Options
 from experiments.jobs import digest, run_jobs
-from experiments.mini_lm import mini_lm
+from experiments.study import mini_lm
 from experiments.summarize.corpora import Labels, Part, Parts, Sizes, label, load, mean_sentences
 from experiments.summarize.selecting import Gold, Selecting, rank
 from experiments.summarize.writing import Context, Reading, Writing, read, write

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.composed import bars
+from experiments.study import bars
 from experiments.summarize import paper
 from experiments.summarize.corpora import Sample
 from experiments.summarize.measuring import Figures, by_corpus, curve_of, distance, figures_of, paired, row_of

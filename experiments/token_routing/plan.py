@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from experiments import Options
 from experiments.cells import workers
-from experiments.mini_lm import mini_lm
 from experiments.pretrain import DONE
+from experiments.study import mini_lm
 from experiments.token_routing.lessons import Lesson, read_expert, train_expert
 from experiments.token_routing.measure import Cell, run_cell
 from experiments.token_routing.setting import FULL, QUICK, Setting, corpus_of, make_backbone

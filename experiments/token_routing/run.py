@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.composed import bars, check_files
+from experiments.study import bars, check_files
 from experiments.token_routing import paper, switch
 from experiments.token_routing.aims import EVERY, LABELS, MINI_LM, aims
 from experiments.token_routing.choose import causal, choices, choose_policy, choose_window

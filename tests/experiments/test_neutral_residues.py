@@ -60,9 +60,10 @@ def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone
     assert (out / "learn-against-forget.png").exists()
     assert (out / "spectrum.png").exists()
 
-    before = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*/measurement.json")}
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs" / "measurements").glob("*.json")}
+    assert before
     again = reproduce("neutral-residues", options.model_copy(update={"tables": ("2",)}))
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished cells are read back"
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are read back"
     assert again.row("lora").metrics["old"] == results.row("lora").metrics["old"]
 
 

