@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from composition.tools import OTHER_TOKENS
 from graftlm.backbone import Call, StateLayer
 from graftlm.grafts.composition import reference
-from graftlm.grafts.composition.alignment import AlignedInputs
-from graftlm.grafts.composition.character_alignment import CharacterAlignment
+from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment
 from tiny import BOS, EOS, TEXT, TOKENS, tiny_tokenizer
 
 

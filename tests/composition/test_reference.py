@@ -30,7 +30,7 @@ Plan = dict[str, list[tuple[list[int], VisibleTokens]]]
 def weights_of(graft: Composition, name: str, number: int) -> reference.PairWeights:
     """The same leaves that the graft trains."""
     block: Any = graft.blocks[name][number]
-    gains = [None if norm is None else norm.weight for norm in (block.norm_q, block.norm_kv)]
+    gains = [getattr(norm, "weight", None) for norm in (block.norm_q, block.norm_kv)]
     matrices = [linear.weight.T for linear in (block.project, block.w_q, block.w_k, block.w_v, block.w_o)]
     biases = [0.0 if linear.bias is None else linear.bias for linear in (block.w_q, block.w_k)]
     return reference.PairWeights(*matrices, *gains, *biases)

@@ -92,8 +92,8 @@ class CrossAttention(nn.Module):
         self.w_k = nn.Linear(width, width, bias=positions == "local")
         self.w_v = nn.Linear(width, width, bias=False)
         self.w_o = nn.Linear(width, width, bias=False)
-        self.norm_q = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else None
-        self.norm_kv = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else None
+        self.norm_q = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
+        self.norm_kv = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
         self._initialise(init)
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class CrossAttention(nn.Module):
             cache: keeps keys and values between passes.
             attention_weights: if given, the weights (B, H, T, S) are appended.
         """
-        q_BHTK = self._split(self.w_q(self._normed(self.norm_q, anchor_BTD)))
+        q_BHTK = self._split(self.w_q(self.norm_q(anchor_BTD)))
         if positions is not None:
             q_BHTK = rotate(q_BHTK, positions.anchor)
         k_BHSK, v_BHSK = self._keys_and_values(states_BSA, positions, cache)
@@ -146,7 +146,7 @@ class CrossAttention(nn.Module):
             assert cache.keys is not None, "the cache is empty"
             assert cache.values is not None
             return cache.keys, cache.values
-        projected = self._normed(self.norm_kv, self.project(states_BSA))
+        projected = self.norm_kv(self.project(states_BSA))
         k, v = self._split(self.w_k(projected)), self._split(self.w_v(projected))
         if positions is not None:
             k = rotate(k, positions.augmenting)
@@ -154,10 +154,6 @@ class CrossAttention(nn.Module):
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    @staticmethod
-    def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-        return x if norm is None else norm(x)
 
 
 def _local_bias(width: int, heads: int) -> Tensor:

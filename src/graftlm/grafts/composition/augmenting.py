@@ -15,9 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
-from graftlm.grafts.composition.alignment import AlignedInputs, PositionAlignment
+from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment, PositionAlignment
 from graftlm.grafts.composition.attention import TokenPositions, Visibility
-from graftlm.grafts.composition.character_alignment import CharacterAlignment
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 
 

@@ -5,7 +5,7 @@ After a layer j of the anchor (the backbone) that is paired with layer i of an a
     H'_Bj = H_Bj + sum over augmenting models of f_cross(f_proj(H_Ai), H_Bj)
 
 Only f_proj and f_cross (`attention.py`) are trained. Position t of the anchor sees what the augmenting model has read
-up to t (`alignment.py`; `character_alignment.py` for two tokenizers).
+up to t (`alignment.py`).
 
 Shape suffixes: B rows, T anchor tokens, S augmenting tokens, D the anchor's width, H heads.
 """
@@ -42,6 +42,8 @@ class Composition(Graft, ReadsModels):
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
     label = "composition"
     config: CompositionConfig
+    blocks: Any
+    """A `CrossAttention` per augmenting model and pair."""
 
     def __init__(
         self, config: CompositionConfig, backbone: Backbone, augmenting: Mapping[str, Backbone] | None = None
@@ -96,16 +98,12 @@ class Composition(Graft, ReadsModels):
         states = None if augmenting.states is None else augmenting.states[number].to(anchor_BTD.dtype)
         weights: list[Tensor] | None = [] if call.observing else None
         cache = augmenting.caches[number] if augmenting.caches else None
-        block = self._blocks(name)[number]
-        update = block(anchor_BTD, states, augmenting.visibility, augmenting.positions, cache, weights)
+        update = self.blocks[name][number](
+            anchor_BTD, states, augmenting.visibility, augmenting.positions, cache, weights
+        )
         if weights is not None:
             call.scratch[self, "statistics", name, number] = statistics(anchor_BTD, update, weights[0], call.token_mask)
         return update
-
-    def _blocks(self, name: str) -> nn.ModuleList:
-        blocks = self.blocks[name]
-        assert isinstance(blocks, nn.ModuleList)
-        return blocks
 
     def observe(self, call: Call) -> dict[str, Tensor]:
         """Per augmenting model, `<name>_<quantity>` with one value per pair.
@@ -128,7 +126,7 @@ class Composition(Graft, ReadsModels):
             pairs, width = model_config.pairs or [], self._models[name].backbone.sites.width
             description |= {
                 f"{name}: pairs of layers": ", ".join(f"{i} to {j}" for i, j in pairs),
-                f"{name}: parameters": sum(p.numel() for p in self._blocks(name).parameters()),
+                f"{name}: parameters": sum(p.numel() for p in self.blocks[name].parameters()),
                 f"{name}: paper's n(D_A D_B + 3 D_B^2)": len(pairs) * (width * d + 3 * d * d),
                 f"{name}: and W_O's n D_B^2": len(pairs) * d * d,
             }

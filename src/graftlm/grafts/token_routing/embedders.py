@@ -148,15 +148,13 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         embeddings = []
         for text in texts:
             ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:limit]], dtype=torch.long)
-            embeddings.append(self._mean(ids.to(self._backbone.device)))
+            ids = ids.to(self._backbone.device)
+            content = self._not_special(ids[0])
+            if content.any():
+                embeddings.append(self._silent_pass.states(ids, None, None, None)[0][content].float().mean(0))
+            else:
+                embeddings.append(torch.zeros(self._backbone.sites.width, device=ids.device))
         return torch.stack(embeddings)
-
-    def _mean(self, ids_1T: Tensor) -> Tensor:
-        """(d,) embedding of one text; zero if it has only special tokens."""
-        content = self._not_special(ids_1T[0])
-        if not content.any():
-            return torch.zeros(self._backbone.sites.width, device=ids_1T.device)
-        return self._silent_pass.states(ids_1T, None, None, None)[0][content].float().mean(0)
 
     def prefixes(
         self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
@@ -268,10 +266,30 @@ def _without_hooks(module: nn.Module, name: str) -> nn.Module:
 
 
 class SentenceEmbedder:
-    """A sentence-transformers model, which reads the whole text so far at each update."""
+    """A sentence-transformers model, which reads the whole text so far at each update.
+
+    Raises:
+        MissingExtraError: sentence-transformers is not installed.
+        BackboneError: the model can't be loaded.
+    """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
-        self._model = _load_sentence_model(config, backbone.device)
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError:
+            raise MissingExtraError("sentence-transformers", "routing", "A sentence embedder") from None
+        try:
+            self._model = SentenceTransformer(
+                config.name,
+                device=str(backbone.device),
+                trust_remote_code=config.trust_remote_code,
+                model_kwargs={"use_safetensors": True},  # pickles are never read
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BackboneError(
+                f"The embedder {config.name} can't be loaded ({str(error).strip().splitlines()[0]}): name a "
+                "sentence-transformers model or its folder, or backbone."
+            ) from None
         self._tokenizer = backbone.need_tokenizer()
 
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -309,22 +327,3 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
         )
     layers = layers if layers >= 0 else n_layers + 1 + layers
     return HiddenStateEmbedder(backbone, layers) if layers else TokenEmbedder(backbone)
-
-
-def _load_sentence_model(config: EmbedderConfig, device: torch.device) -> Any:
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise MissingExtraError("sentence-transformers", "routing", "A sentence embedder") from None
-    try:
-        return SentenceTransformer(
-            config.name,
-            device=str(device),
-            trust_remote_code=config.trust_remote_code,
-            model_kwargs={"use_safetensors": True},  # pickles are never read
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise BackboneError(
-            f"The embedder {config.name} can't be loaded ({str(error).strip().splitlines()[0]}): name a "
-            "sentence-transformers model or its folder, or backbone."
-        ) from None

@@ -29,8 +29,8 @@ from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedde
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import cosines_to, expert_weights, fit_whitener
-from graftlm.grafts.token_routing.recompute import Recompute
 from graftlm.grafts.token_routing.routing_state import (
+    Recompute,
     RouteSpans,
     RoutingCacheLayer,
     RoutingState,

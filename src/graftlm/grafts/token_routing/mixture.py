@@ -34,11 +34,6 @@ class AdapterLayout:
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
 
-    def subset(self, experts: tuple[int, ...]) -> AdapterLayout:
-        """The layout of some of the experts."""
-        indices = [self.experts.index(expert) for expert in experts]
-        return AdapterLayout(experts, tuple(self.ranks[i] for i in indices), tuple(self.scales[i] for i in indices))
-
 
 @dataclass
 class RouteWeights:
@@ -176,11 +171,9 @@ class MixedProjection(nn.Module):
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
         indices = [self.layout.experts.index(expert) for expert in experts]
-        a, b = ([_gathered(own[i]) for i in indices] for own in (self.a, self.b))
-        layout = self.layout.subset(experts)
+        factors = ([own[i] for i in indices] for own in (self.a, self.b))
+        a, b = ([p.full_tensor() if isinstance(p, DTensor) else p for p in own] for own in factors)  # sharded or not
+        layout = AdapterLayout(
+            experts, tuple(self.layout.ranks[i] for i in indices), tuple(self.layout.scales[i] for i in indices)
+        )
         return _StackedFactors(layout, *(a[0], b[0]) if len(a) == 1 else (torch.cat(a), torch.cat(b)))
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    """The full tensor of a parameter that may be sharded over processes."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""The text that each token's route depends on, and the routing state that a generation keeps in its cache.
+"""The text that each token's route depends on, the routing state in a generation's cache, and `cache: recompute`.
 
 The tokens of a document are counted from 0. The first n are the prompt; without a known prompt, n = 1. The route of
 token i depends on the document up to token b(i), so that it changes every k tokens:
@@ -8,20 +8,21 @@ token i depends on the document up to token b(i), so that it changes every k tok
 
 For n = 1 this is i - (i mod k), and no token's route depends on a later token.
 
-Shape suffixes: B rows, T tokens of this pass, P tokens before, S = P + T, E experts.
+Shape suffixes: B rows, T tokens of this pass, P tokens before, S = P + T, E experts, d the backbone's width.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from graftlm.backbone import Call
+from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.backbone.cache import join_columns, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
@@ -54,13 +55,20 @@ class RunningSum:
 class RoutingCacheLayer(DynamicLayer):
     """A cache layer that holds a `RoutingState`, so that beam search, cropping and batch selection apply to it.
 
-    Keys are ids, (B, 1, S, 1). Values are weights and the prompt length, (B, 1, S, E + 2). `running_sum` belongs to the
-    embedder and is discarded whenever rows or columns are rearranged.
+    Keys are ids, (B, 1, S, 1). Values are weights and the prompt length, (B, 1, S, E + 2).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.running_sum = RunningSum()
+        self._running_sum = RunningSum()
+        self._summed_keys: Tensor | None = None
+
+    @property
+    def running_sum(self) -> RunningSum:
+        """The embedder's running sum; a new one after an operation on rows or columns, which replaces the keys."""
+        if self._summed_keys is not self.keys:
+            self._running_sum, self._summed_keys = RunningSum(), self.keys
+        return self._running_sum
 
     @property
     def state(self) -> RoutingState | None:
@@ -75,33 +83,11 @@ class RoutingCacheLayer(DynamicLayer):
         ids_BT = spans.ids[:, spans.past :]
         prompt_length = spans.prompt_length[..., None].to(weights_BTE.dtype)
         self.update(ids_BT[:, None, :, None], torch.cat([weights_BTE, prompt_length], dim=-1)[:, None])
+        self._summed_keys = self.keys
 
-    def reset(self) -> None:
-        self.running_sum = RunningSum()
-        super().reset()
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        self.running_sum = RunningSum()
-        super().crop(*args, **kwargs)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        self.running_sum = RunningSum()
-        super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.running_sum = RunningSum()
-        super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.running_sum = RunningSum()
-        super().batch_select_indices(indices)
-
-    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> RoutingCacheLayer:
+    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
         """One layer with the rows of several, see `backbone.cache.join`."""
-        joined = join_columns(layers, paddings)
-        assert isinstance(joined, RoutingCacheLayer)
-        joined.running_sum = RunningSum()
-        return joined
+        return join_columns(layers, paddings)
 
 
 def cache_owner(graft: object) -> str:
@@ -232,3 +218,95 @@ def _last_columns(start: Tensor, real: Tensor, past: int) -> Tensor:
     columns = torch.arange(past, past + start.shape[1], device=start.device).expand_as(start)
     same_document = start[:, :, None] == start[:, None, :]
     return torch.where(same_document & real[:, None, :], columns[:, None, :], start[:, :, None]).amax(-1)
+
+
+class _ForcedWeights(threading.local):
+    """Weights of a nested pass, per thread."""
+
+    value: Tensor | None = None
+
+
+class Recompute:
+    """Computes the states of every token with the newest weights.
+
+    When the weights change, the whole text is read again and the cache takes the new keys and values. A pass that
+    covers several routes, such as scoring a text without a cache, takes one nested pass per route. This is slow.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._model: list[Any] = [backbone.model.base_model]
+        self._layers = backbone.sites.n_layers
+        self._forced = _ForcedWeights()
+
+    def forced_weights(self) -> Tensor | None:
+        """The weights (B, 1, E + 1) of the pass that starts now, if it is a nested one."""
+        return self._forced.value
+
+    def taps(self) -> list[Tap]:
+        """The tap that inserts the states of nested passes."""
+        return [Tap(Site("norm"), "after", "replace", self._insert)]
+
+    def __call__(self, call: Call, spans: RouteSpans, weights_BTE: Tensor, state: RoutingState | None) -> Tensor:
+        """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights."""
+        route_BT = spans.updates.long().cumsum(1)  # the number of each token's route within this pass
+        route_BT = torch.where(spans.end < spans.past, 0, route_BT.gather(1, (spans.end - spans.past).clamp(min=0)))
+        newest_B1E = weights_BTE[:, -1:]
+        self._recompute_cache(call, spans, newest_B1E, state)
+        older = []
+        for route in range(int(route_BT.max())):
+            mask = route_BT == route
+            if mask.any():
+                column = torch.where(mask.any(1), mask.long().argmax(1), weights_BTE.shape[1] - 1)
+                weights = weights_BTE.gather(1, column[:, None, None].expand(-1, 1, weights_BTE.shape[-1]))
+                older.append((mask & (route_BT < route_BT[:, -1:]), self._states(call, spans, weights)))
+        call.scratch[self] = older
+        return newest_B1E
+
+    def _recompute_cache(self, call: Call, spans: RouteSpans, newest_B1E: Tensor, state: RoutingState | None) -> None:
+        """Replace the cached keys and values by those of the newest weights."""
+        if state is None or call.cache is None or torch.equal(state.weights[:, -1:], newest_B1E):
+            return
+        past = spans.past
+        fresh = DynamicCache(config=self._model[0].config)
+        mask = None if call.attention_mask is None else call.attention_mask[:, :past]
+        self._run(spans.ids[:, :past], mask, newest_B1E, fresh)
+        for index, new in enumerate(fresh.layers[: self._layers]):
+            old = call.cache.layers[index]
+            if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
+                old.keys, old.values = new.keys, new.values
+            else:  # such as a recurrent state
+                call.cache.layers[index] = new
+
+    def _states(self, call: Call, spans: RouteSpans, weights_B1E: Tensor) -> Tensor:
+        """(B, T, d) last hidden states of this pass's tokens when the whole text is read with the given weights."""
+        positions = call.position_ids if call.attention_mask is None and not spans.past else None
+        output = self._run(spans.ids, call.attention_mask, weights_B1E, None, positions)
+        return output.last_hidden_state[:, spans.past :]
+
+    def _run(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        weights_B1E: Tensor,
+        cache: Cache | None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        if mask is not None:
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        outer, self._forced.value = self._forced.value, weights_B1E
+        try:
+            return self._model[0](
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        finally:
+            self._forced.value = outer
+
+    def _insert(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+        """Replace the states of tokens whose route is not the newest."""
+        for mask_BT, states_BTd in call.scratch.get(self, ()):
+            outputs = torch.where(mask_BT[..., None], states_BTd, outputs)
+        return outputs
