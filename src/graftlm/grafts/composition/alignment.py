@@ -2,7 +2,7 @@
 
 `PositionAlignment`: one tokenizer. Both models read the same tokens, and token t sees tokens up to t.
 
-`CharacterAlignment`: two tokenizers. At each anchor token the augmenting model has read exactly the anchor's characters,
+`CharacterAlignment`: two tokenizers. At every anchor token the augmenting model has read the anchor's characters,
 tokenised by its own tokenizer. So what a token sees depends on no later token, in training as in generation. While a
 word grows, its tokens change ("ma", then "maison"), and both tokenisations are kept. The tokens form a tree in which
 each path from a root is one tokenisation of a document. An augmenting token attends to its ancestors, and an anchor
