@@ -31,7 +31,6 @@ from graftlm.runs.run import execute
 from graftlm.training import TrainingConfig
 
 NAME = "block-state"
-BY_DEFAULT = ("1",)
 MIN_SPEEDUP = 1.5
 LONGER = ("slide", "block_recurrent", "bst_sh_s4d", "bst_mf_unstructured")
 FIRST_SEED_ONLY = ("bst_mf_unstructured",)  # of LONGER
@@ -147,7 +146,7 @@ def run(options: Options) -> Results:
         RecipeError: there is no such table.
         DataError: the data folder lacks a file.
     """
-    tables = options.chosen(tuple(TABLES), BY_DEFAULT)
+    tables = options.chosen(tuple(TABLES), ("1",))
     runs = LongTextRuns(options)
     table_rows = [row for table in tables for row in TABLES[table](runs)]
     started = time.perf_counter()

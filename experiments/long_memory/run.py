@@ -214,9 +214,7 @@ def run(options: Options) -> Results:
         "losses": {row: measured[row, tasks[0]][0].details["losses"] for row in LABELS},
     }
     if "listops" in tasks:
-        details["listops_guesses"] = informed_guesses(
-            config.tasks["listops"], 8 * config.tested, config.tested, seeds[0]
-        )
+        details["listops_guesses"] = informed_guesses(config.tasks["listops"], config.tested, seeds[0])
     published = PAPER if "listops" in tasks else []
     results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
     plot = bars(rows, {task: task for task in tasks}, "right answers, %")

@@ -100,16 +100,12 @@ def make_examples(task: MemoryTask, count: int, seed: int, split: str) -> TaskEx
     return {"recall": _recall, "copy": _copy, "listops": _listops}[task.name](task, count, random)
 
 
-def informed_guesses(task: MemoryTask, examples: int, tested: int, seed: int) -> dict[str, float]:
-    """Accuracy on a listops test, in percent, of guesses that read the outermost operation at most.
+def informed_guesses(task: MemoryTask, tested: int, seed: int) -> dict[str, float]:
+    """Accuracy on `tested` listops examples, in percent, of guesses that read the outermost operation at most.
 
-    Args:
-        task: listops.
-        examples: number of examples in which results are counted; the most frequent result is guessed.
-        tested: number of test examples.
-        seed: of both.
+    A guess is the most frequent result among eight times as many other examples.
     """
-    known, test = make_examples(task, examples, seed, "guesses"), make_examples(task, tested, seed, "test")
+    known, test = make_examples(task, 8 * tested, seed, "guesses"), make_examples(task, tested, seed, "test")
     results, expected = known.ids[known.answers], test.ids[test.answers]
     first_ids = known.ids[:, 0]
     guesses = {first: np.bincount(results[first_ids == first]).argmax() for first in np.unique(first_ids)}

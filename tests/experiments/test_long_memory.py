@@ -79,7 +79,7 @@ def test_listops_results_are_those_of_python(seed: int) -> None:
 
 def test_guesses_use_the_outermost_operation() -> None:
     task = MemoryTask(name="listops", length=40, window=8, shortest=4)
-    guesses = informed_guesses(task, 400, 200, 0)
+    guesses = informed_guesses(task, 200, 0)
     assert 10 < guesses["the commonest result"] < guesses["that of the outermost operation"] < 60
 
 
