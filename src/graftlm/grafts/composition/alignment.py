@@ -32,7 +32,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from graftlm.backbone import Call, leading_bos
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
-from graftlm.grafts.composition.attention import TokenPositions, Visibility
+from graftlm.grafts.composition.attention import AttentionPositions, Visibility
 
 _MAX_WORD = 48  # characters; longer runs without white space are cut, which bounds the cost of a step
 _UNREAD = -1
@@ -53,7 +53,7 @@ class AlignedInputs:
 
     inputs: dict[str, Any] | None
     visibility: Visibility
-    positions: TokenPositions
+    positions: AttentionPositions
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PositionAlignment:
         """
         assert call.input_ids is not None
         positions_BT = anchor_positions(call, past)
-        positions = TokenPositions(positions_BT, positions_BT)
+        positions = AttentionPositions(positions_BT, positions_BT)
         if self.prompt_only and past:
             return AlignedInputs(None, self._prompt_visibility(call, cached), positions)
         inputs = {
@@ -239,7 +239,7 @@ class CharacterAlignment:
         mask = np.stack([tree.path_masks(row_ends, total) for tree, row_ends in zip(trees, ends, strict=True)])
         visibility = Visibility.of(torch.from_numpy(mask).to(device))
         inputs, births = _new_tokens(trees, old, width, total, device)
-        positions = TokenPositions(anchor_positions(call, past), births)
+        positions = AttentionPositions(anchor_positions(call, past), births)
         return AlignedInputs(inputs if width else None, visibility, positions)
 
     def _read(self, call: Call, past: int, trees: list[TokenTree]) -> list[list[int | None]]:

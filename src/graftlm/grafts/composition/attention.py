@@ -52,7 +52,7 @@ class Visibility:
 
 
 @dataclass(frozen=True)
-class TokenPositions:
+class AttentionPositions:
     """Positions of tokens in their document, counted in anchor tokens.
 
     Args:
@@ -110,7 +110,7 @@ class CrossAttention(nn.Module):
         anchor_BTD: Tensor,
         states_BSA: Tensor | None,
         visibility: Visibility,
-        positions: TokenPositions | None = None,
+        positions: AttentionPositions | None = None,
         cache: CacheLayerMixin | None = None,
         attention_weights: list[Tensor] | None = None,
     ) -> Tensor:
@@ -139,7 +139,7 @@ class CrossAttention(nn.Module):
         return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)
 
     def _keys_and_values(
-        self, states_BSA: Tensor | None, positions: TokenPositions | None, cache: CacheLayerMixin | None
+        self, states_BSA: Tensor | None, positions: AttentionPositions | None, cache: CacheLayerMixin | None
     ) -> tuple[Tensor, Tensor]:
         if states_BSA is None:
             assert cache is not None, "no new states and no cache"

@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone,
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
 from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment, PositionAlignment
-from graftlm.grafts.composition.attention import TokenPositions, Visibility
+from graftlm.grafts.composition.attention import AttentionPositions, Visibility
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 
 
@@ -36,7 +36,7 @@ class AugmentingStates:
     visibility: Visibility
     caches: Sequence[CacheLayerMixin] | None
     is_empty: bool
-    positions: TokenPositions | None
+    positions: AttentionPositions | None
 
 
 class _UncroppableLayer(DynamicLayer):
