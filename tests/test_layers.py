@@ -1,4 +1,4 @@
-"""The law of layers: imports run one way, rooms don't know each other, and shared code knows no room."""
+"""The law of layers: imports run one way, packages of methods are independent, and shared code names no method."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ ORDER = (
     "backbone",
     "grafts",
     "artifact",
+    "testing",
     "data",
     "evaluation",
     "training",
@@ -31,11 +32,11 @@ ORDER = (
     "generation",
     "pipelines",
     "serving",
-    "__init__",  # the public names: for programs, among them the command line
+    "__init__",  # the public names; the command line uses them too
     "cli",
     "__main__",
 )
-HOUSES = ("grafts", "models", "pipelines")  # folders whose folders are rooms
+PARENTS = ("grafts", "models", "pipelines")  # folders whose folders are packages of methods
 SHARED = (
     "errors",
     "config",
@@ -43,10 +44,11 @@ SHARED = (
     "backbone",
     "grafts/base.py",
     "grafts/heads.py",
-    "grafts/lanes.py",
-    "grafts/mixed.py",
+    "grafts/graft_set.py",
     "grafts/model.py",
+    "grafts/row_groups.py",
     "artifact",
+    "testing",
     "data",
     "evaluation",
     "training",
@@ -54,7 +56,7 @@ SHARED = (
     "generation",
     "cli",
 )
-METHODS = ("lora", "dora", "ia3")  # methods of other libraries that shared code has no business with either
+METHODS = ("lora", "dora", "ia3")  # methods of other libraries, which shared code does not name either
 
 
 class Import(NamedTuple):
@@ -69,7 +71,7 @@ class Import(NamedTuple):
 
 
 def imports(source: Path) -> Iterator[Import]:
-    """Every import of one of our files by another: those inside functions and for types alone too."""
+    """Every import of one source file by another, including those inside functions and for types."""
     for file in sorted(source.rglob("*.py")):
         here = file.relative_to(source)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), filename=str(file))):
@@ -81,7 +83,7 @@ def imports(source: Path) -> Iterator[Import]:
 
 
 def _imported_names(node: ast.Import | ast.ImportFrom, here: Path) -> list[str]:
-    """Absolute dotted names; of `from a import b`, a.b, which may be a file or a name in a."""
+    """Absolute dotted names; `from a import b` gives a.b, which may be a file or a name in a."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     package = ["graftlm", *here.parent.parts]
@@ -90,7 +92,7 @@ def _imported_names(node: ast.Import | ast.ImportFrom, here: Path) -> list[str]:
 
 
 def _file_of(name: str, source: Path) -> Path | None:
-    """The file that the longest prefix of a dotted name leads to, or None where it is not ours."""
+    """The file of the longest prefix of a dotted name; None outside the source folder."""
     root, *parts = name.split(".")
     if root != "graftlm":
         return None
@@ -108,19 +110,31 @@ def _layer(file: Path) -> str:
     return file.parts[0].removesuffix(".py")
 
 
-def _room(file: Path) -> tuple[str, ...] | None:
-    return file.parts[:2] if len(file.parts) > 2 and file.parts[0] in HOUSES else None
+def _package(file: Path) -> tuple[str, ...] | None:
+    return file.parts[:2] if len(file.parts) > 2 and file.parts[0] in PARENTS else None
 
 
-def rooms(source: Path) -> list[Path]:
-    """The folders of all rooms."""
-    folders = (folder for house in HOUSES for folder in sorted((source / house).glob("*/")))
+def packages(source: Path) -> list[Path]:
+    """The folders of all packages of methods."""
+    folders = (folder for parent in PARENTS for folder in sorted((source / parent).glob("*/")))
     return [folder for folder in folders if any(folder.glob("*.py"))]
 
 
 def backward_imports(source: Path) -> list[str]:
-    """Imports that run from a layer to one that is not above it."""
-    return [str(found) for found in imports(source) if not _runs_upward(_layer(found.importer), _layer(found.imported))]
+    """Imports from a layer of one that is not above it."""
+    return [str(edge) for edge in imports(source) if not _runs_upward(_layer(edge.importer), _layer(edge.imported))]
+
+
+def experiment_imports(source: Path) -> list[str]:
+    """Imports of `experiments`, which stand beside the package."""
+    return [
+        f"{file.relative_to(source)}:{node.lineno} imports {name}"
+        for file in sorted(source.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), filename=str(file)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in _imported_names(node, file.relative_to(source))
+        if name.split(".")[0] == "experiments"
+    ]
 
 
 def _runs_upward(importer: str, imported: str) -> bool:
@@ -129,33 +143,33 @@ def _runs_upward(importer: str, imported: str) -> bool:
     return imported in ORDER and importer in ORDER and ORDER.index(imported) < ORDER.index(importer)
 
 
-def room_imports(source: Path) -> list[str]:
-    """Imports of a room's files from anywhere in its house but the room itself."""
+def package_imports(source: Path) -> list[str]:
+    """Imports of a package's files by other files of the same parent folder."""
     return [
-        str(found)
-        for found in imports(source)
-        if _room(found.imported)
-        and _room(found.imported) != _room(found.importer)
-        and _layer(found.imported) == _layer(found.importer)
+        str(edge)
+        for edge in imports(source)
+        if _package(edge.imported)
+        and _package(edge.imported) != _package(edge.importer)
+        and _layer(edge.imported) == _layer(edge.importer)
     ]
 
 
-def shared_room_imports(source: Path) -> list[str]:
-    """Imports of a room from the shared code of layers below it."""
+def shared_package_imports(source: Path) -> list[str]:
+    """Imports of a package by shared code."""
     return [
-        str(found)
-        for found in imports(source)
-        if _room(found.imported) and any(found.importer.is_relative_to(name) for name in _shared_paths(source))
+        str(edge)
+        for edge in imports(source)
+        if _package(edge.imported) and any(edge.importer.is_relative_to(name) for name in _shared_paths(source))
     ]
 
 
 def circles(source: Path) -> list[str]:
-    """The first circle among files, if any. Imports for types alone count too: they are arrows all the same."""
-    arrows: dict[Path, set[Path]] = {}
-    for found in imports(source):
-        arrows.setdefault(found.importer, set()).add(found.imported)
+    """The first circle among files, if any. Imports for types count too."""
+    graph: dict[Path, set[Path]] = {}
+    for edge in imports(source):
+        graph.setdefault(edge.importer, set()).add(edge.imported)
     try:
-        graphlib.TopologicalSorter(arrows).prepare()
+        graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         return [" <- ".join(map(str, error.args[1]))]
     return []
@@ -167,8 +181,8 @@ def _shared_paths(source: Path) -> list[Path]:
 
 
 def method_mentions(source: Path) -> list[str]:
-    """Lines of shared code that name a method: code, strings, comments and docstrings alike."""
-    names = {room.name for room in rooms(source) if room.parent.name != "pipelines"}  # these are verbs of the CLI too
+    """Lines of shared code that name a method, in code, strings, comments or docstrings."""
+    names = {folder.name for folder in packages(source) if folder.parent.name != "pipelines"}  # pipelines are verbs too
     names |= set(_registered_kinds(source))
     pattern = _spellings(names)
     kinds = {f'"{name}"' for name in names} | {f"'{name}'" for name in names}
@@ -181,10 +195,10 @@ def method_mentions(source: Path) -> list[str]:
 
 
 def _registered_kinds(source: Path) -> Iterator[str]:
-    """The keys of every registry of a house."""
-    for house in HOUSES:
-        if (source / house / "__init__.py").is_file():
-            for node in ast.walk(ast.parse((source / house / "__init__.py").read_text(encoding="utf-8"))):
+    """The keys of the registries of grafts and models."""
+    for file in (path for parent in PARENTS for path in (source / parent).glob("*.py")):
+        if file.stem in ("registry", "__init__"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Dict):
                     keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
                     yield from (key for key in keys if isinstance(key, str))
@@ -193,7 +207,7 @@ def _registered_kinds(source: Path) -> Iterator[str]:
 def _spellings(names: set[str]) -> re.Pattern[str]:
     """Names of several words in every spelling (neutral_residues, NeutralResidues, neutral-residue, neutral residues).
 
-    A room whose name is an ordinary word ("adapter") may be meant as that word: it counts as a whole string only.
+    A name that is an ordinary word ("adapter") counts only as a complete string.
     """
     words = (re.split("[-_]", name) for name in names)
     forms = {r"[-_ ]?".join(part.removesuffix("s") for part in name) for name in words if len(name) > 1}
@@ -214,8 +228,9 @@ def _mentions(file: Path, pattern: re.Pattern[str], kinds: set[str]) -> Iterator
     ("law", "advice"),
     [
         (backward_imports, "a module imports only from lines above its own in ORDER"),
-        (room_imports, "rooms never import each other, and their house only names them in its registry"),
-        (shared_room_imports, "shared code reaches a room through the registry alone"),
+        (experiment_imports, "the package never imports experiments"),
+        (package_imports, "packages of methods never import each other; only the registry names them"),
+        (shared_package_imports, "shared code reaches a method through the registry alone"),
         (circles, "no file may import itself in a circle"),
         (method_mentions, "shared code never names a method"),
     ],
@@ -230,12 +245,13 @@ def test_every_module_has_its_line_in_the_order() -> None:
     assert names - {*ORDER} == set()
 
 
-HOUSE = {
+SOURCES = {
     "errors.py": "",
     "config.py": "from graftlm.errors import X",
     "backbone/__init__.py": "from .taps import Tap",
     "backbone/taps.py": "from .. import errors",
-    "grafts/__init__.py": "REGISTRY = {'soft-prompts': 'graftlm.grafts.soft_prompts:Soft', 'low-rank': ''}",
+    "grafts/__init__.py": "",
+    "grafts/registry.py": "REGISTRY = {'soft-prompts': 'graftlm.grafts.soft_prompts:Soft', 'low-rank': ''}",
     "grafts/base.py": "import graftlm.backbone.taps",
     "grafts/soft_prompts/method.py": "from graftlm.grafts.base import Graft",
     "grafts/other/method.py": "from graftlm.grafts.base import Graft",
@@ -255,9 +271,20 @@ HOUSE = {
         (backward_imports, "backbone/taps.py", "from graftlm import __version__", "imports __init__.py"),
         (backward_imports, "data/__init__.py", "from graftlm import cli", "data/__init__.py:1 imports cli.py"),
         (backward_imports, "__init__.py", "from graftlm.cli import main", "__init__.py:1 imports cli.py"),
-        (room_imports, "grafts/other/method.py", "from ..soft_prompts import method", "imports grafts/soft_prompts/"),
-        (room_imports, "grafts/__init__.py", "from .other.method import Other", "imports grafts/other/method.py"),
-        (shared_room_imports, "training/loop.py", "from graftlm.grafts.other import method", "imports grafts/other/"),
+        (
+            package_imports,
+            "grafts/other/method.py",
+            "from ..soft_prompts import method",
+            "imports grafts/soft_prompts/",
+        ),
+        (package_imports, "grafts/__init__.py", "from .other.method import Other", "imports grafts/other/method.py"),
+        (
+            shared_package_imports,
+            "training/loop.py",
+            "from graftlm.grafts.other import method",
+            "imports grafts/other/",
+        ),
+        (experiment_imports, "training/loop.py", "def f():\n    from experiments.text import x", "training/loop.py:2"),
         (circles, "backbone/taps.py", "from graftlm.backbone import load", "taps.py <- backbone/__init__.py"),
         (method_mentions, "training/loop.py", "# as SoftPrompts does", "training/loop.py:1: # as SoftPrompts does"),
         (method_mentions, "cli.py", "\n'soft prompt'", "cli.py:2"),
@@ -267,7 +294,7 @@ HOUSE = {
     ],
 )
 def test_a_broken_law_is_reported_with_its_line(tmp_path: Path, law, file: str, text: str, expected: str) -> None:
-    for name, content in HOUSE.items():
+    for name, content in SOURCES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert law(tmp_path) == []
