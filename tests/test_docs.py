@@ -77,10 +77,8 @@ def test_the_tutorial_s_comparison_fits_its_recipe(tmp_path: Path) -> None:
     methods = next(code for page, code in blocks("yaml") if "add-a-language" in page and code.startswith("methods:"))
     (tmp_path / "methods.yaml").write_text(methods)
     recipe = Recipe.parse(read_yaml(RECIPE) | read_yaml(tmp_path / "methods.yaml"))
-    assert {name: recipe.method(name)[1].learning_rate for name in recipe.methods} == {
-        "neutral-residues": 2e-4,
-        "lora": 5e-5,
-    }
+    rates = {run.id: run.training.learning_rate for run in recipe.comparison() if run.graft is not None}
+    assert rates == {"neutral-residues": 2e-4, "lora": 5e-5}
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("yaml"))

@@ -83,7 +83,10 @@ class GraftRun(TrainingRun):
 
     def measure(self, context: RunContext) -> Measurement:
         if self.graft is None:
-            return self.evaluator().measure_backbone(self.label or BACKBONE_ROW, self.id)
+            evaluator = self.evaluator()
+            parameters = count_parameters(evaluator.backbone.model.parameters())
+            context.log(f"Backbone {evaluator.backbone.name}: {parameters:,} parameters, frozen.")
+            return evaluator.measure_backbone(self.label or BACKBONE_ROW, self.id)
         return super().measure(context)
 
     @contextmanager
