@@ -166,7 +166,5 @@ def share(count: int, total: int) -> Interval:
     """A share in percent, with Wilson's 95% interval."""
     if total == 0:
         return Interval(mean=0.0, low=0.0, high=100.0)
-    test = binomtest(count, total)
-    ends = test.proportion_ci(method="wilson")
-    mean = 100 * count / total
+    mean, ends = 100 * count / total, binomtest(count, total).proportion_ci(method="wilson")
     return Interval(mean=mean, low=min(mean, 100 * ends.low), high=max(mean, 100 * ends.high))

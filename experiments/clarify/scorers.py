@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +24,7 @@ _NAME = re.compile(r"[a-z][a-z_]*")
 _BUILT_IN = {"bleu", "chrf", "accuracy", "coverage", "share", "hit", "calls", "questions", "examples"}
 
 
-class Translation(NamedTuple):
-    """A text, a model's translation and the reference."""
-
-    src: str
-    mt: str
-    ref: str
+Translation = tuple[str, str, str]  # a text, a model's translation, the reference
 
 
 class Scorer:
@@ -57,7 +51,9 @@ class Scorer:
         Raises:
             EvaluationError: the command can't be run, fails, or writes something else.
         """
-        lines = "".join(json.dumps(translation._asdict()) + "\n" for translation in translations)
+        lines = "".join(
+            json.dumps(dict(zip(("src", "mt", "ref"), translation, strict=True))) + "\n" for translation in translations
+        )
         try:
             process = subprocess.run(self._command, input=lines, capture_output=True, encoding="utf-8", check=False)
         except OSError as error:
@@ -92,11 +88,11 @@ def score_rows(
     if kind == "polysemy":
         lists = [split_list(output)[:10] or [""] for output in outputs]
         rows = zip(examples, lists, strict=True)
-        words = [Translation(ex.source, word, ex.reference) for ex, row in rows for word in row]
+        words = [(ex.source, word, ex.reference) for ex, row in rows for word in row]
         numbers = iter(scorer(words))
         scores = [[next(numbers) for _ in row] for row in lists]
         return {f"{scorer.name}{n}": float(np.mean([max(row[:n]) for row in scores])) for n in (3, 10)}
-    scores = np.array(scorer([Translation(ex.source, output, ex.reference) for ex, output in pairs]))
+    scores = np.array(scorer([(ex.source, output, ex.reference) for ex, output in pairs]))
     draws = np.random.default_rng(0).integers(len(scores), size=(RESAMPLES, len(scores)))
     low, high = np.quantile(scores[draws].mean(axis=1), (0.025, 0.975))
     return {scorer.name: Interval(mean=float(scores.mean()), low=float(low), high=float(high))}

@@ -247,7 +247,7 @@ def test_examples_come_back_from_their_file(tmp_path: Path) -> None:
     assert read_examples(write_examples(examples, tmp_path / "a.jsonl")) == examples
     for bad in ('{"id": 1}', "no", json.dumps({"id": "", "kind": "x", "language": "", "source": ""})):
         (tmp_path / "a.jsonl").write_text(bad + "\n")
-        with pytest.raises(DataError, match=r"a.jsonl:1 (is no example|has the unknown kind 'x')"):
+        with pytest.raises(DataError, match="a.jsonl:1 is no example"):
             read_examples(tmp_path / "a.jsonl")
 
 

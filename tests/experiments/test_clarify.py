@@ -162,7 +162,7 @@ def test_the_best_of_the_first_words() -> None:
     ],
 )
 def test_scorers_that_do_not_score(written: str, error: type[Exception], message: str) -> None:
-    two = [scorers.Translation("a", "b", "c")] * 2
+    two = [("a", "b", "c")] * 2
     with pytest.raises(error, match=message):
         scorers.Scorer(written)(two)
 

@@ -58,10 +58,17 @@ def clarify(
     conversation = package.open_conversation(
         query, resume, template=template, target=to, budget=budget, threshold=ask_above
     )
-    server = {"endpoint": endpoint, "model": model, "timeout": timeout, "retries": retries}
-    local = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
-    common = {"max_new_tokens": max_new_tokens, "key_variable": key_variable}
-    translator = package.ModelOptions.parse(server | local | common, where="graft clarify").open()
+    translator = package.open_model(
+        endpoint=endpoint,
+        model=model,
+        backbone=backbone,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        max_new_tokens=max_new_tokens,
+        key_variable=key_variable,
+        timeout=timeout,
+        retries=retries,
+    )
     user = package.choose_user(answer, context, translator, None if as_json else package.ask_terminal)
     detector = package.find_ambiguities if rules else None
     with package.TerminalPrinter(conversation, lambda part: typer.echo(part, nl=False)) as printer:

@@ -1,20 +1,13 @@
 """Ask the one question that changes the answer, then write (see README.md in this folder)."""
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
-from graftlm.pipelines.clarify.chain import (
-    Chain,
-    HumanUser,
-    RecordedUser,
-    SimulatedUser,
-    User,
-    baseline,
-)
+from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User, baseline
 from graftlm.pipelines.clarify.cli_helpers import (
-    ModelOptions,
     TerminalPrinter,
     ask_terminal,
     choose_user,
     open_conversation,
+    open_model,
     summary_lines,
 )
 from graftlm.pipelines.clarify.conversation import Conversation, Cost, Gain, Question
@@ -34,7 +27,6 @@ __all__ = [
     "GainEstimator",
     "HumanUser",
     "LocalModel",
-    "ModelOptions",
     "Question",
     "RecordedUser",
     "Reply",
@@ -48,6 +40,7 @@ __all__ = [
     "find_ambiguities",
     "load_template",
     "open_conversation",
+    "open_model",
     "summary_lines",
     "template_names",
 ]

@@ -17,9 +17,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from graftlm.errors import DataError
 from graftlm.pipelines.clarify.ambiguity import (
@@ -33,7 +35,6 @@ from graftlm.pipelines.clarify.ambiguity import (
 from graftlm.pipelines.clarify.checkers import CheckerKind, CheckerTable, CheckResult, checker, languages
 from graftlm.pipelines.clarify.datasets import (
     GENDERED,
-    KINDS,
     AmbiguityKind,
     AmbiguousExample,
     ParallelDocument,
@@ -376,14 +377,10 @@ def read_examples(path: str | Path) -> list[AmbiguousExample]:
     Raises:
         DataError: a line has another form.
     """
-    examples: list[AmbiguousExample] = []
+    adapter, examples = TypeAdapter(AmbiguousExample), []
     for number, line in enumerate(read_lines(Path(path)), start=1):
         try:
-            example = AmbiguousExample(**json.loads(line))
-        except (ValueError, TypeError):
+            examples.append(adapter.validate_json(line))
+        except ValidationError:
             raise DataError(f"{path}:{number} is no example: name a file that write_examples wrote.") from None
-        if example.kind not in KINDS:
-            raise DataError(f"{path}:{number} has the unknown kind {example.kind!r}: name a file of examples.")
-        lists = {name: tuple(getattr(example, name)) for name in ("context", "marks", "reference_context")}
-        examples.append(replace(example, **lists))
     return examples

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from graftlm.artifact import JSON_NAME, backbone_of, load_graft
 from graftlm.backbone import load_backbone
-from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts import GraftedModel
 from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
@@ -20,54 +19,47 @@ from graftlm.pipelines.clarify.prompts import printable
 from graftlm.pipelines.clarify.templates import load_template
 
 
-class ModelOptions(Config):
-    """Which model to use: one on a server, or one on this machine.
+def open_model(
+    *,
+    endpoint: str | None = None,
+    model: str | None = None,
+    backbone: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    max_new_tokens: int = 256,
+    **connection: Any,
+) -> ChatModel:
+    """A model on a server, or one on this machine.
 
     Args:
         endpoint: a server's URL; `model` names one of its models.
         backbone: the folder of a model or of a graft.
         device: where a model on this machine runs.
-        key_variable, timeout, retries, max_new_tokens: see `EndpointConfig`.
+        max_new_tokens: limit of a reply.
+        connection: `key_variable`, `timeout` and `retries` of `EndpointConfig`.
+
+    Raises:
+        RecipeError: neither or both are given, or the server's model is not named.
+        GraftError: the model can't be loaded.
     """
-
-    endpoint: str | None = None
-    model: str | None = None
-    backbone: str | None = None
-    device: str | None = None
-    trust_remote_code: bool = False
-    key_variable: str = "OPENAI_API_KEY"
-    timeout: float = 60.0
-    retries: int = 3
-    max_new_tokens: int = 256
-
-    def open(self) -> ChatModel:
-        """The model.
-
-        Raises:
-            RecipeError: neither or both are given, or the server's model is not named.
-            GraftError: the model can't be loaded.
-        """
-        if (self.endpoint is None) == (self.backbone is None):
-            given = "Neither" if self.endpoint is None else "Both"
-            raise RecipeError(
-                f"{given} of --endpoint and --backbone was given: name one, a server's URL or a model's folder."
-            )
-        if self.backbone is not None:
-            return self._open_local(self.backbone)
-        if self.model is None:
+    if (endpoint is None) == (backbone is None):
+        given = "Neither" if endpoint is None else "Both"
+        raise RecipeError(
+            f"{given} of --endpoint and --backbone was given: name one, a server's URL or a model's folder."
+        )
+    if backbone is None:
+        if model is None:
             raise RecipeError("The server may have several models: name one (--model).")
-        values = self.model_dump(include={"model", "key_variable", "timeout", "retries", "max_new_tokens"})
-        return Endpoint(EndpointConfig.parse(values | {"url": self.endpoint}, where="--endpoint"))
-
-    def _open_local(self, name: str) -> LocalModel:
-        if (Path(name) / JSON_NAME).is_file():
-            backbone = backbone_of(name, device=self.device, trust_remote_code=self.trust_remote_code)
-            model: Any = GraftedModel(backbone, {"graft": load_graft(name, backbone)})
-        else:
-            backbone = load_backbone(name, trust_remote_code=self.trust_remote_code)
-            backbone.move(self.device)
-            model = backbone.model
-        return LocalModel(model, backbone.need_tokenizer(), name=name, max_new_tokens=self.max_new_tokens)
+        config = {"url": endpoint, "model": model, "max_new_tokens": max_new_tokens} | connection
+        return Endpoint(EndpointConfig.parse(config, where="--endpoint"))
+    if (Path(backbone) / JSON_NAME).is_file():
+        loaded = backbone_of(backbone, device=device, trust_remote_code=trust_remote_code)
+        network: Any = GraftedModel(loaded, {"graft": load_graft(backbone, loaded)})
+    else:
+        loaded = load_backbone(backbone, trust_remote_code=trust_remote_code)
+        loaded.move(device)
+        network = loaded.model
+    return LocalModel(network, loaded.need_tokenizer(), name=backbone, max_new_tokens=max_new_tokens)
 
 
 def open_conversation(
