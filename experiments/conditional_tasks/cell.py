@@ -18,9 +18,8 @@ from experiments.conditional_tasks.covariance import covariance_similarity
 from experiments.jobs import Job
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone, Site, load_backbone
-from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
-from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch, batches_by_length
+from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, TaskBatch, batches_by_length
 from graftlm.data.samplers import SamplerConfig
 from graftlm.evaluation.labelled import TaskTestSet, measure_labelled, predictor
 from graftlm.evaluation.metrics import evaluation_mode
@@ -163,7 +162,7 @@ def first_inputs(model: GraftedModel, batch: TaskBatch) -> Tensor:
     hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     try:
         with evaluation_mode(model), torch.no_grad():
-            model.predict(**batch.to(model.device).asked())
+            model.predict(**batch.to(model.device).prediction_inputs())
     finally:
         hook.remove()
     return seen[0][batch.attention_mask.bool()].double().cpu()

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from experiments.conditional_tasks import adapters_peer
-from graftlm.data.encoding import EncodedRow
 from graftlm.data.labelled import TaskRows
-from graftlm.data.labelled_batches import TaskBatch, collate
+from graftlm.data.labelled_batches import EncodedRow, TaskBatch, collate_rows
 from graftlm.errors import TrainingError
 from graftlm.evaluation.labelled import TaskTestSet, decode_prediction, task_metrics
 from graftlm.training import TrainingConfig
@@ -96,7 +95,7 @@ def rows_of(batch: TaskBatch) -> Iterator[dict[str, Any]]:
 def exam(rows: Sequence[EncodedRow], test: TaskTestSet) -> Iterator[dict[str, Any]]:
     """A task's encoded rows as plain values."""
     for row in rows:
-        yield from rows_of(collate([(row, test.rows.spec, test.number)], 0))
+        yield from rows_of(collate_rows([(row, test.rows.spec, test.number)], 0))
 
 
 def score(test: TaskTestSet, rows: Sequence[EncodedRow], given: Iterator[Any]) -> float:

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlm.data.encoding import RowEncoder, word_places
 from graftlm.data.labelled import (
+    AnswerSpan,
     LabelledConfig,
     LabelledRow,
-    Span,
     TaskRows,
+    answer_span,
     labels_of,
     read_held_out_rows,
-    read_span,
     read_training_rows,
     score_metric,
 )
+from graftlm.data.labelled_batches import RowEncoder, first_tokens
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts.heads import TaskSpec
 from tiny import tiny_tokenizer
@@ -70,7 +70,7 @@ def test_every_type_of_task(tmp_path: Path) -> None:
     assert rows["marks"].spec.labels == ["dog", "fox"]
     assert rows["animals"].spec.labels == ["B-ANIMAL", "O"]
     span = rows["where"].rows[0].target
-    assert isinstance(span, Span)
+    assert isinstance(span, AnswerSpan)
     assert rows["where"].rows[0].texts[1][span.start : span.end] == span.answers[0]
 
 
@@ -220,7 +220,7 @@ def test_a_limit_is_drawn_by_its_seed(tmp_path: Path) -> None:
         ({"type": "tagging", "text": ["a", "b"]}, "a tagging task has one text"),
         ({"type": "span", "text": "a"}, "for span those of question and context"),
         ({"type": "regression", "labels": ["a"]}, "has no labels: leave them out"),
-        ({"metric": "pearson"}, "the metrics of classification are accuracy, macro_f1, matthews, and pearson is none"),
+        ({"metric": "pearson"}, "pearson is no metric of classification: choose accuracy, macro_f1, matthews"),
     ],
 )
 def test_configs_that_do_not_fit(values: dict[str, Any], sentence: str) -> None:
@@ -235,7 +235,7 @@ words = st.lists(st.text("abcdæøå1.'-\U0001f600", min_size=1, max_size=9), mi
 def test_a_word_is_tagged_at_its_first_token(words: list[str]) -> None:
     text = " ".join(words)
     offsets = TOKENIZER(text, return_offsets_mapping=True)["offset_mapping"]
-    places = word_places(words, offsets)
+    places = first_tokens(words, offsets)
     start = 0
     assert len(set(places)) == len(words), "each word has a token of its own"
     for word, place in zip(words, places, strict=True):
@@ -245,10 +245,10 @@ def test_a_word_is_tagged_at_its_first_token(words: list[str]) -> None:
 
 
 def test_a_word_whose_tokens_are_cut_has_no_place() -> None:
-    assert word_places(["a", "b"], [(0, 1), (1, 3)]).tolist() == [0, 1]
-    assert word_places(["a", "b"], [(0, 1)]).tolist() == [0, -1]
-    assert word_places(["a", "b"], [(1, 3)]).tolist() == [-1, 0]  # begins behind the first word, with the blank
-    assert word_places(["a", "b"], [(0, 3)]).tolist() == [0, -1]  # stands for the first of two
+    assert first_tokens(["a", "b"], [(0, 1), (1, 3)]).tolist() == [0, 1]
+    assert first_tokens(["a", "b"], [(0, 1)]).tolist() == [0, -1]
+    assert first_tokens(["a", "b"], [(1, 3)]).tolist() == [-1, 0]  # begins behind the first word, with the blank
+    assert first_tokens(["a", "b"], [(0, 3)]).tolist() == [0, -1]  # stands for the first of two
 
 
 @given(context=st.text("abc d.é", min_size=1, max_size=40), start=st.integers(0, 39), size=st.integers(1, 9))
@@ -257,17 +257,17 @@ def test_an_answer_s_tokens_cover_it(context: str, start: int, size: int) -> Non
     if not answer.strip():
         return
     value = {"text": [answer], "answer_start": [start]}
-    row = LabelledRow(("which?", context), read_span(value, context, "answers", "here"), "here")
+    row = LabelledRow(("which?", context), answer_span(value, context, "answers", "here"), "here")
     spec = TaskSpec(type="span")
     (found,) = RowEncoder(TOKENIZER, 200).encode(TaskRows(spec, [row])).rows
     assert found.target is not None
-    assert found.places is not None
+    assert found.alignment is not None
     first, last = found.target.tolist()
-    assert found.places[first, 0] <= start < found.places[first, 1]
-    assert found.places[last, 0] < start + len(answer) <= found.places[last, 1]
+    assert found.alignment[first, 0] <= start < found.alignment[first, 1]
+    assert found.alignment[last, 0] < start + len(answer) <= found.alignment[last, 1]
 
 
 def test_labels_of_a_row() -> None:
     assert labels_of(LabelledRow(("a",), "x", "")) == ("x",)
     assert labels_of(LabelledRow(("a",), 0.5, "")) == ()
-    assert labels_of(LabelledRow(("a", "b"), Span(0, 1, ("b",)), "")) == ()
+    assert labels_of(LabelledRow(("a", "b"), AnswerSpan(0, 1, ("b",)), "")) == ()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.data.encoding import RowEncoder
-from graftlm.data.labelled import LabelledConfig, LabelledRow, Span, TaskRows, read_training_rows
-from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by_length, largest_entropy
+from graftlm.data.labelled import AnswerSpan, LabelledConfig, LabelledRow, TaskRows, read_training_rows
+from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, TaskBatch, batches_by_length, largest_entropy
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
@@ -44,8 +43,8 @@ def test_long_rows_are_cut_and_counted_or_refused() -> None:
 
 def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
     context = "brown fox " * 20 + "moon"
-    late = Span(context.index("moon"), len(context), ("moon",))
-    task = rows_of(SPAN, (("which", "dog moon"), Span(4, 8, ("moon",))), (("which", context), late))
+    late = AnswerSpan(context.index("moon"), len(context), ("moon",))
+    task = rows_of(SPAN, (("which", "dog moon"), AnswerSpan(4, 8, ("moon",))), (("which", context), late))
     encoder = RowEncoder(TOKENIZER, 20)
     assert encoder.encode(task, training=True).kept == [0]
     found = encoder.encode(task)
@@ -54,19 +53,21 @@ def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
     assert found.rows[1].target.tolist() == [IGNORED, IGNORED]
     mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 1, length=20)
     assert "and 1 left out, as their answer lies behind the cut" in mixture.notes[0]
-    question = rows_of(SPAN, (("which " * 30, "dog"), Span(0, 3, ("dog",))))
+    question = rows_of(SPAN, (("which " * 30, "dog"), AnswerSpan(0, 3, ("dog",))))
     with pytest.raises(DataError, match=r"row 1 has a question of \d+ tokens, which leaves nothing"):
         encoder.encode(question)
 
 
 def test_an_answer_that_reaches_over_the_cut_is_not_learned() -> None:
     context = "brown fox " * 20
-    whole = RowEncoder(TOKENIZER, 200).encode(rows_of(SPAN, (("which", context), Span(0, 5, ("brown",))))).rows[0]
-    assert whole.places is not None
-    end = int(whole.places[:10, 1].max())  # of ten tokens the last character
+    whole = RowEncoder(TOKENIZER, 200).encode(rows_of(SPAN, (("which", context), AnswerSpan(0, 5, ("brown",))))).rows[0]
+    assert whole.alignment is not None
+    end = int(whole.alignment[:10, 1].max())  # of ten tokens the last character
     for last, learned in ((end, [0]), (end + 1, [])):
         task = rows_of(
-            SPAN, (("which", context), Span(0, last, (context[:last],))), (("which", "x"), Span(0, 1, ("x",)))
+            SPAN,
+            (("which", context), AnswerSpan(0, last, (context[:last],))),
+            (("which", "x"), AnswerSpan(0, 1, ("x",))),
         )
         assert RowEncoder(TOKENIZER, 10).encode(task, training=True).kept == [*learned, 1]
 
@@ -180,7 +181,7 @@ def test_the_uncertain_rows_are_chosen(tmp_path: Path) -> None:
 
 
 def test_policies_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="policy uncertainty goes by what a model predicts, and there is no score"):
+    with pytest.raises(DataError, match="policy uncertainty depends on a model's predictions, but there is no score"):
         mixture(tmp_path, "uncertainty")
     with pytest.raises(DataError, match="The task length is of the type regression, whose predictions have no entropy"):
         mixture(tmp_path, "entropy", by_length)

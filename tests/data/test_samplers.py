@@ -17,13 +17,13 @@ from graftlm.errors import DataError
 SIZES = {"large": 100, "middle": 25, "small": 4}
 
 
-def told(picks: list[Pick]) -> list[float]:
+def uncertainties_of(picks: list[Pick]) -> list[float]:
     """An uncertainty that any two rows differ in."""
     return [math.sin(17.0 * pick.row + 3.0 * len(pick.task)) + 1 for pick in picks]
 
 
 def run(sampler: TaskSampler, steps: int) -> list[list[Pick]]:
-    return [sampler.choose(told(sampler.candidates())) for _ in range(steps)]
+    return [sampler.choose(uncertainties_of(sampler.candidates())) for _ in range(steps)]
 
 
 policies = st.sampled_from(["uniform", "size", "temperature", "entropy", "uncertainty"])
@@ -118,7 +118,7 @@ def test_candidates_are_the_same_until_they_are_chosen_from() -> None:
     sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty"), 3)
     assert sampler.candidates() == sampler.candidates()
     before = sampler.candidates()
-    sampler.choose(told(before))
+    sampler.choose(uncertainties_of(before))
     assert sampler.candidates() != before
 
 
@@ -163,9 +163,9 @@ def test_settings_that_do_not_fit(sizes: dict[str, int], settings: dict, batch: 
         TaskSampler(sizes, SamplerConfig.parse(settings), batch)
 
 
-def test_what_it_is_told_must_be_numbers_one_for_each_candidate() -> None:
+def test_uncertainties_are_finite_numbers_for_all_candidates() -> None:
     sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty"), 2)
-    with pytest.raises(DataError, match="told 1 uncertainties for 6 candidates"):
+    with pytest.raises(DataError, match="got 1 uncertainties for 6 candidates"):
         sampler.choose([0.5])
     with pytest.raises(DataError, match=r"uncertainty of row \d+ of the task large is nan"):
         sampler.choose([math.nan, 0, 0, 0, 0, 0])

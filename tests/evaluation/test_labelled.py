@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlm.data.encoding import EncodedRow
-from graftlm.data.labelled import LabelledRow, Span
+from graftlm.data.labelled import AnswerSpan, LabelledRow
+from graftlm.data.labelled_batches import EncodedRow
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.labelled import (
     Prediction,
@@ -106,12 +106,16 @@ def test_several_labels() -> None:
 
 
 def test_answers_are_compared_as_squad_has_them() -> None:
-    truth = [Span(0, 1, ("the Eiffel Tower", "Tower in Paris")), Span(0, 1, ("42",)), Span(0, 1, ("",))]
-    said = [Span(0, 1, (answer,)) for answer in ("Eiffel tower!", "forty-two", "the")]
+    truth = [
+        AnswerSpan(0, 1, ("the Eiffel Tower", "Tower in Paris")),
+        AnswerSpan(0, 1, ("42",)),
+        AnswerSpan(0, 1, ("",)),
+    ]
+    said = [AnswerSpan(0, 1, (answer,)) for answer in ("Eiffel tower!", "forty-two", "the")]
     found = scores(SPAN, truth, said)
     assert found["exact_match"] == pytest.approx(100 * 2 / 3)
     assert found["token_f1"] == pytest.approx(100 * 2 / 3)
-    (partly,) = [scores(SPAN, truth[:1], [Span(0, 1, ("Tower of Paris",))])]
+    (partly,) = [scores(SPAN, truth[:1], [AnswerSpan(0, 1, ("Tower of Paris",))])]
     assert partly["token_f1"] == pytest.approx(100 * 2 * 2 / (3 + 3))  # the nearer answer: tower in paris
     assert partly["exact_match"] == 0
 
@@ -147,7 +151,7 @@ def test_the_likeliest_span_is_the_best_of_all_pairs(seed: int, size: int, befor
 
 
 def test_a_span_of_nothing() -> None:
-    assert says(SPAN, torch.zeros(2, 2), texts=("which", ""), places=[[-1, -1]] * 2).value == Span(0, 0, ("",))
+    assert says(SPAN, torch.zeros(2, 2), texts=("which", ""), places=[[-1, -1]] * 2).value == AnswerSpan(0, 0, ("",))
 
 
 def test_predictions_that_are_no_numbers() -> None:

@@ -20,8 +20,8 @@ from experiments.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan
 from experiments.conditional_tasks.run import aims
 from experiments.conditional_tasks.setting import FULL, LABELS, MODULES, OFF
 from experiments.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
-from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import read_held_out_rows, read_training_rows
+from graftlm.data.labelled_batches import RowEncoder
 from graftlm.errors import DataError, RecipeError, TrainingError
 from graftlm.evaluation import Interval, Results, Row, value_of
 from graftlm.evaluation.labelled import TaskTestSet

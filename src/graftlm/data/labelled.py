@@ -1,11 +1,13 @@
-"""Rows with labels, out of files: texts or pairs with a class, a number or several labels, tagged words, answers.
+"""Labelled rows out of files: texts or pairs with a class, a number or several labels, tagged words, answer spans.
 
-Labels are text always: a number in a file is its digits. Every row that does not fit is named by its file and line.
+Labels are always text; a number in a file becomes its digits. An error names the file and line of a row.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,33 +18,33 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from graftlm.config import Config
-from graftlm.data.conll import read_conll
-from graftlm.data.labels import LabelReader, read_number, read_several
-from graftlm.data.tables import check_text, is_table, read_values
+from graftlm.data.tables import check_columns, check_text, is_table, read_values, type_name
 from graftlm.errors import DataError, did_you_mean
 from graftlm.grafts.heads import TaskSpec, TaskType
+from graftlm.io import read_text
 
 OUTSIDE = "O"
+Split = Literal["train", "test", "validation"]
 Metric = Literal[
     "accuracy", "macro_f1", "matthews", "pearson", "spearman", "micro_f1", "entity_f1", "exact_match", "token_f1"
 ]
-METRICS: dict[TaskType, tuple[Metric, ...]] = {  # of each type, that which counts unless a task says otherwise first
+METRICS: dict[TaskType, tuple[Metric, ...]] = {  # the first of each type is the score by default
     "classification": ("accuracy", "macro_f1", "matthews"),
     "regression": ("pearson", "spearman"),
     "multi-label": ("micro_f1", "macro_f1"),
     "tagging": ("entity_f1", "accuracy"),
     "span": ("token_f1", "exact_match"),
 }
-_FEWEST: dict[TaskType, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
-_NAMED = 3  # labels that a note names
+_MIN_LABELS: dict[TaskType, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
+_NAMED_LABELS = 3  # labels that a note names
 
 
 class LabelledConfig(Config):
-    """A task: its type, its files, and which of their columns say what."""
+    """A task: its type, its files, and the meaning of their columns."""
 
     type: TaskType = Field(description="What is predicted.")
     train: str | list[str] = Field(
-        description="Files of rows to learn from: CSV, TSV, JSON, parquet; for tagging CoNLL as well."
+        description="Files of training rows: CSV, TSV, JSON, parquet; for tagging CoNLL as well."
     )
     test: str | list[str] = Field([], description="Files of rows that the report measures on.")
     validation: str | list[str] = Field([], description="Files of rows to choose settings by; measured as well.")
@@ -52,9 +54,9 @@ class LabelledConfig(Config):
     label: str | None = Field(None, description="The column of what is predicted: by default label, for span answers.")
     columns: list[str] = Field([], description="Names of the columns, for files without a header.")
     labels: list[str] = Field([], description="The classes in order; by default those of the training rows, sorted.")
-    separator: str = Field(",", min_length=1, description="What stands between several labels in one text.")
-    limit: int | None = Field(None, ge=1, description="Learn from at most so many rows, chosen at random.")
-    seed: int = Field(0, ge=0, description="Of that choice.")
+    separator: str = Field(",", min_length=1, description="The separator of several labels in one text.")
+    limit: int | None = Field(None, ge=1, description="Maximum number of training rows, chosen at random.")
+    seed: int = Field(0, ge=0, description="Seed of that choice.")
     metric: Metric | None = Field(None, description="Which metric is the task's score; see the table of metrics.")
 
     @model_validator(mode="after")
@@ -69,9 +71,7 @@ class LabelledConfig(Config):
         if self.labels and self.type in ("regression", "span"):
             raise ValueError(f"a {self.type} task has no labels: leave them out")
         if self.metric is not None and self.metric not in METRICS[self.type]:
-            raise ValueError(
-                f"the metrics of {self.type} are {', '.join(METRICS[self.type])}, and {self.metric} is none"
-            )
+            raise ValueError(f"{self.metric} is no metric of {self.type}: choose {', '.join(METRICS[self.type])}")
         return self
 
     @property
@@ -86,21 +86,21 @@ class LabelledConfig(Config):
         """The column of labels."""
         return self.label or ("answers" if self.type == "span" else "label")
 
-    def files(self, split: Literal["train", "test", "validation"]) -> list[Path]:
+    def files(self, split: Split) -> list[Path]:
         """The files of one split."""
-        given = getattr(self, split)
-        return [Path(path).expanduser() for path in ([given] if isinstance(given, str) else given)]
+        paths = getattr(self, split)
+        return [Path(path).expanduser() for path in ([paths] if isinstance(paths, str) else paths)]
 
 
-class Span(NamedTuple):
-    """An answer in a context: its first character and the one behind its last, and every text that counts as right."""
+class AnswerSpan(NamedTuple):
+    """An answer in a context: the range of its characters, and all texts that count as right."""
 
     start: int
     end: int
     answers: tuple[str, ...]
 
 
-Target = str | float | tuple[str, ...] | Span | None
+Target = str | float | tuple[str, ...] | AnswerSpan | None
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class LabelledRow:
     """One row.
 
     Attributes:
-        texts: the text, or both of a pair; of span question and context; of tagging the words.
-        target: a label, a number, several labels, a tag for each word, or a span; None of a row without labels.
+        texts: the text, or both of a pair; for span question and context; for tagging the words.
+        target: a label, a number, several labels, a tag per word, or a span; None for a row without labels.
         where: file and line, for messages.
     """
 
@@ -120,10 +120,10 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of one task, and what its head has to say.
+    """The rows of one task, and the specification of its head.
 
     Attributes:
-        notes: what a user should know of them, a sentence each.
+        notes: warnings for the user, a sentence each.
     """
 
     spec: TaskSpec
@@ -134,29 +134,31 @@ class TaskRows:
         return len(self.rows)
 
     def fingerprint(self) -> str:
-        """SHA-256 over what the rows say."""
-        said = repr((self.spec, [(row.texts, row.target) for row in self.rows]))
-        return hashlib.sha256(said.encode()).hexdigest()
+        """SHA-256 over specification, texts and targets."""
+        content = repr((self.spec, [(row.texts, row.target) for row in self.rows]))
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
-    """The rows that a task learns from; its labels are those of all rows, of which `limit` then takes some.
+    """The training rows of a task; its labels are those of all rows, before `limit` selects some.
 
     Raises:
-        DataError: a row does not fit, or there is none, or too few classes.
+        DataError: a row is invalid, or there are too few rows or classes.
     """
     rows = _read(name, config, "train")
     if config.labels:
         _check_known(name, rows, config.labels, "not among the task's labels")
     labels = config.labels or sorted({label for row in rows for label in labels_of(row)})
-    if len(labels) < _FEWEST.get(config.type, 0):
+    if len(labels) < _MIN_LABELS.get(config.type, 0):
         raise DataError(
             f"The task {name} has {f'the one label {labels[0]!r}' if labels else 'no label'} in all of its "
             f"{len(rows):,} rows, and there is nothing to tell apart: name files with more, or leave the task out."
         )
     spec = TaskSpec(type=config.type, labels=labels if config.type not in ("regression", "span") else [])
-    chosen = _limited(rows, config)
-    return TaskRows(spec, chosen, tuple(_notes(name, spec, chosen)))
+    if config.limit is not None and config.limit < len(rows):
+        selected = np.random.default_rng(config.seed).choice(len(rows), config.limit, replace=False)
+        rows = [rows[index] for index in sorted(selected)]
+    return TaskRows(spec, rows, tuple(_notes(name, spec, rows)))
 
 
 def read_held_out_rows(
@@ -165,7 +167,7 @@ def read_held_out_rows(
     """The rows of a test or validation set.
 
     Raises:
-        DataError: a row does not fit, or has a label that the task does not know, or there is none.
+        DataError: a row is invalid or has a label that the task does not know, or there is no row.
     """
     rows = _read(name, config, split)
     _check_known(name, rows, spec.labels, "not seen in training")
@@ -173,20 +175,20 @@ def read_held_out_rows(
 
 
 def labels_of(row: LabelledRow) -> tuple[str, ...]:
-    """The labels that a row has: one, several, or none; of tagging those of its words."""
+    """The labels of a row: one, several, or none; for tagging those of its words."""
     if isinstance(row.target, str):
         return (row.target,)
-    return row.target if isinstance(row.target, tuple) and not isinstance(row.target, Span) else ()
+    return row.target if isinstance(row.target, tuple) and not isinstance(row.target, AnswerSpan) else ()
 
 
 def score_metric(config: LabelledConfig, spec: TaskSpec) -> Metric:
-    """Which metric is a task's score: entities count where tags are of the form B-PLACE, and else words."""
+    """The metric that is a task's score. Tagging counts entities where tags look like B-PLACE, else words."""
     if config.metric is None and spec.type == "tagging" and not any(label[1:2] == "-" for label in spec.labels):
         return "accuracy"
     return config.metric or METRICS[spec.type][0]
 
 
-def _read(name: str, config: LabelledConfig, split: Literal["train", "test", "validation"]) -> list[LabelledRow]:
+def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
     reader = LabelReader(config.label_column)
     rows: list[LabelledRow] = []
     files = config.files(split)
@@ -209,73 +211,73 @@ def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Itera
         return
     for (*texts, label), where in read_values(path, columns, "task", config.columns):
         if config.type == "tagging":
-            yield _tagged(texts[0], label, config, reader, where)
+            yield _tagged_row(texts[0], label, config, reader, where)
             continue
-        whole = tuple(_filled(text, name, where) for text, name in zip(texts, config.texts, strict=True))
-        yield LabelledRow(whole, _target(label, whole, config, reader, where), where)
+        checked = tuple(_check_not_empty(text, name, where) for text, name in zip(texts, config.texts, strict=True))
+        yield LabelledRow(checked, _target(label, checked, config, reader, where), where)
 
 
 def _target(label: Any, texts: Sequence[str], config: LabelledConfig, reader: LabelReader, where: str) -> Target:
     if config.type == "classification":
         return reader.read(label, where)
     if config.type == "regression":
-        return read_number(label, config.label_column, where)
+        return _number(label, config.label_column, where)
     if config.type == "multi-label":
-        return read_several(label, reader, config.separator, where)
-    return read_span(label, texts[1], config.label_column, where)
+        return reader.read_several(label, config.separator, where)
+    return answer_span(label, texts[1], config.label_column, where)
 
 
-def _tagged(words: Any, tags: Any, config: LabelledConfig, reader: LabelReader, where: str) -> LabelledRow:
-    """A row of a table: lists of words and tags, or texts with blanks between them."""
-    found = tuple(_filled(word, config.texts[0], where) for word in _parts(words, config.texts[0], where))
-    given = [reader.read(tag, where) for tag in _parts(tags, config.label_column, where)]
-    if len(given) != len(found) or not found:
+def _tagged_row(words: Any, tags: Any, config: LabelledConfig, reader: LabelReader, where: str) -> LabelledRow:
+    """A row of a table: lists of words and tags, or texts that are split at blanks."""
+    texts = tuple(
+        _check_not_empty(word, config.texts[0], where) for word in _split_blanks(words, config.texts[0], where)
+    )
+    target = tuple(reader.read(tag, where) for tag in _split_blanks(tags, config.label_column, where))
+    if len(target) != len(texts) or not texts:
         raise DataError(
-            f"{where} has {len(found)} words and {len(given)} tags, but as many of both, and at least one, are "
+            f"{where} has {len(texts)} words and {len(target)} tags, but as many of both, and at least one, are "
             "expected: correct the row."
         )
-    return LabelledRow(found, tuple(given), where)
+    return LabelledRow(texts, target, where)
 
 
-def _parts(value: Any, column: str, where: str) -> list[Any]:
-    """A list, or what stands between the blanks of a text."""
+def _split_blanks(value: Any, column: str, where: str) -> list[Any]:
     if not isinstance(value, str | list):
-        found = "nothing" if value is None else f"a value of type {type(value).__name__}"
-        raise DataError(f"{where} has {found} in the column {column!r}, but a list or a text is expected.")
+        raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected.")
     return value.split() if isinstance(value, str) else value
 
 
-def _filled(text: Any, column: str, where: str) -> str:
-    """A text that says something."""
+def _check_not_empty(text: Any, column: str, where: str) -> str:
     if not check_text(text, column, where).strip():
         raise DataError(f"{where} has an empty text in the column {column!r}: fill it in, or leave the row out.")
     return text
 
 
-def read_span(value: Any, context: str, column: str, where: str) -> Span:
-    """An answer: a text that stands in the context, a list of them, or SQuAD's {text: [...], answer_start: [...]}.
+def answer_span(value: Any, context: str, column: str, where: str) -> AnswerSpan:
+    """The span of an answer: a text that occurs in the context, a list of them, or SQuAD's {text, answer_start}.
 
-    The first one is learned; without a start it is where the context has it first.
+    The first answer is learned; without a start, its first occurrence in the context counts.
 
     Raises:
-        DataError: there is no answer, or the context does not have it.
+        DataError: there is no answer, or it does not occur in the context.
     """
     starts: list[Any] = []
     if isinstance(value, dict):
         value, starts = value.get("text"), list(value.get("answer_start") or [])
     answers = [value] if isinstance(value, str) else value
-    if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise DataError(
             f"{where} has no answer in the column {column!r}: give a text that stands in the context, or leave the row "
             "out."
         )
     start = starts[0] if starts else context.find(answers[0])
     if not isinstance(start, int) or start < 0 or context[start : start + len(answers[0])] != answers[0]:
-        there = f"at character {start}" if starts else "anywhere"
+        position = f"at character {start}" if starts else "anywhere"
         raise DataError(
-            f"{where} has the answer {answers[0][:60]!r}, which does not stand in its context {there}: correct the row."
+            f"{where} has the answer {answers[0][:60]!r}, which does not stand in its context {position}: correct the "
+            "row."
         )
-    return Span(start, start + len(answers[0]), tuple(answers))
+    return AnswerSpan(start, start + len(answers[0]), tuple(answers))
 
 
 def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], why: str) -> None:
@@ -289,23 +291,158 @@ def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], 
                 )
 
 
-def _limited(rows: list[LabelledRow], config: LabelledConfig) -> list[LabelledRow]:
-    if config.limit is None or config.limit >= len(rows):
-        return rows
-    chosen = np.random.default_rng(config.seed).choice(len(rows), config.limit, replace=False)
-    return [rows[place] for place in sorted(chosen)]
-
-
 def _notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iterator[str]:
     counts = Counter(label for row in rows for label in labels_of(row))
     where = {label: row.where for row in reversed(rows) for label in labels_of(row)}
-    once = [label for label in spec.labels if counts[label] == 1]
-    if once:
-        named = ", ".join(f"{label!r} ({where[label]})" for label in once[:_NAMED])
-        more = f" and {len(once) - _NAMED} more" if len(once) > _NAMED else ""
+    if single := [label for label in spec.labels if counts[label] == 1]:
+        named = ", ".join(f"{label!r} ({where[label]})" for label in single[:_NAMED_LABELS])
+        more = f" and {len(single) - _NAMED_LABELS} more" if len(single) > _NAMED_LABELS else ""
         yield (
-            f"The task {name} has {len(once)} labels with one example, {named}{more}: "
+            f"The task {name} has {len(single)} labels with one example, {named}{more}: "
             "what is learned of them is left to chance."
         )
-    if never := [label for label in spec.labels if not counts[label]]:
-        yield f"The task {name} has {len(never)} labels without any example, such as {never[0]!r}."
+    if missing := [label for label in spec.labels if not counts[label]]:
+        yield f"The task {name} has {len(missing)} labels without any example, such as {missing[0]!r}."
+
+
+class LabelReader:
+    """Reads the labels of one column as text, and refuses a column that mixes forms.
+
+    Args:
+        column: its name, for messages.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._forms: dict[float, tuple[str, str]] = {}  # number -> its first form, and the row that has it
+        self._number: tuple[str, str] | None = None
+        self._word: tuple[str, str] | None = None
+
+    def read(self, value: Any, where: str) -> str:
+        """The text of a label: the digits of a number, true or false of a boolean.
+
+        Raises:
+            DataError: the value is no label, or the column mixes numbers with words, or two forms of one number.
+        """
+        text = self._text(value, where)
+        number = _finite(text)
+        first, other = (text, where) if number is None else self._forms.setdefault(number, (text, where))
+        if first != text:
+            raise DataError(
+                f"{where} has the label {text} in the column {self.column!r}, and {other} has {first}, which is the "
+                "same number in another form: write both alike."
+            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number:
+            self._number = self._number or (text, where)
+        elif number is None:
+            self._word = self._word or (text, where)
+        if self._number and self._word:
+            label = f"the number {text}" if isinstance(value, int | float) else f"the word {text!r}"
+            raise DataError(
+                f"{where} has {label} in the column {self.column!r}, which is sometimes a number "
+                f"({self._number[0]} at {self._number[1]}) and sometimes a word ({self._word[0]!r} at "
+                f"{self._word[1]}): write all labels as text."
+            )
+        return text
+
+    def read_several(self, value: Any, separator: str, where: str) -> tuple[str, ...]:
+        """The labels of a list, or of a text with separators; there may be none.
+
+        Raises:
+            DataError: the value is neither, or one of them is no label.
+        """
+        if isinstance(value, str):
+            value = [part for part in value.split(separator) if part.strip()]
+        if not isinstance(value, list):
+            raise DataError(
+                f"{where} has {type_name(value)} in the column {self.column!r}, but a list of labels, or a text with "
+                f"{separator!r} between them, is expected: correct the row."
+            )
+        return tuple(dict.fromkeys(self.read(label, where) for label in value))
+
+    def _text(self, value: Any, where: str) -> str:
+        if isinstance(value, bool):
+            return json.dumps(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+        shown = repr(value) if isinstance(value, float) or (isinstance(value, str) and value) else type_name(value)
+        shown = "nothing" if value == "" else shown
+        raise DataError(f"{where} has {shown} in the column {self.column!r}, but a label is expected: correct the row.")
+
+
+def _finite(value: Any) -> float | None:
+    """`value` as a finite number, or None."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _number(value: Any, column: str, where: str) -> float:
+    number = _finite(value)
+    if number is None:
+        shown = "nothing" if value is None or value == "" else repr(value)
+        raise DataError(f"{where} has {shown} in the column {column!r}, but a finite number is expected.")
+    return number
+
+
+def read_conll(
+    path: Path, columns: dict[str, str], header: Sequence[str] = ()
+) -> Iterator[tuple[list[str], list[str], str]]:
+    """The words, tags and location of each sentence of a CoNLL file: a word a line, sentences end at empty lines.
+
+    Columns are separated by tabs in a file that has any, else by blanks. Comments begin with `#` and have no column of
+    tags; `-DOCSTART-` lines are skipped.
+
+    Args:
+        path: the file.
+        columns: the columns of words and of tags, by the key that sets each; used with a `header`.
+        header: names of all columns. Without it the first column has the words and the last the tags; in an `.iob2`
+            file, as Universal NER has it, the second and the third.
+
+    Raises:
+        DataError: the file can't be read, or a line has no tag, or too few or too many columns.
+    """
+    lines = read_text(path).split("\n")
+    tabs = any("\t" in line for line in lines)
+    indices = _conll_columns(path, columns, header)
+    words: list[str] = []
+    tags: list[str] = []
+    first_line = 0
+    for number, line in enumerate([*lines, ""], start=1):
+        if not line.strip():
+            if words:
+                yield words, tags, f"{path}: line {first_line}"
+            words, tags = [], []
+            continue
+        cells = line.rstrip().split("\t") if tabs else line.split()
+        is_comment = cells[0].startswith("#") and (len(cells) == 1 if tabs else "=" in cells[1:])
+        if is_comment or cells[0] == "-DOCSTART-":
+            continue
+        _check_cells(cells, header, indices, f"{path}: line {number}")
+        first_line = first_line if words else number
+        words.append(cells[indices[0]])
+        tags.append(cells[indices[1]])
+
+
+def _conll_columns(path: Path, columns: dict[str, str], header: Sequence[str]) -> tuple[int, int]:
+    if not header:
+        return (1, 2) if ".iob2" in path.suffixes else (0, -1)
+    check_columns(header, columns, str(path), "task")
+    word, tag = (list(header).index(name) for name in columns.values())
+    return word, tag
+
+
+def _check_cells(cells: Sequence[str], header: Sequence[str], indices: tuple[int, int], where: str) -> None:
+    expected = len(header) or max(2, *(index + 1 for index in indices))
+    if len(cells) < expected or (header and len(cells) != expected):
+        raise DataError(
+            f"{where} has {len(cells)} columns, but {expected}{'' if header else ' or more'} are expected, a word and "
+            "its tag among them: correct the line, or name the task's columns."
+        )
+    if not all(cells[index].strip() for index in indices):
+        raise DataError(f"{where} has an empty word or tag: correct the line.")

@@ -1,7 +1,7 @@
-"""Labelled rows of several tasks as batches of tokens, and the endless mixture that training draws them from.
+"""Labelled rows as tokens and batches, and the endless mixture of tasks that training draws batches from.
 
-A batch mixes rows of all tasks; it is padded on the right, with its longest rows first, so that parts of it need less
-padding than the whole. Losses and predictions go row by row, so neither order nor padding changes them.
+A batch may mix rows of all tasks. It is padded on the right, with its longest rows first, so that micro-batches need
+less padding. Losses and predictions are computed per row, so neither order nor padding changes them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,231 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import padding_id
-from graftlm.data.encoding import EncodedRow, EncodedTask, RowEncoder
-from graftlm.data.labelled import TaskRows
+from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
 from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
-from graftlm.errors import DataError
+from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
 
+_LINE_BREAK = "\n"
 _WITHOUT_ENTROPY = ("regression", "span")
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row of n tokens.
+
+    Attributes:
+        ids: int32, (n,).
+        segments: int8, (n,), 1 in the second text of a pair; None when no token is.
+        target: as `grafts.heads` takes it, for tagging (n,); None for a row without a label.
+        alignment: for tagging, (words,), the first token of each word or -1; for span, (n, 2), the range of context
+            characters that each token covers, or -1.
+    """
+
+    ids: np.ndarray
+    segments: np.ndarray | None
+    target: Tensor | None
+    alignment: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """The rows of a task as tokens.
+
+    Attributes:
+        kept: indices of the task's rows that these are; training leaves out truncated answers.
+        cut: number of rows that were truncated.
+    """
+
+    spec: TaskSpec
+    rows: list[EncodedRow]
+    kept: list[int]
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class RowEncoder:
+    """Turns rows into tokens.
+
+    A word is tagged at its first token. A row of more than `length` tokens is truncated at its end: in a pair the
+    longer text first, for span only the context. Where a tokenizer puts nothing between two texts, a line break
+    separates them.
+
+    Args:
+        tokenizer: the backbone's.
+        length: maximum number of tokens of a row, special ones included.
+        segments: whether the model marks the second text of a pair by `token_type_ids`.
+        truncation: truncate longer rows; without it a longer row is an error.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, *, segments: bool = True, truncation: bool = True
+    ) -> None:
+        self.tokenizer, self.length, self.segments, self.truncation = tokenizer, length, segments, truncation
+        self._separator = "" if _separates_pairs(tokenizer) else _LINE_BREAK
+
+    def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
+        """Encode the rows of one task.
+
+        Args:
+            task: the rows.
+            training: leave out rows whose answer is truncated, as nothing can be learned from them.
+
+        Raises:
+            DataError: a row has no tokens, or is longer than `length` and must not be truncated.
+            BackboneError: tags or answers need a fast tokenizer.
+        """
+        spec, rows = task.spec, task.rows
+        if not rows:
+            return EncodedTask(spec, [], [], 0)
+        first, second = self._texts(spec, rows)
+        values = self._tokenise(first, second, spec)
+        long = [index for index, ids in enumerate(values["input_ids"]) if len(ids) > self.length]
+        if long:
+            self._truncate(values, long, first, second, rows, spec)
+        encoded = [self._row(spec, row, values, index) for index, row in enumerate(rows)]
+        lost = [spec.type == "span" and row.target is not None and int(row.target[0]) == IGNORED for row in encoded]
+        kept = [index for index in range(len(rows)) if not (training and lost[index])]
+        if not kept:
+            raise DataError(f"{rows[0].where}: no row has its answer within {self.length} tokens: raise the length.")
+        return EncodedTask(spec, [encoded[index] for index in kept], kept, len(long))
+
+    def _texts(self, spec: TaskSpec, rows: Sequence[LabelledRow]) -> tuple[list[str], list[str] | None]:
+        if spec.type == "tagging":
+            return [" ".join(row.texts) for row in rows], None
+        pairs = {len(row.texts) for row in rows} == {2}
+        second = [self._separator + row.texts[1] for row in rows] if pairs else None
+        return [row.texts[0] for row in rows], second
+
+    def _tokenise(self, first: list[str], second: list[str] | None, spec: TaskSpec, **options: Any) -> dict[str, Any]:
+        if spec.of_tokens:
+            if not self.tokenizer.is_fast:
+                raise BackboneError(
+                    f"Tasks of the type {spec.type} need the characters that each token covers, which the tokenizer "
+                    f"{type(self.tokenizer).__name__} does not give: use a backbone with a tokenizer.json."
+                )
+            options["return_offsets_mapping"] = True
+        options |= {"return_attention_mask": False, "return_token_type_ids": True, "verbose": False}
+        encoding = self.tokenizer(first, second, **options)
+        values = {key: encoding[key] for key in encoding}
+        if spec.type == "span":
+            values["sequences"] = [encoding.sequence_ids(index) for index in range(len(first))]
+        return values
+
+    def _truncate(
+        self,
+        values: dict[str, Any],
+        indices: Sequence[int],
+        first: Sequence[str],
+        second: Sequence[str] | None,
+        rows: Sequence[LabelledRow],
+        spec: TaskSpec,
+    ) -> None:
+        """Replace the encodings of rows that are too long."""
+        row = rows[indices[0]]
+        if not self.truncation:
+            raise DataError(
+                f"{row.where} has {len(values['input_ids'][indices[0]])} tokens, but {self.length} are read: raise the "
+                "length, shorten the text, or set truncation to true."
+            )
+        for index in indices if spec.type == "span" else ():
+            others = sum(sequence != 1 for sequence in values["sequences"][index])
+            if others >= self.length:
+                raise DataError(
+                    f"{rows[index].where} has a question of {others} tokens, which leaves nothing of the {self.length} "
+                    "for its context: raise the length, or shorten the question."
+                )
+        strategy = "only_second" if spec.type == "span" else "longest_first"
+        seconds = None if second is None else [second[index] for index in indices]
+        firsts = [first[index] for index in indices]
+        shorter = self._tokenise(firsts, seconds, spec, truncation=strategy, max_length=self.length)
+        for key, replacements in shorter.items():
+            for index, value in zip(indices, replacements, strict=True):
+                values[key][index] = value
+
+    def _row(self, spec: TaskSpec, row: LabelledRow, values: dict[str, Any], index: int) -> EncodedRow:
+        ids = np.asarray(values["input_ids"][index], dtype=np.int32)
+        if not len(ids):
+            raise DataError(f"{row.where} has no tokens: give it text that the tokenizer knows, or leave the row out.")
+        marks = np.asarray(values["token_type_ids"][index], dtype=np.int8)
+        segments = marks if self.segments and marks.any() else None
+        alignment = None
+        if spec.type == "tagging":
+            alignment = first_tokens(row.texts, values["offset_mapping"][index])
+        elif spec.type == "span":
+            alignment = _context_ranges(
+                values["offset_mapping"][index], values["sequences"][index], len(self._separator)
+            )
+        return EncodedRow(ids, segments, _encode_target(spec, row, alignment, len(ids)), alignment)
+
+
+def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | None, tokens: int) -> Tensor | None:
+    """The target of a head; a truncated answer is -100 twice."""
+    target = row.target
+    if target is None:
+        return None
+    if isinstance(target, AnswerSpan):
+        assert alignment is not None, "a span is aligned"
+        return torch.from_numpy(_answer_tokens(target, alignment))
+    if spec.type == "classification":
+        return torch.tensor(spec.labels.index(str(target)))
+    if spec.type == "regression":
+        return torch.tensor(float(target))  # type: ignore[arg-type]  # a number, by its type
+    assert isinstance(target, tuple), "several labels, or a tag for each word"
+    if spec.type == "multi-label":
+        return torch.tensor([float(label in target) for label in spec.labels])
+    assert alignment is not None, "tags are aligned"
+    tags = torch.full((tokens,), IGNORED)
+    for token, label in zip(alignment, target, strict=True):
+        if token >= 0:
+            tags[int(token)] = spec.labels.index(label)
+    return tags
+
+
+def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The first token (words,) of each word of a text that joins words by blanks; -1 for a word without one.
+
+    A token that covers two words counts for the first of them.
+    """
+    tokens = np.full(len(words), -1, dtype=np.int64)
+    start, token, taken = 0, 0, -1
+    for number, word in enumerate(words):
+        end = start + len(word)
+        while token < len(offsets) and (offsets[token][1] <= start or token <= taken):
+            token += 1
+        if token < len(offsets) and offsets[token][0] < end:
+            tokens[number] = taken = token
+        start = end + 1
+    return tokens
+
+
+def _context_ranges(offsets: Sequence[tuple[int, int]], sequences: Sequence[int | None], shift: int) -> np.ndarray:
+    """The range (n, 2) of context characters of each token, less the separator's `shift`; -1 for other tokens."""
+    in_context = np.asarray([sequence == 1 for sequence in sequences])
+    ranges = np.asarray(offsets, dtype=np.int64).reshape(-1, 2) - shift
+    in_context &= (ranges[:, 1] > ranges[:, 0]) & (ranges[:, 1] > 0)
+    return np.where(in_context[:, None], np.maximum(ranges, 0), -1)
+
+
+def _answer_tokens(span: AnswerSpan, ranges: np.ndarray) -> np.ndarray:
+    """The first and the last token (2,) of an answer."""
+    inside = (ranges[:, 0] < span.end) & (ranges[:, 1] > span.start)
+    if not inside.any() or ranges[:, 1].max() < span.end:
+        return np.full(2, IGNORED)
+    return np.flatnonzero(inside)[[0, -1]]
+
+
+def _separates_pairs(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts special tokens between the texts of a pair."""
+    if not tokenizer.is_fast:
+        return tokenizer.sep_token_id is not None
+    sequences = tokenizer("a", "b", verbose=False).sequence_ids(0)
+    return None in sequences[sequences.index(0) : sequences.index(1)]
 
 
 @dataclass(frozen=True)
@@ -34,18 +252,18 @@ class TaskBatch:
     Attributes:
         input_ids: long, (B, T).
         attention_mask: long, (B, T), 0 at padding, which is on the right.
-        token_type_ids: long, (B, T), 1 in the second text of a pair; None where no row has such marks.
+        token_type_ids: long, (B, T), 1 in the second text of a pair; None when no row has such marks.
         task: long, (B,), the number of each row's task.
-        own_targets: one tensor a row, those of tagging as long as their row; None where the rows have no labels.
+        row_targets: one tensor per row, for tagging of the row's own length; None when the rows have no labels.
         tagged: whether each row's task is tagging.
-        origin: the place of each row among those that were asked for, as rows are sorted by length.
+        origin: index of each row before the rows were sorted by length.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     token_type_ids: Tensor | None
     task: Tensor
-    own_targets: list[Tensor] | None
+    row_targets: list[Tensor] | None
     tagged: list[bool]
     origin: list[int]
 
@@ -54,40 +272,40 @@ class TaskBatch:
 
     @property
     def targets(self) -> list[Tensor] | None:
-        """One tensor a row, as `grafts.heads` takes them: those of tagging (T,), -100 at padding."""
-        if self.own_targets is None:
+        """One tensor per row, as `grafts.heads` takes them: for tagging (T,), -100 at padding."""
+        if self.row_targets is None:
             return None
         width = self.input_ids.shape[1]
         return [
-            functional.pad(one, (0, width - len(one)), value=IGNORED) if of_tokens else one
-            for one, of_tokens in zip(self.own_targets, self.tagged, strict=True)
+            functional.pad(target, (0, width - len(target)), value=IGNORED) if tagged else target
+            for target, tagged in zip(self.row_targets, self.tagged, strict=True)
         ]
 
-    def rows(self, chosen: slice) -> TaskBatch:
-        """Some of the rows, such as a micro-batch, without the columns that are padding in all of them."""
-        mask = self.attention_mask[chosen]
+    def rows(self, rows: slice) -> TaskBatch:
+        """Some of the rows, such as a micro-batch, without columns that are padding in all of them."""
+        mask = self.attention_mask[rows]
         width = int(mask.sum(1).max()) if len(mask) else 0
-        segments = None if self.token_type_ids is None else self.token_type_ids[chosen, :width]
-        targets = None if self.own_targets is None else self.own_targets[chosen]
-        tensors = self.input_ids[chosen, :width], mask[:, :width], segments, self.task[chosen]
-        return TaskBatch(*tensors, targets, self.tagged[chosen], self.origin[chosen])
+        segments = None if self.token_type_ids is None else self.token_type_ids[rows, :width]
+        targets = None if self.row_targets is None else self.row_targets[rows]
+        tensors = self.input_ids[rows, :width], mask[:, :width], segments, self.task[rows]
+        return TaskBatch(*tensors, targets, self.tagged[rows], self.origin[rows])
 
     def to(self, device: torch.device | str) -> TaskBatch:
         """The same rows on `device`."""
         segments = None if self.token_type_ids is None else self.token_type_ids.to(device)
-        targets = None if self.own_targets is None else [target.to(device) for target in self.own_targets]
+        targets = None if self.row_targets is None else [target.to(device) for target in self.row_targets]
         tensors = self.input_ids.to(device), self.attention_mask.to(device), segments, self.task.to(device)
         return TaskBatch(*tensors, targets, self.tagged, self.origin)
 
-    def asked(self) -> dict[str, Any]:
+    def prediction_inputs(self) -> dict[str, Any]:
         """Keyword arguments for `GraftedModel.predict`."""
         segments = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
-        said = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return said | segments | {"extras": {"task": self.task}}
+        tokens = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return tokens | segments | {"extras": {"task": self.task}}
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for the forward pass of a `GraftedModel`."""
-        return self.asked() | {"targets": self.targets}
+        return self.prediction_inputs() | {"targets": self.targets}
 
     def totals(self) -> Tensor:
         """Float, (2,): rows, and tokens without padding."""
@@ -95,14 +313,16 @@ class TaskBatch:
         return torch.stack([torch.full_like(tokens, len(self)), tokens]).float()
 
 
+TaskRow = tuple[EncodedRow, TaskSpec, int]
+"""A row, its task, and the task's number."""
 Score = Callable[[TaskBatch], Sequence[float | None]]
-"""How unsure a model is of each row of a batch, from 0 to 1; None for a row whose prediction has no entropy."""
+"""The model's uncertainty about each row of a batch, from 0 to 1; None for a row whose prediction has no entropy."""
 
 
-def collate(rows: Sequence[tuple[EncodedRow, TaskSpec, int]], pad_id: int) -> TaskBatch:
-    """The batch of some rows, each with its task and that task's number; the longest row first."""
-    origin = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
-    ordered = [rows[place] for place in origin]
+def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
+    """The batch of some rows; the longest row comes first."""
+    origin = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
+    ordered = [rows[index] for index in origin]
     shape = len(rows), len(ordered[0][0])
     ids, mask = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
     segments = torch.zeros(shape, dtype=torch.long)
@@ -111,49 +331,46 @@ def collate(rows: Sequence[tuple[EncodedRow, TaskSpec, int]], pad_id: int) -> Ta
         mask[line, : len(row)] = 1
         if row.segments is not None:
             segments[line, : len(row)] = torch.from_numpy(row.segments.astype(np.int64))
-    targets = [row.target for row, _, _ in ordered]
-    known = [target for target in targets if target is not None]
+    targets = [row.target for row, _, _ in ordered if row.target is not None]
     return TaskBatch(
         ids,
         mask,
         segments if any(row.segments is not None for row, _, _ in rows) else None,
         torch.tensor([number for _, _, number in ordered]),
-        known if len(known) == len(targets) else None,
+        targets if len(targets) == len(rows) else None,
         [spec.type == "tagging" for _, spec, _ in ordered],
         origin,
     )
 
 
-def batches_by_length(
-    rows: Sequence[tuple[EncodedRow, TaskSpec, int]], size: int, pad_id: int
-) -> Iterator[tuple[list[int], TaskBatch]]:
-    """All rows in batches of at most `size`, sorted by length, each with the places of its rows among `rows`."""
-    order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
+def batches_by_length(rows: Sequence[TaskRow], size: int, pad_id: int) -> Iterator[tuple[list[int], TaskBatch]]:
+    """All rows in batches of at most `size`, sorted by length, each with the indices of its rows."""
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     for start in range(0, len(order), size):
-        chosen = order[start : start + size]
-        batch = collate([rows[place] for place in chosen], pad_id)
-        yield [chosen[place] for place in batch.origin], batch
+        indices = order[start : start + size]
+        batch = collate_rows([rows[index] for index in indices], pad_id)
+        yield [indices[index] for index in batch.origin], batch
 
 
 class LabelledMixture:
-    """Endless batches of `batch_size` rows of several tasks, which a sampler chooses step by step.
+    """Endless batches of rows of several tasks, which a sampler chooses step by step.
 
     Args:
-        rows: of each task.
+        rows: the rows of each task.
         tokenizer: the backbone's.
-        sampler: the policy. Of `uncertainty` the share of tasks without entropy, regression and span, is that of
-            uniform sampling, one by the number of tasks, where `fixed` does not say another.
+        sampler: the policy. Under `uncertainty`, a task without entropy (regression, span) has the share of uniform
+            sampling, 1 / number of tasks, unless `fixed` sets another.
         batch_size: rows of a step, over all processes.
-        seed: of the sampler.
-        length: tokens of a row, at most.
-        score: how unsure the model that trains is of rows; needed by the policies uncertainty and entropy.
-        numbers: the number of each task, as the model counts them; by default their order in `rows`.
-        segments: whether the model tells the second text of a pair by `token_type_ids`.
+        seed: seed of the sampler.
+        length: maximum number of tokens of a row.
+        score: the training model's uncertainty about rows; needed by the policies uncertainty and entropy.
+        numbers: the number of each task in the model; by default their order in `rows`.
+        segments: whether the model marks the second text of a pair by `token_type_ids`.
         truncation: truncate longer rows at their end; without it a longer row is an error.
-        score_rows: rows that are scored at a time; by default those of a step.
+        score_rows: rows per forward pass of `score`; by default those of a step.
 
     Raises:
-        DataError: a task has no rows, a row does not fit, or the policy does not fit the tasks.
+        DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
     """
 
     def __init__(
@@ -177,50 +394,50 @@ class LabelledMixture:
         self.tasks = {name: encoder.encode(task, training=True) for name, task in rows.items()}
         self.numbers = dict(numbers or {name: number for number, name in enumerate(rows)})
         self.notes = [note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), length)]
-        config = with_fixed_shares(sampler, {name: task.spec for name, task in rows.items()})
+        config = _with_fixed_shares(sampler, rows)
         _check_policy(config, rows, score)
         self.sampler = TaskSampler({name: len(task) for name, task in self.tasks.items()}, config, batch_size, seed)
 
     def batch(self, step: int) -> TaskBatch:
-        """The rows of one optimiser step, counted from 0; to be asked step by step.
+        """The rows of one optimiser step, counted from 0; steps must be drawn in order.
 
         Raises:
-            DataError: it is not the next step, or a prediction is not a number.
+            DataError: `step` is not the next one, or a prediction is not a number.
         """
         if step != self.sampler.step:
             raise DataError(f"Step {step} was asked for, but the sampler is at {self.sampler.step}: go step by step.")
-        asked = self.sampler.candidates()
-        picks = self.sampler.choose([value or 0.0 for value in self._scores(asked)] if asked else ())
+        candidates = self.sampler.candidates()
+        picks = self.sampler.choose([value or 0.0 for value in self._scores(candidates)] if candidates else ())
         if self.sampler.config.policy == "entropy":
             self._observe(picks)
-        return collate([self._row(pick) for pick in picks], self.pad_id)
+        return collate_rows([self._row(pick) for pick in picks], self.pad_id)
 
     def sample(self, name: str, count: int) -> TaskBatch:
         """The first rows of one task, at most `count`."""
-        chosen = [Pick(name, row) for row in range(min(count, len(self.tasks[name])))]
-        return collate([self._row(pick) for pick in chosen], self.pad_id)
+        picks = [Pick(name, row) for row in range(min(count, len(self.tasks[name])))]
+        return collate_rows([self._row(pick) for pick in picks], self.pad_id)
 
     def report(self) -> dict[str, Any]:
-        """What was chosen so far, see `TaskSampler.report`."""
+        """The choices so far; see `TaskSampler.report`."""
         return self.sampler.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as plain JSON values."""
+        """The sampler's state, as plain JSON values."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of a mixture of the same rows.
+        """Continue from `state_dict()` of a mixture of the same rows.
 
         Raises:
-            DataError: the state is of other rows.
+            DataError: the state belongs to other rows.
         """
         self.sampler.load_state_dict(state)
 
     def fingerprint(self) -> str:
-        """SHA-256 over all that sets the batches apart."""
+        """SHA-256 over everything that decides the batches."""
         sampler = self.sampler
-        said = repr((sampler.sizes, sampler.config, self.batch_size, sampler.seed, self.numbers))
-        digest = hashlib.sha256(said.encode())
+        settings = repr((sampler.sizes, sampler.config, self.batch_size, sampler.seed, self.numbers))
+        digest = hashlib.sha256(settings.encode())
         for task in self.tasks.values():
             digest.update(repr(task.spec).encode())
             for row in task.rows:
@@ -228,39 +445,41 @@ class LabelledMixture:
                 digest.update(repr(None if row.target is None else row.target.tolist()).encode())
         return digest.hexdigest()
 
-    def _row(self, pick: Pick) -> tuple[EncodedRow, TaskSpec, int]:
+    def _row(self, pick: Pick) -> TaskRow:
         task = self.tasks[pick.task]
         return task.rows[pick.row], task.spec, self.numbers[pick.task]
 
     def _scores(self, picks: Sequence[Pick]) -> list[float | None]:
-        """How unsure the model is of some rows, in their order."""
+        """The model's uncertainty about some rows, in their order."""
         assert self.score is not None, "the policy was checked"
-        found: list[float | None] = [None] * len(picks)
-        for places, batch in batches_by_length([self._row(pick) for pick in picks], self.score_rows, self.pad_id):
-            for place, value in zip(places, self.score(batch), strict=True):
-                found[place] = value
-        return found
+        scores: list[float | None] = [None] * len(picks)
+        for indices, batch in batches_by_length([self._row(pick) for pick in picks], self.score_rows, self.pad_id):
+            for index, value in zip(indices, self.score(batch), strict=True):
+                scores[index] = value
+        return scores
 
     def _observe(self, picks: Sequence[Pick]) -> None:
-        """Tell the sampler what the model thinks of the rows that it is about to learn."""
+        """Report the entropies of the next rows to the sampler."""
         scores = self._scores(picks)
         for name, task in self.tasks.items():
-            mine = [value for pick, value in zip(picks, scores, strict=True) if pick.task == name and value is not None]
-            self.sampler.observe(name, [value * largest_entropy(task.spec) for value in mine])
+            values = [
+                value for pick, value in zip(picks, scores, strict=True) if pick.task == name and value is not None
+            ]
+            self.sampler.observe(name, [value * largest_entropy(task.spec) for value in values])
 
 
 def largest_entropy(spec: TaskSpec) -> float:
-    """H', in nats, the entropy of knowing nothing: log C, and of C labels that may hold together C log 2."""
+    """H' in nats, the entropy of a uniform prediction: log C, and C log 2 for C independent labels."""
     if spec.type == "multi-label":
         return len(spec.labels) * float(np.log(2))
     return float(np.log(max(2, len(spec.labels))))
 
 
-def with_fixed_shares(config: SamplerConfig, specs: Mapping[str, TaskSpec]) -> SamplerConfig:
-    """The config in which each task without entropy has a fixed share under `uncertainty`."""
+def _with_fixed_shares(config: SamplerConfig, rows: Mapping[str, TaskRows]) -> SamplerConfig:
+    """Give each task without entropy a fixed share under `uncertainty`."""
     if config.policy != "uncertainty":
         return config
-    uniform = {name: 1 / len(specs) for name, spec in specs.items() if spec.type in _WITHOUT_ENTROPY}
+    uniform = {name: 1 / len(rows) for name, task in rows.items() if task.spec.type in _WITHOUT_ENTROPY}
     return config.model_copy(update={"fixed": uniform | config.fixed})
 
 
@@ -269,14 +488,14 @@ def _check_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Sc
         return
     if score is None:
         raise DataError(
-            f"The policy {config.policy} goes by what a model predicts, and there is no score: give one, or take "
+            f"The policy {config.policy} depends on a model's predictions, but there is no score: pass one, or set "
             "policy: temperature."
         )
     without = [name for name, task in rows.items() if task.spec.type in _WITHOUT_ENTROPY]
     if config.policy == "entropy" and without:
         raise DataError(
             f"The task {without[0]} is of the type {rows[without[0]].spec.type}, whose predictions have no entropy, "
-            "and policy: entropy goes by it: take policy: uncertainty, which gives such tasks a fixed share, or "
+            "but policy: entropy needs it: take policy: uncertainty, which gives such tasks a fixed share, or "
             "temperature."
         )
 

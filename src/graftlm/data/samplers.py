@@ -1,6 +1,6 @@
-"""Which task, and which of its rows, the next batch is made of: by size, by chance, or by what a model is unsure of.
+"""Task samplers: which rows of which tasks make the next batch.
 
-For T tasks with D_t rows, and H the entropy of a prediction, in nats:
+For T tasks with D_t rows, and H the entropy of a prediction in nats:
 
     uniform       q(t) = 1 / T
     size          q(t) = D_t / sum of D_s
@@ -8,15 +8,15 @@ For T tasks with D_t rows, and H the entropy of a prediction, in nats:
     entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
     uncertainty   of b candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t          (algorithm 1)
 
-A sampler knows nothing of models: it names rows, and is told entropies. Each task's rows come in an order of their own,
-shuffled anew once all have come. All choices follow from the seed and from what was told.
+A sampler does not know the model: it names rows, and is given entropies. Each task's rows are shuffled anew in every
+epoch. All choices follow from the seed and the given entropies.
 
     sampler = TaskSampler({"intents": 9000, "acceptable": 900}, SamplerConfig(policy="uncertainty"), batch_size=32)
     for step in range(steps):
-        asked = sampler.candidates()                # none but for policy uncertainty
-        picks = sampler.choose([normed_entropy(probabilities(pick)) for pick in asked])
+        candidates = sampler.candidates()           # empty unless the policy is uncertainty
+        picks = sampler.choose([normed_entropy(probabilities(pick)) for pick in candidates])
         ...                                         # train on the picked rows
-        sampler.observe("intents", entropies)       # policy entropy alone needs this
+        sampler.observe("intents", entropies)       # needed by policy entropy alone
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ class SamplerConfig(Config):
 
     Args:
         policy: one of the five above.
-        alpha: of `temperature`: 0 is uniform, 1 is by size.
-        beta: of `entropy`: the larger, the more the uncertain tasks are preferred.
-        task_mean: of `uncertainty`: whether a row's measure is multiplied by its task's mean entropy over the largest
-            task's, so that uncertain tasks are preferred further. Algorithm 1 divides by the largest mean alone, which
-            is one number for all rows and chooses nothing.
-        fixed: of `uncertainty`: tasks whose predictions have no entropy, such as regression, each with its share of
-            every batch.
+        alpha: for `temperature`: 0 is uniform, 1 is by size.
+        beta: for `entropy`: larger values prefer uncertain tasks more.
+        task_mean: for `uncertainty`: multiply a row's uncertainty by its task's mean over the largest task's mean.
+            Algorithm 1 only divides by the largest mean, which is the same for all rows and changes no choice.
+        fixed: for `uncertainty`: the share in every batch of tasks whose predictions have no entropy.
     """
 
     policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty"] = "uniform"
@@ -68,10 +66,10 @@ class TaskSampler:
     """Endless batches of rows of several tasks.
 
     Args:
-        sizes: rows of each task.
+        sizes: number of rows of each task.
         config: the policy.
         batch_size: b, rows of one batch.
-        seed: of all that is left to chance.
+        seed: seed of all random choices.
 
     Raises:
         DataError: a task has no rows, or a fixed share does not fit.
@@ -85,16 +83,16 @@ class TaskSampler:
         self._entropy: dict[str, float] = {}
         self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._history: list[dict[str, int]] = []
-        self._asked: list[Pick] = []
+        self._candidates: list[Pick] = []
 
     def candidates(self) -> list[Pick]:
-        """The rows whose uncertainty `choose` must be told: b of each task under `uncertainty`, else none."""
+        """The rows whose uncertainty `choose` needs: b of each task under `uncertainty`, else none."""
         if self.config.policy != "uncertainty":
             return []
-        if not self._asked:
+        if not self._candidates:
             free = [task for task in self.sizes if task not in self.config.fixed]
-            self._asked = [pick for task in free for pick in self._draw(task, self.batch_size)]
-        return list(self._asked)
+            self._candidates = [pick for task in free for pick in self._draw(task, self.batch_size)]
+        return list(self._candidates)
 
     def choose(self, uncertainties: Sequence[float] = ()) -> list[Pick]:
         """The rows of the next batch.
@@ -103,24 +101,24 @@ class TaskSampler:
             uncertainties: H / H'_t of each of `candidates()`, in their order.
 
         Raises:
-            DataError: there are more or fewer than candidates, or one is no number.
+            DataError: their number is not that of the candidates, or one is not finite.
         """
-        asked = self.candidates()
-        if len(uncertainties) != len(asked):
+        candidates = self.candidates()
+        if len(uncertainties) != len(candidates):
             raise DataError(
-                f"choose was told {len(uncertainties)} uncertainties for {len(asked)} candidates: give one for each of "
+                f"choose got {len(uncertainties)} uncertainties for {len(candidates)} candidates: give one for each of "
                 "candidates(), in their order."
             )
-        picks = self._most_uncertain(asked, uncertainties) if asked else self._by_task()
-        self._note(picks)
-        self.step, self._asked = self.step + 1, []
+        picks = self._most_uncertain(candidates, uncertainties) if candidates else self._by_task()
+        self._record(picks)
+        self.step, self._candidates = self.step + 1, []
         return picks
 
     def observe(self, task: str, entropies: Sequence[float] | Tensor) -> None:
-        """Tell the entropies of a task's latest predictions, in nats; policy `entropy` goes by their mean.
+        """Set the entropies of a task's latest predictions, in nats; policy `entropy` uses their mean.
 
         Raises:
-            DataError: there is no such task, or an entropy is no number from 0.
+            DataError: the task is unknown, or an entropy is negative or not finite.
         """
         values = np.asarray(entropies, dtype=float)
         if task not in self.sizes:
@@ -131,7 +129,7 @@ class TaskSampler:
             self._entropy[task] = float(values.mean())
 
     def shares(self) -> dict[str, float]:
-        """q(t), the probability of each task; of `uncertainty`, which goes by rows, the shares so far."""
+        """q(t), the probability of each task; for `uncertainty`, which chooses rows, the shares so far."""
         policy, sizes = self.config.policy, self.sizes
         if policy == "uncertainty":
             chosen = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
@@ -145,7 +143,7 @@ class TaskSampler:
         return _normed({task: size**alpha for task, size in sizes.items()})
 
     def report(self) -> dict[str, Any]:
-        """What was chosen: rows of each task in each step, and the share of all rows that were trained on so far."""
+        """The choices so far: rows of each task in each step, and the share of all rows that were trained on."""
         used = {task: int(rows.sum()) for task, rows in self._used.items()}
         return {
             "steps": [dict(step) for step in self._history],
@@ -156,7 +154,7 @@ class TaskSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next choices depend on, as plain JSON values; between a `choose` and the next `candidates`."""
+        """The state as plain JSON values; call it between a `choose` and the next `candidates`."""
         return {
             "sizes": dict(self.sizes),
             "step": self.step,
@@ -167,10 +165,10 @@ class TaskSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of a sampler of the same tasks.
+        """Continue from `state_dict()` of a sampler of the same tasks.
 
         Raises:
-            DataError: the state is of other tasks.
+            DataError: the state belongs to other tasks.
         """
         if state["sizes"] != self.sizes:
             raise DataError(
@@ -182,19 +180,19 @@ class TaskSampler:
         for task, size in self.sizes.items():
             bits = np.frombuffer(base64.b64decode(state["used"][task]), dtype=np.uint8)
             self._used[task] = np.unpackbits(bits, count=size).astype(bool)
-        self._asked = []
+        self._candidates = []
 
     def _draw(self, task: str, count: int) -> list[Pick]:
-        """The next rows of a task, in its own order."""
+        """The next rows of a task, in its shuffled order."""
         size, start = self.sizes[task], self._drawn[task]
         self._drawn[task] += count
         number = list(self.sizes).index(task)
         epochs = range(start // size, (start + count - 1) // size + 1) if count else range(0)
         orders = {epoch: _generator(self.seed, _ROWS, number, epoch).permutation(size) for epoch in epochs}
-        return [Pick(task, int(orders[place // size][place % size])) for place in range(start, start + count)]
+        return [Pick(task, int(orders[at // size][at % size])) for at in range(start, start + count)]
 
     def _by_task(self) -> list[Pick]:
-        """A task drawn for each place of the batch, then its next row."""
+        """Draw a task for each row of the batch, then take its next row."""
         shares = self.shares()
         drawn = _generator(self.seed, _TASKS, self.step, 0).choice(
             len(shares), size=self.batch_size, p=list(shares.values())
@@ -204,26 +202,26 @@ class TaskSampler:
         names = list(shares)
         return [next(rows[names[number]]) for number in drawn]
 
-    def _most_uncertain(self, asked: list[Pick], uncertainties: Sequence[float]) -> list[Pick]:
+    def _most_uncertain(self, candidates: list[Pick], uncertainties: Sequence[float]) -> list[Pick]:
         values = np.asarray(uncertainties, dtype=float)
         if not np.isfinite(values).all():
-            place = int(np.argmin(np.isfinite(values)))
+            worst = int(np.argmin(np.isfinite(values)))
             raise DataError(
-                f"The uncertainty of row {asked[place].row} of the task {asked[place].task} is {values[place]}: a "
-                "number is expected; the model's predictions may have overflowed."
+                f"The uncertainty of row {candidates[worst].row} of the task {candidates[worst].task} is "
+                f"{values[worst]}: a number is expected; the model's predictions may have overflowed."
             )
         if self.config.task_mean:
-            values = values * _task_means(asked, values)
+            values = values * _task_means(candidates, values)
         fixed = [pick for task, count in self._fixed_counts().items() for pick in self._draw(task, count)]
-        best = np.argsort(-values, kind="stable")[: self.batch_size - len(fixed)]  # of equal ones the earlier candidate
-        return [asked[place] for place in best] + fixed
+        best = np.argsort(-values, kind="stable")[: self.batch_size - len(fixed)]  # ties: the earlier candidate
+        return [candidates[index] for index in best] + fixed
 
     def _fixed_counts(self) -> dict[str, int]:
         """Rows of this batch for each task with a fixed share: exact in the long run."""
         before, after = self.step * self.batch_size, (self.step + 1) * self.batch_size
         return {task: int(after * share) - int(before * share) for task, share in self.config.fixed.items()}
 
-    def _note(self, picks: list[Pick]) -> None:
+    def _record(self, picks: list[Pick]) -> None:
         counts: dict[str, int] = {}
         for pick in picks:
             counts[pick.task] = counts.get(pick.task, 0) + 1
@@ -232,18 +230,18 @@ class TaskSampler:
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """(...,) H in nats of distributions (..., C)."""
+    """H (...,) in nats of distributions (..., C)."""
     return torch.special.entr(probabilities.float()).sum(-1)
 
 
 def normed_entropy(probabilities: Tensor) -> Tensor:
-    """(...,) H / H' of distributions (..., C), H' = log C the entropy of not knowing at all: from 0 to 1."""
+    """H / H' (...,) from 0 to 1 of distributions (..., C), where H' = log C is the entropy of the uniform one."""
     return entropy(probabilities) / float(np.log(max(2, probabilities.shape[-1])))
 
 
-def _task_means(asked: list[Pick], values: np.ndarray) -> np.ndarray:
-    """For each candidate its task's mean over the largest task's."""
-    tasks = np.array([pick.task for pick in asked])
+def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:
+    """The mean of each candidate's task over the largest mean of a task."""
+    tasks = np.array([pick.task for pick in candidates])
     means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
     largest = max(means.values()) or 1.0
     return np.array([means[task] / largest for task in tasks])

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import padding_id
-from graftlm.data.encoding import EncodedRow, RowEncoder
-from graftlm.data.labelled import METRICS, OUTSIDE, LabelledRow, Metric, Span, TaskRows
-from graftlm.data.labelled_batches import TaskBatch, batches_by_length
+from graftlm.data.labelled import METRICS, OUTSIDE, AnswerSpan, LabelledRow, Metric, TaskRows
+from graftlm.data.labelled_batches import EncodedRow, RowEncoder, TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts.heads import TaskSpec
@@ -43,7 +42,7 @@ class Prediction:
     """A model's prediction for one row.
 
     Attributes:
-        value: a label, a number, a tuple of labels, a tag per word, or a `Span` with its text.
+        value: a label, a number, a tuple of labels, a tag per word, or a `AnswerSpan` with its text.
         probability: probability of the label, or of the span's two ends; None for other types.
         probabilities: probability of each label, for multi-label.
     """
@@ -104,7 +103,7 @@ def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> Predic
     def predict(batch: TaskBatch) -> Sequence[Tensor]:
         device = torch.device(model.device)
         with evaluation_mode(model), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            return model.predict(**batch.to(device).asked())
+            return model.predict(**batch.to(device).prediction_inputs())
 
     return predict
 
@@ -174,26 +173,26 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
     if spec.type == "multi-label":
         by_label = dict(zip(spec.labels, logits.sigmoid().tolist(), strict=True))
         return Prediction(tuple(label for label, value in by_label.items() if value >= 0.5), probabilities=by_label)
-    assert encoded.places is not None, "rows of tags and spans are encoded with positions"
+    assert encoded.alignment is not None, "rows of tags and spans are encoded with positions"
     if spec.type == "span":
-        return _best_span(logits[: len(encoded)], encoded.places, row.texts[1])
+        return _best_span(logits[: len(encoded)], encoded.alignment, row.texts[1])
     outside = OUTSIDE if OUTSIDE in spec.labels else spec.labels[0]
     tags = logits.argmax(-1).tolist()
-    return Prediction(tuple(spec.labels[tags[token]] if token >= 0 else outside for token in encoded.places))
+    return Prediction(tuple(spec.labels[tags[token]] if token >= 0 else outside for token in encoded.alignment))
 
 
 def _best_span(logits: Tensor, offsets: np.ndarray, context: str) -> Prediction:
     """The likeliest span from logits (tokens, 2) and the tokens' character offsets (tokens, 2) in the context."""
     tokens = np.flatnonzero(offsets[:, 1] > 0)
     if not len(tokens):
-        return Prediction(Span(0, 0, ("",)), 0.0)
+        return Prediction(AnswerSpan(0, 0, ("",)), 0.0)
     start, end = logits[tokens].log_softmax(0).double().numpy().T
     distance = np.arange(len(tokens))[None, :] - np.arange(len(tokens))[:, None]
     sums = np.where((distance >= 0) & (distance < MAX_ANSWER_TOKENS), start[:, None] + end[None, :], -np.inf)
     first, last = np.unravel_index(int(sums.argmax()), sums.shape)
     left, right = int(offsets[tokens[first], 0]), int(offsets[tokens[last], 1])
     probability = float(np.exp(start[first] + end[last]))
-    return Prediction(Span(left, right, (context[left:right],)), probability)
+    return Prediction(AnswerSpan(left, right, (context[left:right],)), probability)
 
 
 def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]) -> dict[str, float]:
@@ -277,7 +276,7 @@ def _word_accuracy(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[
 
 
 def _best_over_answers(score: Callable[[list[str], list[str]], float]) -> Callable[..., float]:
-    def best(truth: Sequence[Span], predicted: Sequence[Span]) -> float:
+    def best(truth: Sequence[AnswerSpan], predicted: Sequence[AnswerSpan]) -> float:
         return statistics.fmean(
             max(score(_normalised_words(reference), _normalised_words(span.answers[0])) for reference in row.answers)
             for row, span in zip(truth, predicted, strict=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest
 from graftlm.backbone import Backbone
-from graftlm.data.encoding import RowEncoder
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_held_out_rows
+from graftlm.data.labelled_batches import RowEncoder
 from graftlm.data.tables import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
