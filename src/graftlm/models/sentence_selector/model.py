@@ -273,13 +273,8 @@ class SentenceSelector(PreTrainedModel):
         pointer = cast("PointerHead", self.head)
         length = int(steps or self.config.extract_size)
         sequence, log_probs, next_N = pointer.search(s_BNs[0], d_BNw[0], length, self.config.beam_size)
-        rest = _sorted(next_N)
-        others = [
-            (index, score) for index, score in zip(rest.indices, rest.scores, strict=True) if index not in sequence
-        ]
-        return SelectorOutput(
-            [*sequence, *(index for index, _ in others)], [*log_probs, *(score for _, score in others)]
-        )
+        rest, scores = [index for index in _sorted(next_N).indices if index not in sequence], next_N.tolist()
+        return SelectorOutput([*sequence, *rest], [*log_probs, *(scores[index] for index in rest)])
 
 
 def _sorted(scores_N: Tensor) -> SelectorOutput:

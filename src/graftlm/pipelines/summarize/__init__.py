@@ -1,13 +1,7 @@
 """Summaries of long documents: select sentences, write the summary, and keep the source of each sentence."""
 
-from graftlm.pipelines.summarize.batch import (
-    SummaryFailure,
-    append_summaries,
-    find_documents,
-    pending_documents,
-    summarize_many,
-)
-from graftlm.pipelines.summarize.document import Section, Sentence, SourceDocument
+from graftlm.pipelines.summarize.batch import append_summaries, find_documents, pending_documents, summarize_many
+from graftlm.pipelines.summarize.document import Section, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.readers import read_document, read_text
 from graftlm.pipelines.summarize.selection import (
@@ -27,7 +21,7 @@ from graftlm.pipelines.summarize.selector import (
     selector_example,
     train_selector,
 )
-from graftlm.pipelines.summarize.summary import SentenceLink, Summary, format_summary, summarize
+from graftlm.pipelines.summarize.summary import Summary, format_summary, summarize
 from graftlm.pipelines.summarize.writer import (
     AbstractiveWriter,
     LanguageModelWriter,
@@ -50,12 +44,9 @@ __all__ = [
     "Selector",
     "SelectorExample",
     "SelectorTrainingConfig",
-    "Sentence",
-    "SentenceLink",
     "SourceDocument",
     "Summary",
     "SummaryDecoding",
-    "SummaryFailure",
     "SumySelector",
     "TrainedSelector",
     "WriterExample",

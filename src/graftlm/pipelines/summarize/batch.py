@@ -78,11 +78,11 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
 
 
 def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    documents = [file for file in files if file.suffix.lower() in SUFFIXES]
-    for file in files:
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.suffix.lower() not in SUFFIXES and not hidden:
+    documents = []
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        if file.suffix.lower() in SUFFIXES:
+            documents.append(file)
+        elif not any(part.startswith(".") for part in file.relative_to(folder).parts):
             warn(f"{file} is skipped: no reader knows files that end in {file.suffix or file.name}.")
     if not documents:
         raise DataError(f"{folder} has no document: files ending in {' '.join(SUFFIXES)} are expected.")

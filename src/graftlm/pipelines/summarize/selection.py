@@ -31,7 +31,11 @@ _MAX_REJECTED = 200  # sentences tried without success before the rest of a budg
 
 BLOCK_SIZE = 1000
 SumyMethod = Literal["lexrank", "lsa", "sumbasic"]
-_LABELS: dict[SumyMethod, str] = {"lexrank": "LexRank", "lsa": "LSA", "sumbasic": "SumBasic"}
+_SUMY_METHODS: dict[SumyMethod, tuple[str, str, str]] = {  # label, sumy's module and class
+    "lexrank": ("LexRank", "lex_rank", "LexRankSummarizer"),
+    "lsa": ("LSA", "lsa", "LsaSummarizer"),
+    "sumbasic": ("SumBasic", "sum_basic", "SumBasicSummarizer"),
+}
 _SUMY_LANGUAGES = {
     "cs": "czech", "de": "german", "en": "english", "es": "spanish", "fr": "french", "it": "italian",
     "pt": "portuguese", "sk": "slovak",
@@ -237,7 +241,7 @@ class SumySelector:
 
     @property
     def name(self) -> str:
-        return f"{_LABELS[self.method]} (sumy)"
+        return f"{_SUMY_METHODS[self.method][0]} (sumy)"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """Rank all selectable sentences; of a long document only the best of each block, half a block in all."""
@@ -285,19 +289,14 @@ def _summarizer(method: SumyMethod, language: str, pairwise: bool) -> Any:
     utils: Any = import_extra("sumy.utils", "Ranking sentences")
     sumy_language = _SUMY_LANGUAGES.get(language)
     stemmer = stemmers.Stemmer(sumy_language) if sumy_language else stemmers.null_stemmer
-    summarizer = _summarizer_class(method, pairwise)(stemmer)
+    _, module, name = _SUMY_METHODS[method]
+    summarizer_class = getattr(import_extra(f"sumy.summarizers.{module}", "Ranking sentences"), name)
+    if method == "lexrank" and not pairwise:
+        summarizer_class = _matrix_lexrank(summarizer_class)
+    summarizer = summarizer_class(stemmer)
     if sumy_language:
         summarizer.stop_words = utils.get_stop_words(sumy_language)
     return summarizer
-
-
-def _summarizer_class(method: SumyMethod, pairwise: bool) -> Any:
-    if method == "lsa":
-        return import_extra("sumy.summarizers.lsa", "Ranking sentences").LsaSummarizer
-    if method == "sumbasic":
-        return import_extra("sumy.summarizers.sum_basic", "Ranking sentences").SumBasicSummarizer
-    lexrank: Any = import_extra("sumy.summarizers.lex_rank", "Ranking sentences").LexRankSummarizer
-    return lexrank if pairwise else _matrix_lexrank(lexrank)
 
 
 def _matrix_lexrank(base: Any) -> Any:

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -38,24 +38,21 @@ from graftlm.training.language_model import train_tokenizer
 RECORD_NAME, TOKENIZER_NAME = "selector.json", "tokenizer.json"
 
 
+@dataclass(eq=False)
 class TrainedSelector:
     """A selector that was trained on extracts.
 
-    Args:
+    Attributes:
         model: the model.
         tokenizer: tokenizer of a model that reads tokens.
         name: name for people.
         record: JSON record of the training.
     """
 
-    def __init__(
-        self,
-        model: SentenceSelector,
-        tokenizer: PreTrainedTokenizerFast | None = None,
-        name: str = "a trained selector",
-        record: dict[str, Any] | None = None,
-    ) -> None:
-        self.model, self.tokenizer, self.name, self.record = model, tokenizer, name, record or {}
+    model: SentenceSelector
+    tokenizer: PreTrainedTokenizerFast | None = None
+    name: str = "a trained selector"
+    record: dict[str, Any] = field(default_factory=dict)
 
     def model_inputs(self, sentences: Sequence[str]) -> Tensor:
         """Return the model's inputs: padded token ids, (N, T), or sentence embeddings, (N, v)."""
@@ -173,8 +170,7 @@ def _load_encoder(name: str, device: str) -> Any:
     try:
         return SentenceTransformer(name, device=device)
     except (OSError, ValueError) as error:
-        cause = str(error).splitlines()[0].rstrip(".")
-        raise BackboneError(f"The encoder {name} can't be loaded ({cause}): name another.") from None
+        raise BackboneError(f"The encoder {name} can't be loaded ({_cause(error)}): name another.") from None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from pydantic import Field
+from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
@@ -81,11 +82,10 @@ class SummaryDecoding(Config):
 
     def generate_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' `generate`."""
-        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.method == "sample"}
-        arguments["num_beams"] = self.num_beams if self.method == "beam" else 1
-        if self.method == "sample":
-            arguments |= {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0}
-        return arguments
+        sample = self.method == "sample"
+        sampling = {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0} if sample else {}
+        num_beams = self.num_beams if self.method == "beam" else 1
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": sample, "num_beams": num_beams, **sampling}
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,11 +400,8 @@ def summary_likelihoods(
 
 def _batch_likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
     """Score one batch. Padding is at the end, where causal attention ignores it."""
-    longest = max(len(prompt) + len(summary) for prompt, summary in pairs)
-    ids_BT = torch.zeros(len(pairs), longest, dtype=torch.long)
-    for row, (prompt, summary) in enumerate(pairs):
-        ids_BT[row, : len(prompt) + len(summary)] = torch.tensor(prompt + summary)
-    ids_BT = ids_BT.to(model.device)
+    rows = [torch.tensor(prompt + summary) for prompt, summary in pairs]
+    ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
     for row, (prompt, summary) in enumerate(pairs):
         first, last = len(prompt), len(prompt) + len(summary)

@@ -15,10 +15,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, RecipeError
+from graftlm.io import read_text as read_utf8
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.readers import SUFFIXES, read_document, read_text
@@ -203,13 +205,8 @@ def _rating_item(name: str, rows: Mapping[str, dict[str, str]]) -> RatingItem:
 
 def _read_rows(path: Path) -> dict[str, dict[str, str]]:
     """Return the rows with a summary, by document."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            rows = [_parse_row(line, f"{path} line {number}") for number, line in enumerate(file, 1)]
-    except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror}): check the file.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text: a file of JSON lines is expected.") from None
+    lines = StringIO(read_utf8(path))  # splits at line feeds only
+    rows = [_parse_row(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
     return {row["document"]: row for row in rows if "error" not in row}
 
 

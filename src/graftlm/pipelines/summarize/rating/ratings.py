@@ -13,6 +13,7 @@ import numpy as np
 from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row
 from graftlm.evaluation.results import Metric
+from graftlm.io import read_errors
 from graftlm.pipelines.summarize.metrics import bootstrap
 from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 
@@ -139,9 +140,8 @@ def ordinal_alpha(units: Iterable[Sequence[float]]) -> float | None:
 
 def _read_json(path: Path, file_format: str, expected: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror}): check the file.") from None
+        with read_errors(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         values = None
     is_valid = isinstance(values, dict) and values.get("format") == file_format

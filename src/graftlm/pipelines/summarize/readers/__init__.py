@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError
+from graftlm.io import BYTE_ORDER_MARK, decode_utf8, read_errors
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, TextSpan, build_document
 from graftlm.pipelines.summarize.readers.html import html_blocks
 from graftlm.pipelines.summarize.readers.latex import latex_blocks
@@ -114,26 +115,15 @@ def _heading_level(line: str, following: str, *, isolated: bool) -> int:
 
 def _read_utf8(path: Path) -> str:
     _check_file_size(path, 4 * MAX_CHARACTERS)  # a character has at most four bytes
-    try:
+    with read_errors(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from None
     if b"\0" in data:
         raise DataError(f"{path} is a binary file (a NUL byte at byte {data.index(0)}), but UTF-8 text is expected.")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8 first."
-        ) from None
+    return "\ufeff" * data.startswith(BYTE_ORDER_MARK) + decode_utf8(data, str(path))  # spans count the mark
 
 
 def _read_pdf(path: Path) -> list[str]:
-    """Return the text of each page.
-
-    Raises:
-        DataError: the file is damaged, encrypted or scanned, or has too much text.
-    """
+    """Return the text of each page."""
     pypdf: Any = import_extra("pypdf", "Reading PDF files")
     errors: Any = import_extra("pypdf.errors", "Reading PDF files")
     try:
@@ -151,10 +141,8 @@ def _read_pdf(path: Path) -> list[str]:
 
 
 def _extract_pages(pypdf: Any, path: Path) -> list[str]:
-    try:
+    with read_errors(path):
         reader = pypdf.PdfReader(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
     if reader.is_encrypted and not reader.decrypt(""):
         raise _encrypted(path)
     pages, total = [], 0
@@ -171,20 +159,13 @@ def _extract_pages(pypdf: Any, path: Path) -> list[str]:
 
 
 def _check_file_size(path: Path, limit: int) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    _check_size(str(path), size, "bytes", limit)
+    with read_errors(path):
+        _check_size(str(path), path.stat().st_size, "bytes", limit)
 
 
 def _check_size(name: str, size: int, unit: str, limit: int) -> None:
     if size > limit:
         raise DataError(f"{name} has {size:,} {unit}, and one document may have {limit:,}: split it into its chapters.")
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} can't be read ({error.strerror or error}): check the file.")
 
 
 def _encrypted(path: Path) -> DataError:
