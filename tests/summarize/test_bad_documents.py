@@ -123,9 +123,9 @@ def test_right_to_left_and_cjk_are_split_at_their_marks(tmp_path: Path, text: st
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     summary = summarize(path, budget=Budget(amount=3))
-    assert [one.text for one in summary.extract.sentences] == sentences
-    assert [text[one.start : one.end] for one in summary.extract.sentences] == [
-        one.source for one in summary.extract.sentences
+    assert [sentence.text for sentence in summary.extract.sentences] == sentences
+    assert [text[sentence.start : sentence.end] for sentence in summary.extract.sentences] == [
+        sentence.source for sentence in summary.extract.sentences
     ]
     assert summary.text == " ".join(sentences)
     assert summary.faithfulness.words == 1

@@ -30,7 +30,7 @@ FORMS = {
     "tex": r"\section{{Introduction}} Tea {n} is \emph{{good}}. Water is wet. Cup {n} was full. Nobody drank it.",
 }
 BAD = {"empty.txt": b"", "bytes.txt": b"caf\xe9", "half.pdf": b"%PDF-1.4\n", "thai.txt": "สวัสดีครับ".encode()}
-ASKED = {"budget": "2 sentences"}
+OPTIONS = {"budget": "2 sentences"}
 
 
 def write_documents(folder: Path, count: int) -> list[Path]:
@@ -68,7 +68,7 @@ def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
         source = Path(row["document"]).read_text()
         sentences = row["extract"]["sentences"]
         assert len(sentences) == 2
-        assert all(source[one["start"] : one["end"]] == one["source"] for one in sentences)
+        assert all(source[item["start"] : item["end"]] == item["source"] for item in sentences)
 
 
 def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +76,11 @@ def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytes
     write_documents(tmp_path, 4)
     held: list[weakref.ref] = []
     alive = 0
-    for found in summarize_many(find_documents([tmp_path])):
-        assert isinstance(found, Summary)
-        held.append(weakref.ref(found.document))
-        del found
-        alive = max(alive, sum(one() is not None for one in held))
+    for result in summarize_many(find_documents([tmp_path])):
+        assert isinstance(result, Summary)
+        held.append(weakref.ref(result.document))
+        del result
+        alive = max(alive, sum(item() is not None for item in held))
     assert (len(held), alive) == (4, 1)
 
 
@@ -102,40 +102,40 @@ class Stops:
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, out = write_documents(tmp_path, 9), tmp_path / "out" / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=Stops(5)))
+        list(append_summaries(out, pending_documents(out, paths, OPTIONS), OPTIONS, selector=Stops(5)))
     assert len(rows_in(out)) == 5
     out.write_bytes(out.read_bytes()[:-30])  # as a kill amid writing leaves it
     seen: list[Path] = []
     whole = many.summarize
     monkeypatch.setattr(many, "summarize", lambda path, **more: seen.append(path) or whole(path, **more))
-    list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=LeadSelector()))
+    list(append_summaries(out, pending_documents(out, paths, OPTIONS), OPTIONS, selector=LeadSelector()))
     assert seen == paths[4:]
     at_once = tmp_path / "at-once.jsonl"
-    list(append_summaries(at_once, pending_documents(at_once, paths, ASKED), ASKED, selector=LeadSelector()))
+    list(append_summaries(at_once, pending_documents(at_once, paths, OPTIONS), OPTIONS, selector=LeadSelector()))
     assert rows_in(out) == rows_in(at_once)
-    assert pending_documents(out, paths, ASKED) == []
+    assert pending_documents(out, paths, OPTIONS) == []
     assert not list(out.parent.glob(".*"))
 
 
 def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 3), tmp_path / "rows.jsonl"
     paths[0].write_text("")
-    first = list(append_summaries(out, pending_documents(out, paths, ASKED), ASKED, selector=LeadSelector()))
+    first = list(append_summaries(out, pending_documents(out, paths, OPTIONS), OPTIONS, selector=LeadSelector()))
     assert ["error" in row for row in first] == [True, False, False]
     paths[0].write_text("Tea is good. Water is wet.")
     paths[2].write_text("Coffee is better.")
-    assert pending_documents(out, [paths[2], paths[0], paths[1]], ASKED) == [paths[2], paths[0]]
-    list(append_summaries(out, [paths[2], paths[0]], ASKED, selector=LeadSelector()))
-    found = {row["document"]: row.get("summary") for row in rows_in(out)}
-    assert found[str(paths[2])] == "Coffee is better."
-    assert len(found) == len(rows_in(out)) == 3
-    assert pending_documents(out, [], ASKED) == []
+    assert pending_documents(out, [paths[2], paths[0], paths[1]], OPTIONS) == [paths[2], paths[0]]
+    list(append_summaries(out, [paths[2], paths[0]], OPTIONS, selector=LeadSelector()))
+    result = {row["document"]: row.get("summary") for row in rows_in(out)}
+    assert result[str(paths[2])] == "Coffee is better."
+    assert len(result) == len(rows_in(out)) == 3
+    assert pending_documents(out, [], OPTIONS) == []
     assert len(rows_in(out)) == 3, "rows of other documents stay"
 
 
 def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 1), tmp_path / "rows.jsonl"
-    list(append_summaries(out, paths, ASKED, selector=LeadSelector()))
+    list(append_summaries(out, paths, OPTIONS, selector=LeadSelector()))
     with pytest.raises(
         RecipeError, match="holds summaries with budget 2 sentences, but this run has budget 3 sentences"
     ):
@@ -145,9 +145,9 @@ def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
     for line in ('{"a": 1}', "[1]", "tea"):
         out.write_text(line + "\n")
         with pytest.raises(DataError, match=r"rows.jsonl line 1 is no row of graft summarize --batch"):
-            pending_documents(out, paths, ASKED)
+            pending_documents(out, paths, OPTIONS)
     with pytest.raises(DataError, match="can't be written to"):
-        list(append_summaries(tmp_path, paths, ASKED, selector=LeadSelector()))
+        list(append_summaries(tmp_path, paths, OPTIONS, selector=LeadSelector()))
 
 
 def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None:
@@ -172,3 +172,22 @@ def test_documents_are_found_once_each(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="has no document"):
         list(find_documents([tmp_path / "none"]))
+
+
+def test_skipped_files_and_restructured_text_are_reported(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in ("a.md", "b.RST", "c.xml", "LICENSE", ".git/config"):
+        (tmp_path / name).write_text("Tea is good. Water is wet.")
+    warnings: list[str] = []
+    documents = list(find_documents([tmp_path], warn=warnings.append))
+    assert [path.name for path in documents] == ["a.md", "b.RST"]
+    assert warnings == [
+        f"{tmp_path / 'LICENSE'} is skipped: no reader knows files that end in LICENSE.",
+        f"{tmp_path / 'c.xml'} is skipped: no reader knows files that end in .xml.",
+    ]
+    notes = [summary.notes for summary in summarize_many(documents, selector=LeadSelector())]  # type: ignore[union-attr]
+    assert not any("reStructuredText" in note for note in notes[0])
+    assert notes[1][-1].startswith(f"{tmp_path / 'b.RST'} is read as plain text")
+    done = invoke("summarize", str(tmp_path), "--batch")
+    assert f"warning: {warnings[1]}" in done.err.splitlines()
+    assert "warning" not in invoke("summarize", str(tmp_path), "--batch", "--quiet").err

@@ -1,4 +1,4 @@
-"""A document ten times longer than any window: pieces of it are read one by one, and budgets hold."""
+"""A document ten times longer than any window: its windows are read one by one, and budgets hold."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def long_document(times: int = 10) -> SourceDocument:
 
 def selector(head: str, document: SourceDocument) -> TrainedSelector:
     torch.manual_seed(0)
-    pieces = train_tokenizer((one.text for one in document.sentences), 80)
+    tokenizer = train_tokenizer((sentence.text for sentence in document.sentences), 80)
     config = SentenceSelectorConfig(
-        vocab_size=len(pieces), embedding_size=4, hidden_size=4, head=head, max_sentences=SENTENCES, extract_size=3
+        vocab_size=len(tokenizer), embedding_size=4, hidden_size=4, head=head, max_sentences=SENTENCES, extract_size=3
     )
-    return TrainedSelector(SentenceSelector(config).eval(), pieces)
+    return TrainedSelector(SentenceSelector(config).eval(), tokenizer)
 
 
 @pytest.mark.parametrize("head", ["classifier", "pointer"])
@@ -49,7 +49,7 @@ def test_ten_windows_are_summarized_within_their_budgets(head: str, monkeypatch:
     chosen = selector(head, document)
     model = tiny_model("llama", max_position_embeddings=TOKENS).eval()
     writer = LanguageModelWriter(model, tiny_tokenizer(), "tiny", PromptLayout(), SummaryDecoding(max_new_tokens=12))
-    whole = writer.count_tokens(" ".join(one.text for one in document.sentences))
+    whole = writer.count_tokens(" ".join(sentence.text for sentence in document.sentences))
     assert len(document.sentences) >= 10 * SENTENCES
     assert whole >= 10 * TOKENS
     read, written = [], []

@@ -20,29 +20,31 @@ pytest.importorskip("rouge_score")
 
 
 def test_rouge_by_hand() -> None:
-    found = rouge(["the cat sat", "on the mat"], ["the cat lay on the mat"])
-    assert found["rouge1"] == pytest.approx(100 * 5 / 6)
-    assert found["rouge2"] == pytest.approx(100 * 2 * (3 / 5) * (3 / 5) / (6 / 5))
-    assert found["rougeL"] == pytest.approx(100 * 5 / 6)  # both sentences together
+    result = rouge(["the cat sat", "on the mat"], ["the cat lay on the mat"])
+    assert result["rouge1"] == pytest.approx(100 * 5 / 6)
+    assert result["rouge2"] == pytest.approx(100 * 2 * (3 / 5) * (3 / 5) / (6 / 5))
+    assert result["rougeL"] == pytest.approx(100 * 5 / 6)  # both sentences together
     assert rouge(["tea"], ["tea"])["rouge3"] == 0
 
 
 def test_bootstrap_holds_the_mean_and_repeats() -> None:
     values = [1.0, 2.0, 6.0, 3.0]
-    found = bootstrap(values)
-    assert (found.mean, found.low >= 1, found.high <= 6) == (3.0, True, True)
-    assert found == bootstrap(values)
+    result = bootstrap(values)
+    assert (result.mean, result.low >= 1, result.high <= 6) == (3.0, True, True)
+    assert result == bootstrap(values)
     assert bootstrap([2.0]).low == 2.0 == bootstrap([2.0]).high
     wide = bootstrap([0.0, 1.0] * 200)
     assert (wide.high - wide.low) / 2 == pytest.approx(1.96 * 0.5 / 20, rel=0.1)  # as a mean of 400 throws
 
 
 def test_copies_are_counted_where_they_come_from() -> None:
-    one, two = copy_shares("a b c d e x", "a b c d e", extract="a b", introduction="b c d", max_ngram=2)
-    assert (one.n, one.copied, one.extract, one.introduction, one.rest) == pytest.approx(
+    unigrams, bigrams = copy_shares("a b c d e x", "a b c d e", extract="a b", introduction="b c d", max_ngram=2)
+    assert (unigrams.n, unigrams.copied, unigrams.extract, unigrams.introduction, unigrams.rest) == pytest.approx(
         (1, 5 / 6, 2 / 6, 2 / 6, 1 / 6)
     )
-    assert (two.copied, two.extract, two.introduction, two.rest) == pytest.approx((4 / 5, 1 / 5, 2 / 5, 1 / 5))
+    assert (bigrams.copied, bigrams.extract, bigrams.introduction, bigrams.rest) == pytest.approx(
+        (4 / 5, 1 / 5, 2 / 5, 1 / 5)
+    )
 
 
 @given(*[st.lists(st.sampled_from("abcd"), min_size=1, max_size=12).map(" ".join)] * 3)
@@ -58,9 +60,9 @@ def test_shares_add_up_and_fall(summary: str, document: str, extract: str) -> No
 
 def test_what_the_source_does_not_have_is_named() -> None:
     source = "In 2019 Ada Lovelace sold 1,250 cups of tea in Paris."
-    found = faithfulness("We learn that Ada sold 1,250 cups in Berlin. In 2020 she left.", source)
-    assert found.missing == ("2020", "Berlin")
-    assert (found.numbers, found.names) == (0.5, 0.5)
+    result = faithfulness("We learn that Ada sold 1,250 cups in Berlin. In 2020 she left.", source)
+    assert result.missing == ("2020", "Berlin")
+    assert (result.numbers, result.names) == (0.5, 0.5)
     assert faithfulness("tea", "tea").numbers is None
     assert faithfulness("", "tea").words is None
 
@@ -73,12 +75,12 @@ def test_names_do_not_begin_sentences() -> None:
 def test_copy_shares_are_those_of_n_grams_looked_up_one_by_one(
     summary: list[str], extract: list[str], introduction: list[str], document: list[str]
 ) -> None:
-    found = copy_shares(*(" ".join(words) for words in (summary, document, extract, introduction)), max_ngram=5)
-    assert len(found) == min(5, len(summary))
-    for share in found:
+    result = copy_shares(*(" ".join(words) for words in (summary, document, extract, introduction)), max_ngram=5)
+    assert len(result) == min(5, len(summary))
+    for share in result:
         known = [set(ngrams(words, share.n)) for words in (extract, introduction, document)]
         wanted = ngrams(summary, share.n)
-        first = [next((place for place, grams in enumerate(known) if gram in grams), 3) for gram in wanted]
-        shares = [first.count(place) / len(wanted) for place in range(3)]
-        assert [share.extract, share.introduction, share.rest] == shares
+        first = [next((index for index, grams in enumerate(known) if gram in grams), 3) for gram in wanted]
+        shares = [first.count(index) / len(wanted) for index in range(3)]
+        assert [share.extract, share.introduction, share.rest] == pytest.approx(shares)
         assert share.copied == pytest.approx(sum(shares))

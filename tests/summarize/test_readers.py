@@ -45,15 +45,15 @@ def written(draw, suffix: str) -> tuple[str, list[str]]:
     for paragraph in draw(st.lists(st.lists(SENTENCE, min_size=1, max_size=3), min_size=1, max_size=3)):
         source += "<p>" if suffix == ".html" else ""
         for sentence in paragraph:
-            for place, word in enumerate(sentence):
-                text = word.capitalize() if place == 0 else word + "." * (place == len(sentence) - 1)
+            for index, word in enumerate(sentence):
+                text = word.capitalize() if index == 0 else word + "." * (index == len(sentence) - 1)
                 words.append(text)
                 source += draw(st.sampled_from(WRITTEN[suffix])).format(text) + draw(SPACE)
         source += "\n\n"
     return source, words
 
 
-def check_places(document: SourceDocument) -> None:
+def check_spans(document: SourceDocument) -> None:
     """Spans rise, and what they cut out of the source is what the sentence says."""
     behind = (0, 0)
     for sentence in document.sentences:
@@ -69,7 +69,7 @@ def check_places(document: SourceDocument) -> None:
 def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> None:
     source, words = data.draw(written(suffix))
     document = read_text(source, suffix)
-    check_places(document)
+    check_spans(document)
     assert " ".join(sentence.text for sentence in document.sentences).split() == words
     for sentence in document.sentences:
         bare = re.sub(MARKUP[suffix], "", sentence.source, flags=re.DOTALL)
@@ -81,7 +81,7 @@ def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> Non
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
 def test_any_text_is_read_or_refused_in_a_sentence(suffix: str, text: str) -> None:
     try:
-        check_places(read_text(text, suffix))
+        check_spans(read_text(text, suffix))
     except DataError as refusal:
         message = str(refusal)
         assert "sentence" in message
@@ -117,14 +117,14 @@ def test_latex_reads_what_is_printed() -> None:
     ]  # fmt: skip
     assert document.sentences[1].source == r"It's caf\'e~$x^2$ --- 5\% more\footnote{A. B.}."
     assert [section.title for section in document.sections] == ["Abstract", "On tea"]
-    check_places(document)
+    check_spans(document)
 
 
 def test_plain_text_has_headings_and_items() -> None:
     source = "\ufeffTitle\n=====\n\nOne is\nhere.\n- two\n- three\n\n2.1 Methods\n\nFour.\n\nRESULTS\n\nFive."
     source = source.replace("\n", "\r\n")
     document = read_text(source, ".txt")
-    check_places(document)
+    check_spans(document)
     assert [sentence.text for sentence in document.sentences] == ["One is here.", "two", "three", "Four.", "Five."]
     assert [(section.title, section.level) for section in document.sections] == [
         ("Title", 1), ("2.1 Methods", 2), ("RESULTS", 1),
@@ -133,7 +133,7 @@ def test_plain_text_has_headings_and_items() -> None:
 
 def test_a_pdf_tells_the_page(tmp_path: Path) -> None:
     document = read_document(write_pdf(tmp_path / "a.pdf", "1 Introduction\n\nOne is\nhere. Two.", "2 Method\nThree."))
-    check_places(document)
+    check_spans(document)
     assert [(sentence.text, sentence.page) for sentence in document.sentences] == [
         ("One is here.", 1), ("Two.", 1), ("Three.", 2),
     ]  # fmt: skip
@@ -174,7 +174,7 @@ def test_headings_lose_their_number(title: str, plain: str) -> None:
 )
 def test_scripts_are_split_by_their_marks(text: str, language: str, count: int) -> None:
     document = read_text(text)
-    check_places(document)
+    check_spans(document)
     assert (document.language, len(document.sentences)) == (language, count)
 
 
@@ -254,7 +254,7 @@ def test_real_documents_keep_their_places(data_dir: Path, name: str, suffix: str
         rows = [json.loads(next(file)) for _ in range(10)]
     for row in rows:
         document = read_text(row["text"], suffix, row["id"])
-        check_places(document)
+        check_spans(document)
         for sentence in document.sentences:
             if "&" in sentence.source or "\\" in sentence.source:
                 continue

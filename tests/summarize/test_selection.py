@@ -36,9 +36,12 @@ def speech(sentences: int, seed: int = 0) -> SourceDocument:
 @pytest.mark.parametrize("seed", range(3))
 def test_lexrank_by_matrices_ranks_as_sumy_does(seed: int) -> None:
     document = speech(60, seed)
-    found, wanted = (SumySelector("lexrank", pairwise=pairwise).rank(document) for pairwise in (False, True))
-    assert [ranked.index for ranked in found] == [ranked.index for ranked in wanted]
-    assert [ranked.score for ranked in found] == pytest.approx([ranked.score for ranked in wanted])
+    matrix, loop = (SumySelector("lexrank", pairwise=pairwise).rank(document) for pairwise in (False, True))
+    scores = {ranked.index: ranked.score for ranked in loop}
+    assert {ranked.index: ranked.score for ranked in matrix} == pytest.approx(scores)
+    # Sentences may change places only where the loop's scores are equal up to rounding.
+    order = [scores[ranked.index] for ranked in matrix]
+    assert order == pytest.approx([ranked.score for ranked in loop])
 
 
 @pytest.mark.parametrize("kind", KINDS)

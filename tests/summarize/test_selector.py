@@ -117,17 +117,17 @@ def test_padding_and_neighbours_change_nothing(changes: dict[str, str]) -> None:
         assert torch.allclose(model(inputs, mask, targets), mean)
 
 
-def lesson(documents: int, seed: int = 0) -> list[SelectorExample]:
+def examples(documents: int, seed: int = 0) -> list[SelectorExample]:
     """Sentences that say "tea" make the extract."""
     chance = random.Random(seed)
     found = []
     for _ in range(documents):
-        places = sorted(chance.sample(range(8), 2))
+        positions = sorted(chance.sample(range(8), 2))
         words = [
-            [*chance.choices(["water", "cards", "rain", "people"], k=4), *["tea"] * (place in places)]
-            for place in range(8)
+            [*chance.choices(["water", "cards", "rain", "people"], k=4), *["tea"] * (position in positions)]
+            for position in range(8)
         ]
-        found.append(SelectorExample(tuple(" ".join(chance.sample(row, len(row))) for row in words), tuple(places)))
+        found.append(SelectorExample(tuple(" ".join(chance.sample(row, len(row))) for row in words), tuple(positions)))
     return found
 
 
@@ -139,7 +139,7 @@ def training(kind, **changes) -> SelectorTrainingConfig:
 
 @pytest.fixture(scope="module", params=["classifier", "pointer"])
 def trained(request) -> TrainedSelector:
-    return train_selector(lesson(24), lesson(8, 1), training(request.param))
+    return train_selector(examples(24), examples(8, 1), training(request.param))
 
 
 def test_a_selector_learns_what_extracts_have_in_common(trained: TrainedSelector) -> None:
@@ -183,7 +183,7 @@ def _tea(folder: Path) -> Path:
 
 def test_training_is_repeated_by_its_seed() -> None:
     first, second, other = (
-        train_selector(lesson(8), lesson(4, 1), training("pointer", steps=3, seed=seed)).record["losses"]
+        train_selector(examples(8), examples(4, 1), training("pointer", steps=3, seed=seed)).record["losses"]
         for seed in (0, 0, 1)
     )
     # The same sums in another order are off by less than 1e-6; another seed changes losses by more than 0.1%.
@@ -195,8 +195,8 @@ def test_a_document_longer_than_the_model_reads_is_ranked_in_pieces(trained: Tra
     trained.model.config.max_sentences, before = 3, trained.model.config.max_sentences
     ranked = trained.rank(read_text(TEA, ".md"))
     trained.model.config.max_sentences = before
-    assert sorted(one.index for one in ranked) == list(range(9))
-    assert {one.index // 3 for one in ranked[:3]} == {0, 1, 2}
+    assert sorted(sentence.index for sentence in ranked) == list(range(9))
+    assert {sentence.index // 3 for sentence in ranked[:3]} == {0, 1, 2}
 
 
 def test_examples_come_from_the_oracle() -> None:
@@ -224,9 +224,9 @@ def test_files_that_are_no_selector_are_named(trained: TrainedSelector, tmp_path
 
 def test_what_can_not_be_trained_is_told() -> None:
     with pytest.raises(DataError, match="no document with an extract"):
-        train_selector([SelectorExample(("a b",), ())], lesson(1), training("pointer"))
+        train_selector([SelectorExample(("a b",), ())], examples(1), training("pointer"))
     with pytest.raises(DataError, match="needs an encoder"):
-        train_selector(lesson(2), lesson(1), training("modern"))
+        train_selector(examples(2), examples(1), training("modern"))
     with pytest.raises(RecipeError, match="head is 'guess'"):
         SentenceSelectorConfig(head="guess")
     with pytest.raises(RecipeError, match="don't divide"):
@@ -251,7 +251,7 @@ def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
     wanted = training(
         "modern", sentence_encoder=str(minilm.get_model_path()), steps=40, learning_rate=3e-3, model={"hidden_size": 16}
     )
-    found = train_selector(lesson(12), lesson(4, 1), wanted)
+    found = train_selector(examples(12), examples(4, 1), wanted)
     losses = [held_out for _, _, held_out in found.record["losses"]]
     assert losses[-1] < losses[0]
     again = load_selector(found.save(tmp_path / "modern"), device="cpu")
@@ -260,10 +260,10 @@ def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
 
 def test_in_half_precision_it_learns_alike() -> None:
     wanted = training("classifier", steps=30, evaluate_every=10, learning_rate=1e-2)
-    plain = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
+    plain = train_selector(examples(12), examples(4, 1), wanted).record["losses"]
     # oneDNN has no bfloat16 LSTM on CPUs without AVX-512.
     with torch.autocast("cpu", torch.bfloat16), torch.backends.mkldnn.flags(enabled=False):
-        half = train_selector(lesson(12), lesson(4, 1), wanted).record["losses"]
+        half = train_selector(examples(12), examples(4, 1), wanted).record["losses"]
     assert [loss for _, *pair in half for loss in pair] == pytest.approx(
         [loss for _, *p in plain for loss in p], rel=0.1
     )

@@ -38,24 +38,24 @@ def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageMod
 
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
-    found = writer()
-    ids, notes = found.build_prompt(EXTRACT)
-    text = found.tokenizer.decode(ids, skip_special_tokens=True)
+    model_writer = writer()
+    ids, notes = model_writer.build_prompt(EXTRACT)
+    text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
 
 
 @pytest.mark.parametrize("window", [60, 100, 150, 200, 400])
 def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
-    found = writer(LAYOUT.model_copy(update={"window": window}))
+    model_writer = writer(LAYOUT.model_copy(update={"window": window}))
     try:
-        ids, notes = found.build_prompt(EXTRACT)
+        ids, notes = model_writer.build_prompt(EXTRACT)
     except RecipeError as refusal:
         message = str(refusal)
         assert f"reads {window} tokens, which has no room for one extracted sentence" in message
         return
     assert len(ids) + 8 <= window
-    text = found.tokenizer.decode(ids, skip_special_tokens=True)
+    text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
     kept = [sentence.text for sentence in EXTRACT.sentences if sentence.text in text.split("<e>")[1]]
     assert kept
     assert bool(notes) == (len(kept) < 4)
@@ -63,16 +63,16 @@ def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "sample"])
 def test_a_summary_has_no_more_tokens_than_allowed(method, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = writer(method=method, max_new_tokens=12)
-    lengths, generate = [], found.model.generate
+    model_writer = writer(method=method, max_new_tokens=12)
+    lengths, generate = [], model_writer.model.generate
 
     def spy(input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
         output = generate(input_ids=input_ids, **more)
         lengths.append(output.shape[1] - input_ids.shape[1])
         return output
 
-    monkeypatch.setattr(found.model, "generate", spy)
-    texts = [found.write(EXTRACT).text for _ in range(2)]
+    monkeypatch.setattr(model_writer.model, "generate", spy)
+    texts = [model_writer.write(EXTRACT).text for _ in range(2)]
     assert texts[0] == texts[1]
     assert all(0 < length <= 12 for length in lengths)
 
@@ -90,9 +90,9 @@ def test_a_writer_that_does_not_know_the_layout_says_so() -> None:
 
 
 def test_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = writer()
-    monkeypatch.setattr(found.model, "generate", lambda input_ids, **more: input_ids)
-    written = found.write(EXTRACT)
+    model_writer = writer()
+    monkeypatch.setattr(model_writer.model, "generate", lambda input_ids, **more: input_ids)
+    written = model_writer.write(EXTRACT)
     assert written.text == EXTRACT.text
     assert "wrote nothing" in written.notes[0]
 
@@ -105,7 +105,7 @@ def test_a_sentence_that_was_cut_off_is_left_out() -> None:
 
 def test_links_lead_to_the_nearest_extracted_sentence() -> None:
     links = link_sentences("Many people drink tea. Asia has most of them living in it. Zebras!", EXTRACT)
-    assert [found.index for found in links] == [0, 1, None]
+    assert [link.index for link in links] == [0, 1, None]
     assert links[0].overlap == pytest.approx(2 * 3 / (4 + 6))
     assert links[2].overlap == 0
 
@@ -120,8 +120,8 @@ def test_a_summary_tells_what_it_did() -> None:
 
 
 def test_a_model_folder_is_a_writer(tmp_path: Path, tiny_backbone) -> None:
-    found = load_writer(tiny_backbone("llama"), SummaryDecoding(max_new_tokens=4), device="cpu")
-    assert found.write(select(DOCUMENT, LeadSelector(), Budget(amount=1))).text
+    model_writer = load_writer(tiny_backbone("llama"), SummaryDecoding(max_new_tokens=4), device="cpu")
+    assert model_writer.write(select(DOCUMENT, LeadSelector(), Budget(amount=1))).text
     folder = tmp_path / "model"
     folder.mkdir()
     for file in Path(tiny_backbone("llama")).iterdir():
@@ -136,7 +136,7 @@ def test_a_model_folder_is_a_writer(tmp_path: Path, tiny_backbone) -> None:
 
 
 def test_writing_leaves_no_gradients() -> None:
-    found = writer()
-    found.write(EXTRACT)
+    model_writer = writer()
+    model_writer.write(EXTRACT)
     assert torch.is_grad_enabled()
-    assert all(parameter.grad is None for parameter in found.model.parameters())
+    assert all(parameter.grad is None for parameter in model_writer.model.parameters())

@@ -148,7 +148,17 @@ def select(
     Raises:
         RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
     """
-    measure = _size_function(budget, count_tokens)
+    if budget.unit == "tokens" and count_tokens is None:
+        raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in characters.")
+
+    def size_with(index: int, text: str) -> int:
+        """Return the size of the extract with one more sentence."""
+        if budget.unit == "sentences":
+            return used + 1
+        if count_tokens is None or budget.unit == "characters":
+            return used + len(text) + bool(texts)
+        return count_tokens(" ".join(text for _, text in sorted((texts | {index: text}).items())))
+
     scores: dict[int, float] = {}
     texts: dict[int, str] = {}
     seen: set[str] = set()
@@ -157,7 +167,7 @@ def select(
         text = document.sentences[ranked.index].text
         if text in seen:
             continue
-        size = measure(used, texts, ranked.index, text)
+        size = size_with(ranked.index, text)
         if size > budget.amount:
             rejected += 1
             if rejected == _MAX_REJECTED:
@@ -174,24 +184,6 @@ def select(
     indices = tuple(sorted(scores))
     notes = _notes(document, indices)
     return Extract(document, indices, tuple(scores[index] for index in indices), selector.name, budget, used, notes)
-
-
-# Size of the extract with one more sentence, from: its size so far, its texts by index, the new index and text.
-_SizeFunction = Callable[[int, dict[int, str], int, str], int]
-
-
-def _size_function(budget: Budget, count_tokens: Callable[[str], int] | None) -> _SizeFunction:
-    if budget.unit == "sentences":
-        return lambda used, texts, index, text: used + 1
-    if budget.unit == "characters":
-        return lambda used, texts, index, text: used + len(text) + bool(texts)
-    if count_tokens is None:
-        raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in characters.")
-
-    def count(used: int, texts: dict[int, str], index: int, text: str) -> int:
-        return count_tokens(" ".join(text for _, text in sorted((texts | {index: text}).items())))
-
-    return count
 
 
 def _notes(document: SourceDocument, indices: tuple[int, ...]) -> tuple[str, ...]:

@@ -111,11 +111,8 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
         model = _load_model(folder)
-        tokenizer = None
-        if model.config.input_type == "tokens":
-            tokenizer = PreTrainedTokenizerFast(
-                tokenizer_file=str(folder / TOKENIZER_NAME), clean_up_tokenization_spaces=False
-            )
+        path = str(folder / TOKENIZER_NAME)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=path) if model.config.input_type == "tokens" else None
     except GraftError as error:
         raise ArtifactError(f"{folder} is no whole selector ({str(error).rstrip('.')}): train it again.") from None
     except Exception as error:  # tokenizers raises plain exceptions, and transformers many kinds
@@ -130,11 +127,8 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
 
 
 def _load_model(folder: Path) -> SentenceSelector:
-    config = SentenceSelectorConfig.from_pretrained(folder)
     from_pretrained: Any = SentenceSelector.from_pretrained  # returns a pair with output_loading_info
-    model, info = from_pretrained(
-        folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
+    model, info = from_pretrained(folder, use_safetensors=True, local_files_only=True, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         raise ValueError("its tensors are not those of its config")
     return model

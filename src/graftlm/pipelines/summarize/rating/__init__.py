@@ -3,7 +3,6 @@
 from graftlm.pipelines.summarize.rating.page import (
     CRITERIA,
     RatingItem,
-    RatingPage,
     load_rating_items,
     parse_systems,
     rating_page,
@@ -13,7 +12,6 @@ from graftlm.pipelines.summarize.rating.ratings import Ratings, ordinal_alpha
 __all__ = [
     "CRITERIA",
     "RatingItem",
-    "RatingPage",
     "Ratings",
     "load_rating_items",
     "ordinal_alpha",

@@ -126,15 +126,12 @@ def _render_html(data: Mapping[str, Any]) -> str:
             f"The page would have {len(embedded):,} characters, and one may have {_MAX_PAGE_CHARACTERS:,}: "
             "take fewer documents."
         )
-    style, script, html = map(_read_asset, ("page.css", "page.js", "page.html"))
+    assets = files("graftlm.pipelines.summarize.rating")
+    style, script, html = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     for name, text in {"policy": policy, "style": style, "script": script, "data": embedded}.items():
         html = html.replace("{{" + name + "}}", text, 1)
     return html
-
-
-def _read_asset(name: str) -> str:
-    return files("graftlm.pipelines.summarize.rating").joinpath(name).read_text(encoding="utf-8")
 
 
 def _csp_hash(text: str) -> str:
