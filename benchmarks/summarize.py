@@ -7,8 +7,8 @@
 | `sent_clf`, `sent_ptr`, `sent_modern` | trained selectors at the sizes of the thesis, with random weights |
 | `oracle_labels` | labels, compared with N x M calls of rouge-score |
 
-`ratio` is the time of sumy's LexRank (for `oracle_labels`, of the loop) over that of the row; `ratio_embeddings` is that of
-the embedding ranking. LexRank and the labels must equal those of the other side, or the benchmark fails.
+`ratio` is the time of sumy's LexRank (for `oracle_labels`, of the loop) over that of the row; `ratio_embeddings` is
+that of the embedding ranking. LexRank and the labels must equal those of the other side, or the benchmark fails.
 """
 
 from __future__ import annotations
