@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -132,8 +132,8 @@ class RequestQueue:
         return dropped
 
 
-class BatchingEngine:
-    """An `Engine` of `protocol.py` with continuous batching, on its own thread.
+class ThreadedEngine:
+    """The common part of engines: the queue, the thread, and the streams. A subclass generates in `_step`.
 
     The engine owns the backbone until `close`: nothing else may attach grafts to it.
 
@@ -145,9 +145,11 @@ class BatchingEngine:
 
     Raises:
         BackboneError: the backbone is not a causal language model, or has no tokenizer.
-        GraftError: a name is not usable, or a graft can not act on some rows of a batch.
+        GraftError: a name is not usable, or a graft can not act on some rows of a shared batch.
         TapConflictError: the backbone carries grafts already.
     """
+
+    shares_batches = False
 
     def __init__(
         self,
@@ -156,20 +158,18 @@ class BatchingEngine:
         name: str | None = None,
         limits: EngineLimits | None = None,
     ) -> None:
+        self._backbone = backbone
         self._tokenizer, self._end_ids = backbone.need_tokenizer(), end_token_ids(backbone)
-        self._registry = ModelRegistry(backbone, grafts or {}, name, limits, shared_batches=True)
+        self._registry = ModelRegistry(backbone, grafts or {}, name, limits, shared_batches=self.shares_batches)
         self._limits = self._registry.limits
-        self._model = MultiGraftModel(backbone)
         self._queue = RequestQueue()
-        self._batches: list[MixedBatch] = []
         self._running: set[ScheduledRequest] = set()
         self._updated: set[RequestStream] = set()
         self._changed = threading.Condition()
-        self._closing = self._stopping = self._has_replaced = False
+        self._closing = self._stopping = False
         self._tokens = 0
         self._finished: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._work, name="batching-engine", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="graftlm-engine", daemon=True)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,7 +191,6 @@ class BatchingEngine:
 
     def replace(self, name: str, graft: object | None) -> None:
         self._registry.replace(name, graft)
-        self._has_replaced = True
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -209,19 +208,29 @@ class BatchingEngine:
 
     # The methods below run on the engine's thread.
 
+    def _step(self) -> None:
+        """Generate at least one token, if a request is waiting or running."""
+        raise NotImplementedError
+
+    def _fail_running(self, error: BaseException) -> None:
+        """End all running requests with an error."""
+        for request in list(self._running):
+            self._fail(request, error)
+
+    def _detach(self) -> None:
+        """Release the backbone."""
+
     def _work(self) -> None:
         try:
             while self._wait():
                 try:
                     self._step()
-                except Exception as error:  # a failure that belongs to no row ends all running requests
-                    self._batches = []
-                    for request in list(self._running):
-                        self._fail(request, error)
+                except Exception as error:  # the failure belongs to no single row
+                    self._fail_running(error)
                 self._wake_readers()
         finally:
             self._end_all()
-            self._model.detach()
+            self._detach()
 
     def _wait(self) -> bool:
         """Wait for requests; False once the engine is to stop."""
@@ -234,21 +243,87 @@ class BatchingEngine:
         RequestStream.wake_readers(self._updated)
         self._updated.clear()
 
+    def _drop_waiting(self) -> None:
+        """End cancelled and overdue requests of the queue."""
+        with self._changed:
+            dropped = self._queue.drop(lambda request: request.overdue)
+        for request in dropped:
+            self._finish(request, request.finish(request.overdue or "cancelled"))
+
+    def _admit(self, count: int) -> list[ScheduledRequest]:
+        """Start as many waiting requests as `count` running ones allow."""
+        with self._changed:
+            free = count - len(self._running)
+            admitted = self._queue.take(free, _PROMPT_TOKENS) if free > 0 else []
+            self._running.update(admitted)
+        return admitted
+
+    def _put(self, request: ScheduledRequest, item: TokenOutput | Finish | ServingError) -> None:
+        self._tokens += isinstance(item, TokenOutput)
+        request.stream.put(item)
+        self._updated.add(request.stream)
+
+    def _finish(self, request: ScheduledRequest, finish: Finish) -> None:
+        self._running.discard(request)
+        self._finished[finish.reason] += 1
+        self._put(request, finish)
+
+    def _fail(self, request: ScheduledRequest, error: BaseException) -> None:
+        """End a request with an error."""
+        self._running.discard(request)
+        self._finished["error"] += 1
+        self._put(request, _as_serving_error(error))
+
+    def _end_all(self) -> None:
+        """Reject waiting requests and cancel running ones when the thread ends."""
+        with self._changed:
+            self._closing = True
+            waiting = self._queue.drop(lambda request: True)
+        for request in waiting:
+            self._fail(request, ShuttingDownError("The server is shutting down: ask again in a moment."))
+        for request in list(self._running):
+            self._finish(request, request.finish("cancelled"))
+        self._wake_readers()
+
+
+class BatchingEngine(ThreadedEngine):
+    """An `Engine` of `protocol.py` with continuous batching; arguments as those of `ThreadedEngine`."""
+
+    shares_batches = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._model = MultiGraftModel(self._backbone)
+        self._batches: list[MixedBatch] = []
+        self._has_replaced = False
+        self._thread.start()
+
+    def replace(self, name: str, graft: object | None) -> None:
+        super().replace(name, graft)
+        self._has_replaced = True
+
+    def _fail_running(self, error: BaseException) -> None:
+        self._batches = []
+        super()._fail_running(error)
+
+    def _detach(self) -> None:
+        self._model.detach()
+
     def _step(self) -> None:
-        self._drop_overdue()
+        self._drop_waiting()
+        self._drop_overdue_rows()
         self._unwire_replaced()
-        for graft_set, requests in self._admit().items():
+        by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
+        for request in self._admit(self._limits.batch_size):
+            by_graft_set.setdefault(request.graft_set, []).append(request)
+        for graft_set, requests in by_graft_set.items():
             self._prefill(graft_set, requests)
         for batch in list(self._batches):
             self._decode(batch)
         self._batches = [batch for batch in self._batches if len(batch)]
 
-    def _drop_overdue(self) -> None:
-        """End cancelled requests and those whose time is over."""
-        with self._changed:
-            dropped = self._queue.drop(lambda request: request.overdue)
-        for request in dropped:
-            self._finish(request, request.finish(request.overdue or "cancelled"))
+    def _drop_overdue_rows(self) -> None:
+        """End cancelled and overdue running requests."""
         for batch in self._batches:
             late = {row: why for row, request in enumerate(batch.tags) if (why := request.overdue)}
             for row, why in late.items():
@@ -264,17 +339,6 @@ class BatchingEngine:
             known = [graft_set for graft_set in wired if self._registry.holds(graft_set.grafts)]
             self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
             self._has_replaced = len(known) < len(self._model.wired)
-
-    def _admit(self) -> dict[GraftSet, list[ScheduledRequest]]:
-        """The waiting requests that start in this step, by graft set."""
-        with self._changed:
-            free = self._limits.batch_size - len(self._running)
-            admitted = self._queue.take(free, _PROMPT_TOKENS) if free > 0 else []
-            self._running.update(admitted)
-        by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
-        for request in admitted:
-            by_graft_set.setdefault(request.graft_set, []).append(request)
-        return by_graft_set
 
     def _prefill(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
         """Read the prompts of some requests, generate their first tokens, and join them to a running batch."""
@@ -333,38 +397,10 @@ class BatchingEngine:
     def _emit_token(self, request: ScheduledRequest, token: SampledToken, trace: dict[str, float]) -> bool:
         """Put a token into its stream; True if the request ends with it."""
         output, finish = request.add(token, trace, self._tokenizer)
-        self._tokens += 1
         self._put(request, output)
         if finish is not None:
             self._finish(request, finish)
         return finish is not None
-
-    def _put(self, request: ScheduledRequest, item: TokenOutput | Finish | ServingError) -> None:
-        request.stream.put(item)
-        self._updated.add(request.stream)
-
-    def _finish(self, request: ScheduledRequest, finish: Finish) -> None:
-        self._running.discard(request)
-        self._finished[finish.reason] += 1
-        self._put(request, finish)
-
-    def _fail(self, request: ScheduledRequest, error: BaseException) -> None:
-        """End a request with an error."""
-        self._running.discard(request)
-        self._finished["error"] += 1
-        self._put(request, _as_serving_error(error))
-
-    def _end_all(self) -> None:
-        """Reject waiting requests and cancel running ones when the thread ends."""
-        with self._changed:
-            self._closing = True
-            waiting = self._queue.drop(lambda request: True)
-        self._batches = []
-        for request in waiting:
-            self._fail(request, ShuttingDownError("The server is shutting down: ask again in a moment."))
-        for request in list(self._running):
-            self._finish(request, request.finish("cancelled"))
-        self._wake_readers()
 
 
 def _as_serving_error(error: BaseException) -> ServingError:
