@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError
-from graftlm.serving.errors import RefusedError
+from graftlm.serving.protocol import ServingError
 from graftlm.serving.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from graftlm.serving.tokenization import ServingTokenizer
 from serving.web import ScriptedEngine, chat, completion, web_service
@@ -117,5 +117,5 @@ def test_seeds_of_any_sign_become_seeds() -> None:
 
 def test_unknown_models_are_told_before_prompts_are_read() -> None:
     service = web_service(ScriptedEngine())
-    with pytest.raises(RefusedError, match="no tokens"):
+    with pytest.raises(ServingError, match="no tokens"):
         parse_completion(service, CompletionRequest(**completion(prompt="")), "")

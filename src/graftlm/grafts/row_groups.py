@@ -60,21 +60,8 @@ class LayerView(DynamicLayer):
             value = merged
         setattr(self._layer, name, value)
 
-    @property
-    def keys(self) -> Tensor | None:
-        return self._read("keys")
-
-    @keys.setter
-    def keys(self, value: Tensor) -> None:
-        self._write("keys", value)
-
-    @property
-    def values(self) -> Tensor | None:
-        return self._read("values")
-
-    @values.setter
-    def values(self, value: Tensor) -> None:
-        self._write("values", value)
+    keys = property(lambda self: self._read("keys"), lambda self, value: self._write("keys", value))
+    values = property(lambda self: self._read("values"), lambda self, value: self._write("values", value))
 
     def get_seq_length(self) -> int:
         return max(0, self._layer.get_seq_length() - self._span.offset)

@@ -10,7 +10,6 @@ from typing import Any
 
 from graftlm.pipelines.clarify import Cost, Reply
 from graftlm.pipelines.summarize import LanguageModelWriter, PromptLayout, SummaryDecoding
-from graftlm.serving.errors import TimedOutError
 from graftlm.serving.protocol import (
     Engine,
     EngineError,
@@ -93,9 +92,8 @@ async def read_result(stream: RequestStream) -> GenerationResult:
             if item.reason == "cancelled":
                 raise ShuttingDownError("The server is shutting down: ask again in a moment.")
             if item.reason == "time":
-                raise TimedOutError(
-                    "The time of a request was over before the model had finished: ask for less, or try later."
-                )
+                message = "The time of a request was over before the model had finished: ask for less, or try later."
+                raise ServingError(message, status=503, code="timed_out")
             return GenerationResult(text, item.reason == "length", item.prompt_tokens, item.completion_tokens)
     raise EngineError("The engine stopped before its answer had an end: ask again.")
 

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from openai.types.shared import ErrorObject
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -19,108 +20,20 @@ BODY = "The request"
 LOG = logging.getLogger("graftlm.serving")
 
 
-class RefusedError(ServingError):
-    """A value of the request does not fit.
-
-    Args:
-        message: one sentence.
-        param: the key of the request.
-    """
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class UnsupportedError(RefusedError):
-    """A key of OpenAI's protocol that this server does not implement."""
-
-    code = "unsupported_parameter"
-
-
 class UnsupportedValueError(ValueError):
     """A key of OpenAI's protocol that this server does not implement; validators of pydantic raise ValueErrors."""
-
-
-class UnreadableError(ServingError):
-    """The body is not JSON."""
-
-    code = "invalid_json"
-
-
-class UnknownKeyError(ServingError):
-    """The API key is missing or wrong."""
-
-    status, code = 401, "invalid_api_key"
-
-
-class UnknownPathError(ServingError):
-    """The path does not exist."""
-
-    status, code = 404, "unknown_url"
-
-
-class WrongMethodError(ServingError):
-    """The path has other methods."""
-
-    status, code = 405, "method_not_allowed"
-
-
-class TooSlowError(ServingError):
-    """The body did not arrive in time."""
-
-    status, code = 408, "request_timeout"
-
-
-class TooLargeError(ServingError):
-    """The body is larger than the limit."""
-
-    status, code = 413, "request_too_large"
-
-
-class NotJsonError(ServingError):
-    """The Content-Type of the body is not JSON."""
-
-    status, code = 415, "unsupported_media_type"
-
-
-class UnknownHostError(ServingError):
-    """The Host of the request is not a name of this server."""
-
-    status, code = 421, "unknown_host"
-
-
-class InternalError(ServingError):
-    """An unexpected exception in the server."""
-
-    status, kind, code = 500, "server_error", "internal_error"
-
-
-class TimedOutError(ServingError):
-    """The time limit of a request passed before a token was generated."""
-
-    status, kind, code = 503, "server_error", "timed_out"
-
-
-class ErrorDetail(BaseModel):
-    """The content of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 class ErrorResponse(BaseModel):
     """The body of every response whose status is not 200."""
 
-    error: ErrorDetail
+    error: ErrorObject
 
 
 def error_body(error: GraftError) -> dict[str, Any]:
     """The JSON object of an error. An error that is no `ServingError` is a mistake in the request."""
     known = error if isinstance(error, ServingError) else ServingError()
-    values = {"message": str(error), "type": known.kind, "param": getattr(error, "param", None), "code": known.code}
+    values = {"message": str(error), "type": known.kind, "param": known.param, "code": known.code}
     return {"error": {key: _encodable(value) for key, value in values.items()}}
 
 
@@ -160,12 +73,14 @@ def _invalid(request: Request, error: RequestValidationError) -> ServingError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         why = str(first.get("ctx", {}).get("error", "")).rstrip(".")
-        return UnreadableError(f"The body is not JSON ({why} at character {first['loc'][-1]}): send a JSON object.")
+        return ServingError(
+            f"The body is not JSON ({why} at character {first['loc'][-1]}): send a JSON object.", code="invalid_json"
+        )
     if first["loc"][0] != "body":
-        return RefusedError(f"{first['loc'][-1]}: {first['msg']}.", str(first["loc"][-1]))
+        return ServingError(f"{first['loc'][-1]}: {first['msg']}.", str(first["loc"][-1]))
     model = get_type_hints(request.scope["endpoint"]).get("body")
     if model is None or not isinstance(error.body, dict):
-        return RefusedError("The request has no JSON object in its body: send one.")
+        return ServingError("The request has no JSON object in its body: send one.")
     return _explained(model, error.body)
 
 
@@ -176,8 +91,9 @@ def _explained(model: type[Config], values: dict[str, Any]) -> ServingError:
         problem = max(error.errors(), key=lambda item: (item["type"] == "extra_forbidden", len(item["loc"])))
         param = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[")))
         unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
-        return (UnsupportedError if unsupported else RefusedError)(explain(error, model, BODY), param)
-    return RefusedError("The request does not fit its schema: compare it with /openapi.json.")
+        code = "unsupported_parameter" if unsupported else None
+        return ServingError(explain(error, model, BODY), param, code=code)
+    return ServingError("The request does not fit its schema: compare it with /openapi.json.")
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -186,17 +102,20 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _routing_error(request: Request, error: HTTPException) -> ServingError:
+    path = request.url.path[:200]
     if error.status_code == 404:
-        return UnknownPathError(f"Nothing answers at {request.url.path[:200]}: see /openapi.json for what there is.")
+        message = f"Nothing answers at {path}: see /openapi.json for what there is."
+        return ServingError(message, status=404, code="unknown_url")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        return WrongMethodError(f"{request.url.path[:200]} does not answer {request.method[:20]}: use {allowed}.")
-    return UnreadableError(
-        "The body can't be read as JSON (too deep, too large a number, or no UTF-8): send an object."
-    )
+        message = f"{path} does not answer {request.method[:20]}: use {allowed}."
+        return ServingError(message, status=405, code="method_not_allowed")
+    message = "The body can't be read as JSON (too deep, too large a number, or no UTF-8): send an object."
+    return ServingError(message, code="invalid_json")
 
 
 def internal_error(path: str, error: Exception) -> ServingError:
     """The error that clients receive for an unexpected exception; the log has the traceback."""
     LOG.error("%s failed", path, exc_info=error)
-    return InternalError("Something broke in the server, whose log says what: try again.")
+    message = "Something broke in the server, whose log says what: try again."
+    return ServingError(message, status=500, code="internal_error")

@@ -19,7 +19,6 @@ from graftlm.errors import DataError, GraftError, MissingExtraError
 from graftlm.pipelines import clarify, summarize
 from graftlm.pipelines.summarize.writer import read_layout
 from graftlm.serving.clients import ClarifyWriter, EngineClient, SummaryWriter
-from graftlm.serving.errors import RefusedError
 from graftlm.serving.middleware import user_of
 from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
@@ -33,12 +32,6 @@ MAX_CONVERSATIONS, MAX_SUMMARIES = 64, 16  # requests at a time, waiting ones in
 _SUFFIXES = {"text": ".txt", "markdown": ".md", "html": ".html", "latex": ".tex"}
 
 _T = TypeVar("_T")
-
-
-class NotInstalledError(ServingError):
-    """The server lacks a package."""
-
-    status, kind, code = 501, "server_error", "not_installed"
 
 
 def _check_encodable(text: str) -> str:
@@ -194,7 +187,7 @@ class PipelineWorkers:
         try:
             return await run_until_disconnect(request, self._run_in_thread(work))
         except MissingExtraError as error:
-            raise NotInstalledError(str(error)) from None
+            raise ServingError(str(error), status=501, code="not_installed") from None
         finally:
             client.disconnect()
             self._open -= 1
@@ -226,7 +219,7 @@ def _continued(body: ClarifyBody) -> clarify.Conversation:
     if conversation.step == "answer":
         return conversation.reply(body.answer)
     if body.answer is not None:
-        raise RefusedError("The conversation has no open question, so there is nothing to answer.", "answer")
+        raise ServingError("The conversation has no open question, so there is nothing to answer.", "answer")
     return conversation
 
 
@@ -234,19 +227,19 @@ def _check_template(name: object) -> None:
     """Accept only the names of GraftLM's templates: the pipeline would open any other name as a file."""
     if name not in clarify.template_names():
         known = ", ".join(clarify.template_names())
-        raise RefusedError(f"There is no template {str(name)[:100]!r}: name one of {known}.", "template")
+        raise ServingError(f"There is no template {str(name)[:100]!r}: name one of {known}.", "template")
 
 
 def _check_conversation(conversation: clarify.Conversation) -> None:
     template = clarify.load_template(conversation.template)
     if template.sha256 != conversation.template_sha256:
-        raise RefusedError(
+        raise ServingError(
             f"The template {conversation.template} was changed since the conversation began: begin anew.",
             "conversation",
         )
     template.target(conversation.target)
     if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
-        raise RefusedError(
+        raise ServingError(
             f"The conversation is larger than this server takes on: {MAX_QUERY:,} characters and {MAX_QUESTIONS} "
             "questions at most.",
             "conversation",

@@ -15,15 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graftlm.serving.errors import (
-    NotJsonError,
-    TooLargeError,
-    TooSlowError,
-    UnknownHostError,
-    UnknownKeyError,
-    error_response,
-    internal_error,
-)
+from graftlm.serving.errors import error_response, internal_error
 from graftlm.serving.protocol import Engine, QueueFullError, ServingError, ShuttingDownError
 from graftlm.serving.settings import ApiKeys, ServerSettings
 
@@ -91,9 +83,11 @@ class Guard:
     def _check_host(self, host: str) -> None:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
         if self.hosts is not None and name.strip("[]").lower() not in self.hosts:
-            raise UnknownHostError(
+            raise ServingError(
                 f"This server does not go by the name {name[:100]!r}: call it by {', '.join(sorted(self.hosts))}, or "
-                "start it with --allow-host."
+                "start it with --allow-host.",
+                status=421,
+                code="unknown_host",
             )
 
     def _user(self, scope: Scope, headers: Headers) -> str:
@@ -103,14 +97,15 @@ class Guard:
         name = self.keys.name_of_header(header)
         if name is None:
             problem = "is not one that this server knows" if header else "is missing"
-            raise UnknownKeyError(f"The API key {problem}: send the header Authorization: Bearer KEY.")
+            message = f"The API key {problem}: send the header Authorization: Bearer KEY."
+            raise ServingError(message, status=401, code="invalid_api_key")
         return name
 
     async def _forward(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
             body = await self._read(receive)
         except ServingError as error:
-            if isinstance(error, TooLargeError):
+            if error.status == 413:
                 await self._drain(headers, receive)
             return await error_response(error)(scope, receive, send)
         if body is not None:
@@ -150,9 +145,8 @@ class Guard:
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
-            raise TooSlowError(
-                f"The request did not arrive whole within {self.settings.body_seconds:g} seconds: send it faster."
-            ) from None
+            message = f"The request did not arrive whole within {self.settings.body_seconds:g} seconds: send it faster."
+            raise ServingError(message, status=408, code="request_timeout") from None
 
     async def _drain(self, headers: Headers, receive: Receive) -> None:
         """Discard the rest of a body: a client that still sends does not read the response of a closed connection."""
@@ -167,9 +161,9 @@ class Guard:
                     if not message.get("more_body"):
                         return
 
-    def _too_large(self) -> TooLargeError:
-        limit = self.settings.body_bytes
-        return TooLargeError(f"The request is larger than {limit:,} bytes, which is the most: send less text.")
+    def _too_large(self) -> ServingError:
+        message = f"The request is larger than {self.settings.body_bytes:,} bytes, which is the most: send less text."
+        return ServingError(message, status=413, code="request_too_large")
 
 
 def _check_type(scope: Scope, headers: Headers) -> None:
@@ -177,9 +171,10 @@ def _check_type(scope: Scope, headers: Headers) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     has_body = "transfer-encoding" in headers or int(headers.get("content-length") or 0) > 0
     if scope["method"] == "POST" and has_body and kind != "application/json":
-        raise NotJsonError(
+        message = (
             f"The body is said to be {kind[:100] or 'of no type'}: send JSON, with Content-Type: application/json."
         )
+        raise ServingError(message, status=415, code="unsupported_media_type")
 
 
 def _is_under(path: str, roots: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -27,11 +27,30 @@ EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 
 
 class ServingError(GraftError):
-    """A request that can not be served; `status` is its HTTP status, `kind` and `code` are OpenAI's keys."""
+    """A request that can not be served.
 
-    status: ClassVar[int] = 400
-    kind: ClassVar[str] = "invalid_request_error"
-    code: ClassVar[str | None] = None
+    Args:
+        message: one sentence.
+        param: the key of the request that does not fit.
+        status: HTTP status.
+        code: OpenAI's error code.
+    """
+
+    status = 400
+    code: str | None = None
+
+    def __init__(
+        self, message: str = "", param: str | None = None, *, status: int | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status or self.status, code or self.code
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's error type."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
 
 
 class UnknownModelError(ServingError):
@@ -49,19 +68,19 @@ class ContextLengthError(ServingError):
 class QueueFullError(ServingError):
     """Too many requests are waiting."""
 
-    status, kind, code = 429, "rate_limit_error", "queue_full"
+    status, code = 429, "queue_full"
 
 
 class ShuttingDownError(ServingError):
     """The server is shutting down and accepts nothing new."""
 
-    status, kind, code = 503, "server_error", "shutting_down"
+    status, code = 503, "shutting_down"
 
 
 class EngineError(ServingError):
     """The engine failed while it generated."""
 
-    status, kind, code = 500, "server_error", "engine_failed"
+    status, code = 500, "engine_failed"
 
 
 class EngineLimits(Config):

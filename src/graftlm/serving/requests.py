@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from graftlm.config import Config
-from graftlm.serving.errors import RefusedError, UnsupportedValueError
-from graftlm.serving.protocol import GenerationRequest, check_model
+from graftlm.serving.errors import UnsupportedValueError
+from graftlm.serving.protocol import GenerationRequest, ServingError, check_model
 from graftlm.serving.service import Service
 
 MAX_CHOICES = 16
@@ -266,9 +266,9 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     check_model(service.engine.names, body.model)
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
-        raise RefusedError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")
+        raise ServingError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens:
-        raise RefusedError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
+        raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
     messages = [(_TEMPLATE_ROLES.get(message.role, message.role), message.text) for message in body.messages]
     prompt = service.tokenizer.encode_chat(messages)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
@@ -286,7 +286,7 @@ def _parse(
     body: ApiRequest, prompts: Sequence[tuple[int, ...]], *, logprobs: int | None, **options: Any
 ) -> ParsedRequest:
     if body.stream_options is not None and not body.stream:
-        raise RefusedError(
+        raise ServingError(
             "stream_options is set, and stream is not: set stream to true, or leave it out.", "stream_options"
         )
     n, trace = body.n or 1, body.graftlm is not None and body.graftlm.trace
@@ -310,7 +310,7 @@ def _seed(seed: int | None, number: int) -> int | None:
 def _check_count(service: Service, count: int) -> None:
     capacity = service.limits.batch_size + service.limits.queue
     if count > capacity:
-        raise RefusedError(
+        raise ServingError(
             f"The request asks for {count} continuations at once, and this server takes {capacity} at most: send "
             "several requests.",
             "n",

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graftlm.errors import GraftError
-from graftlm.serving.errors import TimedOutError, error_body, internal_error
-from graftlm.serving.protocol import Finish, ShuttingDownError, TokenOutput
+from graftlm.serving.errors import error_body, internal_error
+from graftlm.serving.protocol import Finish, ServingError, ShuttingDownError, TokenOutput
 from graftlm.serving.requests import ParsedRequest
 from graftlm.serving.tokenization import ServingTokenizer
 
@@ -165,7 +165,8 @@ def _checked(finish: Finish) -> Finish:
     if finish.reason == "cancelled":
         raise ShuttingDownError("The server shut down before the answer was whole: ask again in a moment.")
     if finish.reason == "time" and finish.completion_tokens == 0:
-        raise TimedOutError("The time limit of requests passed before a word was written: try again later.")
+        message = "The time limit of requests passed before a word was written: try again later."
+        raise ServingError(message, status=503, code="timed_out")
     return finish
 
 
@@ -221,7 +222,7 @@ class ResponseBuilder:
             if isinstance(item, Finish):
                 yield self._chunk(item.index, "", [], self.choices[item.index].finish_reason)
         if self.parsed.include_usage:
-            yield self._usage_chunk()
+            yield self._json([], chunk=True, usage=self.usage)
 
     @property
     def usage(self) -> CompletionUsage:
@@ -245,24 +246,37 @@ class ResponseBuilder:
     def _text_of(self, output: TokenOutput) -> str:
         return self.tokenizer.text_of(output.token)
 
-    @property
-    def _chunk_head(self) -> dict[str, Any]:
-        """The keys of every chunk; with `include_usage` OpenAI sets usage to null in all but the last."""
-        return self.head | ({"usage": None} if self.parsed.include_usage else {})
-
     def _response(self) -> str:
-        raise NotImplementedError
+        choices = [
+            self._choice(index, state.text, state.outputs, state.finish_reason)
+            for index, state in enumerate(self.choices)
+        ]
+        return self._json(choices, usage=self.usage)
+
+    def _chunk(
+        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None = None
+    ) -> str:
+        return self._chunk_json(self._chunk_choice(index, text, outputs, finish_reason))
+
+    def _chunk_json(self, choice: Any) -> str:
+        """A chunk; with `include_usage` OpenAI sets usage to null in all but the last."""
+        return self._json([choice], chunk=True, **({"usage": None} if self.parsed.include_usage else {}))
 
     def _first(self, index: int) -> str | None:
         """The chunk before the text of a choice."""
         return None
 
-    def _chunk(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None = None
-    ) -> str:
+    def _choice(
+        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
+    ) -> BaseModel:
         raise NotImplementedError
 
-    def _usage_chunk(self) -> str:
+    def _chunk_choice(
+        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
+    ) -> BaseModel:
+        return self._choice(index, text, outputs, finish_reason)
+
+    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
         raise NotImplementedError
 
 
@@ -271,21 +285,8 @@ class CompletionBuilder(ResponseBuilder):
 
     prefix = "cmpl"
 
-    def _response(self) -> str:
-        choices = [
-            self._choice(index, state.text, state.outputs, state.finish_reason)
-            for index, state in enumerate(self.choices)
-        ]
-        return to_json(TextCompletion(object="text_completion", choices=choices, usage=self.usage, **self.head))
-
-    def _chunk(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None = None
-    ) -> str:
-        choices = [self._choice(index, text, outputs, finish_reason)]
-        return to_json(TextCompletion(object="text_completion", choices=choices, **self._chunk_head))
-
-    def _usage_chunk(self) -> str:
-        return to_json(TextCompletion(object="text_completion", choices=[], usage=self.usage, **self.head))
+    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
+        return to_json(TextCompletion(object="text_completion", choices=choices, **usage, **self.head))
 
     def _choice(
         self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
@@ -313,35 +314,28 @@ class ChatBuilder(ResponseBuilder):
 
     prefix = "chatcmpl"
 
-    def _response(self) -> str:
-        choices = [self._choice(index, state) for index, state in enumerate(self.choices)]
-        return to_json(Chat(object="chat.completion", choices=choices, usage=self.usage, **self.head))
+    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
+        if chunk:
+            return to_json(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self.head))
+        return to_json(Chat(object="chat.completion", choices=choices, **usage, **self.head))
 
-    def _choice(self, index: int, state: ChoiceState) -> ChatChoice:
-        return ChatChoice(
-            message=ChatCompletionMessage(role="assistant", content=state.text, refusal=None),
-            logprobs=self._logprobs(state.outputs),
-            **self._base(index, state.outputs, state.finish_reason),
-        )
+    def _choice(
+        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
+    ) -> ChatChoice:
+        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
+        logprobs = self._logprobs(outputs)
+        return ChatChoice(message=message, logprobs=logprobs, **self._base(index, outputs, finish_reason))
 
     def _first(self, index: int) -> str | None:
-        return self._delta(index, ChoiceDelta(role="assistant", content=""), [], None)
+        delta = ChoiceDelta(role="assistant", content="")
+        return self._chunk_json(ChatChunkChoice(delta=delta, logprobs=None, **self._base(index, [], None)))
 
-    def _chunk(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None = None
-    ) -> str:
+    def _chunk_choice(
+        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
+    ) -> ChatChunkChoice:
         delta = ChoiceDelta(content=text) if text or finish_reason is None else ChoiceDelta()
-        return self._delta(index, delta, outputs, finish_reason)
-
-    def _usage_chunk(self) -> str:
-        return to_json(ChatChunk(object="chat.completion.chunk", choices=[], usage=self.usage, **self.head))
-
-    def _delta(
-        self, index: int, delta: ChoiceDelta, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> str:
         logprobs = self._logprobs(outputs) if outputs else None
-        choice = ChatChunkChoice(delta=delta, logprobs=logprobs, **self._base(index, outputs, finish_reason))
-        return to_json(ChatChunk(object="chat.completion.chunk", choices=[choice], **self._chunk_head))
+        return ChatChunkChoice(delta=delta, logprobs=logprobs, **self._base(index, outputs, finish_reason))
 
     def _logprobs(self, outputs: list[TokenOutput]) -> ChoiceLogprobs | None:
         if not self.parsed.logprobs:

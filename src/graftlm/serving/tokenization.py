@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from graftlm.backbone import Backbone
-from graftlm.serving.errors import RefusedError
+from graftlm.serving.protocol import ServingError
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -58,7 +58,7 @@ class ServingTokenizer:
         """The ids of a text, with the special tokens that the tokenizer adds to every text.
 
         Raises:
-            RefusedError: the text has no tokens.
+            ServingError: the text has no tokens.
         """
         return _not_empty(self._encode(prompt, special=True), "prompt")
 
@@ -66,10 +66,10 @@ class ServingTokenizer:
         """The ids that a client sent.
 
         Raises:
-            RefusedError: there are none, or an id is not in the vocabulary.
+            ServingError: there are none, or an id is not in the vocabulary.
         """
         if (largest := max(prompt, default=0)) >= self._vocabulary:
-            raise RefusedError(
+            raise ServingError(
                 f"prompt holds the token id {largest}, and the model has {self._vocabulary:,} tokens, from 0 on: "
                 "encode it with the model's own tokenizer.",
                 "prompt",
@@ -83,14 +83,14 @@ class ServingTokenizer:
             messages: roles (system, user or assistant) and texts.
 
         Raises:
-            RefusedError: the chat template rejects the messages.
+            ServingError: the chat template rejects the messages.
         """
         chat = [{"role": role, "content": text} for role, text in messages]
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
         try:
             text = self.tokenizer.apply_chat_template(chat, **options)
         except (TemplateError, ValueError, TypeError) as error:
-            raise RefusedError(
+            raise ServingError(
                 f"The model's chat template refuses these messages ({str(error).rstrip('.')}): change them, or use "
                 "/v1/completions.",
                 "messages",
@@ -123,7 +123,7 @@ class ServingTokenizer:
 
 def _not_empty(ids: list[int], param: str) -> tuple[int, ...]:
     if not ids:
-        raise RefusedError(f"{param} has no tokens: give at least one word to continue.", param)
+        raise ServingError(f"{param} has no tokens: give at least one word to continue.", param)
     return tuple(ids)
 
 
