@@ -31,11 +31,11 @@ def test_pooling_reads_the_real_tokens() -> None:
 def test_every_row_goes_to_its_head() -> None:
     heads = Heads(TASKS, 4).eval()
     hidden, task = torch.randn(6, 5, 4), torch.tensor([4, 0, 3, 1, 2, 0])
-    found = heads(hidden, None, task)
-    assert [tuple(one.shape) for one in found] == [(5, 2), (3,), (), (5, 2), (2,), (3,)]
+    actual = heads(hidden, None, task)
+    assert [tuple(prediction.shape) for prediction in actual] == [(5, 2), (3,), (), (5, 2), (2,), (3,)]
     linear = heads.linear("topics")
-    torch.testing.assert_close(found[5], linear(hidden[5, 0]))
-    torch.testing.assert_close(found[3], heads.linear("names")(hidden[3]))
+    torch.testing.assert_close(actual[5], linear(hidden[5, 0]))
+    torch.testing.assert_close(actual[3], heads.linear("names")(hidden[3]))
     with pytest.raises(GraftError, match="no task number 5"):
         heads(hidden, None, task + 1)
 
@@ -59,18 +59,18 @@ def test_dropout_is_in_training_alone() -> None:
 
 def test_losses_by_hand() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
-    found = row_losses(TASKS["topics"], logits, torch.tensor([1, 2]))
+    actual = row_losses(TASKS["topics"], logits, torch.tensor([1, 2]))
     total = math.e + math.e**2 + 1
-    assert found.tolist() == pytest.approx([math.log(total) - 2, math.log(3)])
+    assert actual.tolist() == pytest.approx([math.log(total) - 2, math.log(3)])
     assert row_losses(TASKS["marks"], torch.tensor([1.0]), torch.tensor([3.0])).tolist() == [4.0]
     moods = row_losses(TASKS["moods"], torch.tensor([[0.0, 2.0]]), torch.tensor([[1, 0]]))
     assert moods.item() == pytest.approx((math.log(2) + math.log(1 + math.e**2)) / 2)
     tags = torch.zeros(2, 3, 2)
-    found = row_losses(TASKS["names"], tags, torch.tensor([[-100, 0, 1], [-100, -100, -100]]))
-    assert found.tolist() == pytest.approx([math.log(2), 0]), "a row without labels loses nothing"
+    actual = row_losses(TASKS["names"], tags, torch.tensor([[-100, 0, 1], [-100, -100, -100]]))
+    assert actual.tolist() == pytest.approx([math.log(2), 0]), "a row without labels loses nothing"
     span = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
-    found = row_losses(TASKS["answers"], span, torch.tensor([[0, 1]]))
-    assert found.item() == pytest.approx((math.log(2) + math.log(math.e + 1)) / 2)
+    actual = row_losses(TASKS["answers"], span, torch.tensor([[0, 1]]))
+    assert actual.item() == pytest.approx((math.log(2) + math.log(math.e + 1)) / 2)
 
 
 def test_losses_keep_the_rows_order() -> None:
@@ -78,9 +78,9 @@ def test_losses_keep_the_rows_order() -> None:
     task = torch.tensor([0, 3, 0, 3])
     predictions = heads(torch.randn(4, 5, 4), None, task)
     targets = [torch.tensor(2), torch.tensor(1.0), torch.tensor(0), torch.tensor(-1.0)]
-    found = heads.losses(predictions, targets, task)
-    assert found[2].item() == pytest.approx(functional.cross_entropy(predictions[2], targets[2]).item())
-    assert found[3].item() == pytest.approx(((predictions[3] + 1) ** 2).item())
+    actual = heads.losses(predictions, targets, task)
+    assert actual[2].item() == pytest.approx(functional.cross_entropy(predictions[2], targets[2]).item())
+    assert actual[3].item() == pytest.approx(((predictions[3] + 1) ** 2).item())
 
 
 def test_uncertainty_by_hand() -> None:
@@ -88,10 +88,10 @@ def test_uncertainty_by_hand() -> None:
     half = torch.tensor([0.0, 0.0, -50.0])
     predictions = [sure, unsure, half, torch.tensor(0.3), torch.zeros(4, 2)]
     specs = [TASKS[name] for name in ("topics", "topics", "topics", "marks", "answers")]
-    found = uncertainty(predictions, specs)
-    assert found[3] is None
-    assert found[4] is None
-    assert [float(one) for one in found[:3]] == pytest.approx([0, 1, math.log(2) / math.log(3)], abs=1e-6)  # type: ignore[arg-type]
+    actual = uncertainty(predictions, specs)
+    assert actual[3] is None
+    assert actual[4] is None
+    assert [float(value) for value in actual[:3]] == pytest.approx([0, 1, math.log(2) / math.log(3)], abs=1e-6)  # type: ignore[arg-type]
     moods = uncertainty([torch.tensor([0.0, 50.0])], [TASKS["moods"]])[0]
     assert float(moods) == pytest.approx(0.5)  # type: ignore[arg-type]
 

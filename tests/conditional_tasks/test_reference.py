@@ -60,7 +60,7 @@ def slow(model: GraftedModel) -> list[Tensor]:
     base: Any = model.model.base_model
     activation = ACT2FN[model.backbone.sites.activation]
     ids, _ = batch()
-    found = []
+    actual = []
     for row, size in enumerate(LENGTHS):
         name = list(TASKS)[TASK[row]]
         z = graft.embeddings[task_key(name)]
@@ -69,47 +69,47 @@ def slow(model: GraftedModel) -> list[Tensor]:
         head = graft.heads.linear(name)
         of_row = h.mean(0) if graft.config.pooling == "mean" else h[0]
         out = (h if TASKS[name].of_tokens else of_row) @ head.weight.T + head.bias
-        found.append(out.squeeze(-1) if TASKS[name].type == "regression" else out)
-    return found
+        actual.append(out.squeeze(-1) if TASKS[name].type == "regression" else out)
+    return actual
 
 
 def slow_loss(predictions: list[Tensor]) -> Tensor:
     """By hand, for `TASK` and `targets()`; the mean of rows."""
-    tags, topic, quality, moods, answer, other = predictions
-    wanted = targets()
+    tags, topic, quality, moods, answer, second = predictions
+    reference_predictions = targets()
     p = torch.sigmoid(moods)
     rows = [
-        -torch.stack([tags[t].log_softmax(-1)[wanted[0][t]] for t in range(1, 6)]).mean(),
+        -torch.stack([tags[t].log_softmax(-1)[reference_predictions[0][t]] for t in range(1, 6)]).mean(),
         -topic.log_softmax(-1)[2],
         (quality - 0.7) ** 2,
         -(torch.log(p[0]) + torch.log(1 - p[1])) / 2,
         -(answer[:, 0].log_softmax(0)[3] + answer[:, 1].log_softmax(0)[6]) / 2,
-        -other.log_softmax(-1)[0],
+        -second.log_softmax(-1)[0],
     ]
     return sum(row.float() for row in rows) / len(rows)  # type: ignore[return-value]  # losses are computed in float32
 
 
 def gradients(model: GraftedModel, loss: Tensor) -> dict[str, Tensor]:
     parameters = model.trainable_parameters()
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+    actual = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, actual, strict=True) if g is not None}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_predictions_losses_and_gradients_are_those_of_the_reference(case: str) -> None:
     with random_model(host(double=True), **CASES[case]) as model:
         ids, mask = batch()
-        said = {"input_ids": ids, "attention_mask": mask, "extras": {"task": TASK}}
-        wanted = slow(model)
-        for one, other in zip(real(model.predict(**said), mask), wanted, strict=True):
-            torch.testing.assert_close(one, other, **CLOSE)
-        loss = model(**said, targets=targets()).loss
-        torch.testing.assert_close(loss, slow_loss(wanted), rtol=1e-5, atol=1e-6)
-        found, expected = gradients(model, loss), gradients(model, slow_loss(wanted))
-        assert found.keys() == expected.keys()
+        inputs = {"input_ids": ids, "attention_mask": mask, "extras": {"task": TASK}}
+        reference_predictions = slow(model)
+        for first, second in zip(real(model.predict(**inputs), mask), reference_predictions, strict=True):
+            torch.testing.assert_close(first, second, **CLOSE)
+        loss = model(**inputs, targets=targets()).loss
+        torch.testing.assert_close(loss, slow_loss(reference_predictions), rtol=1e-5, atol=1e-6)
+        actual, expected = gradients(model, loss), gradients(model, slow_loss(reference_predictions))
+        assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(
-                found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+                actual[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
@@ -126,10 +126,10 @@ def test_an_untrained_modules_film_learns() -> None:
 
     with GraftedModel(host(), {"graft": build(host(), modulated=1.0)}) as model:
         ids, mask = batch()
-        found = gradients(model, model(ids, mask, extras={"task": TASK}, targets=targets()).loss)
+        actual = gradients(model, model(ids, mask, extras={"task": TASK}, targets=targets()).loss)
         for name in ("alignment.matrix", "alignment.film.scale", "norms.1.0.scale", "bottlenecks.1.up.weight"):
-            assert found[f"grafts.graft.{name}"].abs().max() > 0, name
-        assert found["grafts.graft.biases.1.film.shift"].abs().max() > 0
+            assert actual[f"grafts.graft.{name}"].abs().max() > 0, name
+        assert actual["grafts.graft.biases.1.film.shift"].abs().max() > 0
 
 
 def test_the_printed_alignment_differs_by_the_sum_of_the_input() -> None:
@@ -149,13 +149,13 @@ def test_the_printed_norm_is_one_of_ours() -> None:
 
 def test_covariance_similarity_by_hand() -> None:
     """X^T X has the eigenvalues 9 and 1 along x and y, and 4 and 4 along both; the last third of a percent is cut."""
-    one = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.05]])
-    other = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 2.0]])
+    first = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.05]])
+    second = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 2.0]])
     # F_i = diag(3, 1), F_j = 2 along y and z: F_i^T F_j holds 1 * 2 alone
-    assert covariance_similarity(one, other) == pytest.approx(2 / (10**0.5 * 8**0.5))
-    assert covariance_similarity(one, 7 * one) == pytest.approx((81 + 1) ** 0.5 / 10)
-    assert covariance_similarity(one[:1], 2 * one[:1]) == pytest.approx(1)
-    assert covariance_similarity(one[:1], other) == 0
+    assert covariance_similarity(first, second) == pytest.approx(2 / (10**0.5 * 8**0.5))
+    assert covariance_similarity(first, 7 * first) == pytest.approx((81 + 1) ** 0.5 / 10)
+    assert covariance_similarity(first[:1], 2 * first[:1]) == pytest.approx(1)
+    assert covariance_similarity(first[:1], second) == 0
 
 
 def test_reference_softmax_is_torchs() -> None:

@@ -21,15 +21,15 @@ CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 def alone(model: GraftedModel, pad: int = 0) -> list[Tensor]:
     """Each row in a batch of its own, without padding."""
     ids, _ = batch(pad=pad)
-    found = []
+    actual = []
     for row, size in enumerate(LENGTHS):
-        found += model.predict(ids[row : row + 1, :size], extras={"task": TASK[row : row + 1]})
-    return found
+        actual += model.predict(ids[row : row + 1, :size], extras={"task": TASK[row : row + 1]})
+    return actual
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
+def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for first, second in zip(actual, expected, strict=True):
+        torch.testing.assert_close(first, second, **CLOSE)
 
 
 @torch.no_grad()
@@ -38,20 +38,20 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
 def test_a_mixed_batch_equals_the_tasks_one_by_one_whatever_the_padding(family: str, bottleneck: str) -> None:
     pooling = "last" if family == "llama" else "first"
     with random_model(host(family, double=True), bottleneck=bottleneck, pooling=pooling) as model:
-        wanted = alone(model)
+        expected = alone(model)
         for side, length in (("right", 13), ("left", 13), ("right", 17), ("left", 29)):
             ids, mask = batch(side, length)
-            same(real(model.predict(ids, mask, {"task": TASK}), mask), wanted)
+            same(real(model.predict(ids, mask, {"task": TASK}), mask), expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pooling", ["first", "mean", "last"])
 def test_no_pooling_reads_padding(pooling: str) -> None:
     with random_model(host(double=True), pooling=pooling) as model:
-        wanted = alone(model)
+        expected = alone(model)
         ids, mask = batch("left", 16)
         ids[mask == 0] = 77
-        same(real(model.predict(ids, mask, {"task": TASK}), mask), wanted)
+        same(real(model.predict(ids, mask, {"task": TASK}), mask), expected)
 
 
 @torch.no_grad()
@@ -98,12 +98,12 @@ def test_a_tasks_embedding_tells_on_its_rows_alone() -> None:
             assert torch.allclose(before[row], after[row], atol=1e-6) == (task != 0)
 
 
-def test_one_task_need_not_be_told() -> None:
+def test_a_single_task_is_the_default() -> None:
     tasks = {"topics": TASKS["topics"]}
     with random_model(host(), tasks=tasks) as model:
         ids, mask = batch()
-        told = model.predict(ids, mask, {"task": torch.zeros(len(ids), dtype=torch.long)})
-        assert all(torch.equal(a, b) for a, b in zip(model.predict(ids, mask), told, strict=True))
+        explicit = model.predict(ids, mask, {"task": torch.zeros(len(ids), dtype=torch.long)})
+        assert all(torch.equal(a, b) for a, b in zip(model.predict(ids, mask), explicit, strict=True))
 
 
 def test_what_a_batch_must_say() -> None:
@@ -157,8 +157,8 @@ class TestBias:
         for total, queries in ((10, 10), (7, 7), (9, 2), (10, 1)):
             for seen in (slice(0, total), slice(2, total), slice(0, total + 3)):
                 straight = made(tasks, TokenPositions(total, queries), seen)
-                places = torch.arange(total)[None].expand(3, -1)
-                anywhere = made(tasks, TokenPositions(places, queries), seen)
+                positions = torch.arange(total)[None].expand(3, -1)
+                anywhere = made(tasks, TokenPositions(positions, queries), seen)
                 assert straight.shape == (3, 1, queries, seen.stop - seen.start)
                 torch.testing.assert_close(straight, anywhere)
 
@@ -172,12 +172,12 @@ class TestBias:
 
     def test_gradients_are_the_same_both_ways(self) -> None:
         made, tasks, w = self.bias(), RowTasks(torch.randn(1, 2), None), torch.randn(9, 9)
-        found = []
+        actual = []
         for keys in (9, torch.arange(9)[None]):
             loss = (made(tasks, TokenPositions(keys, 9), slice(0, 9))[0, 0] * w).sum()
-            found.append(torch.autograd.grad(loss, list(made.parameters())))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
+            actual.append(torch.autograd.grad(loss, list(made.parameters())))
+        for first, second in zip(*actual, strict=True):
+            torch.testing.assert_close(first, second)
 
 
 def test_a_task_may_be_called_as_a_modules_own_name() -> None:

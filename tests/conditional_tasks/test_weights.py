@@ -41,8 +41,8 @@ def test_the_share_of_layers_that_stay_frozen(frozen: float, starts: tuple[str, 
     backbone = encoder()
     with GraftedModel(backbone, {"graft": build(backbone, frozen=frozen, **OFF)}) as model:
         copied = {name[6:]: p for name, p in model.trainable_parameters().items() if name.startswith("model.")}
-        wanted = [name for name, _ in backbone.model.named_parameters() if name.startswith(starts)] if starts else []
-        assert list(copied) == wanted
+        expected = [name for name, _ in backbone.model.named_parameters() if name.startswith(starts)] if starts else []
+        assert list(copied) == expected
         own = dict(backbone.model.named_parameters())
         for name, parameter in model.model.named_parameters():
             assert (parameter is own[name]) == (name not in copied), "shared where frozen, and only there"
@@ -63,7 +63,7 @@ def test_dropout_is_on_in_trained_layers_alone_and_in_training_alone() -> None:
         layers = model.model.base_model.encoder.layer  # type: ignore[union-attr]
 
         def dropouts(module: nn.Module) -> set[bool]:
-            return {one.training for one in module.modules() if isinstance(one, nn.Dropout)}
+            return {first.training for first in module.modules() if isinstance(first, nn.Dropout)}
 
         for _ in range(2):
             model.train()
@@ -87,10 +87,10 @@ def test_fine_tuning_of_one_task_is_what_transformers_does() -> None:
         head = model.grafts["graft"].heads.linear("topics")  # type: ignore[union-attr]
         loss = model.eval()(ids, mask, targets=list(labels)).loss
         out = head(live.bert(ids, attention_mask=mask)[0][:, 0])
-        wanted = nn.functional.cross_entropy(out, labels)
-        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-7)
+        expected = nn.functional.cross_entropy(out, labels)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
         loss.backward()
-        wanted.backward()
+        expected.backward()
         own = dict(live.named_parameters())
         for name, parameter in model.model.named_parameters():
             if parameter.requires_grad:
@@ -101,13 +101,13 @@ def test_saved_and_loaded_it_predicts_the_same(tmp_path: Path) -> None:
     backbone = host()
     ids, mask = batch()
     with random_model(backbone, bottleneck="large") as model, torch.no_grad():
-        wanted = model.predict(ids, mask, {"task": TASK})
+        expected = model.predict(ids, mask, {"task": TASK})
         save_graft(model.grafts["graft"], backbone, tmp_path / "graft")  # type: ignore[arg-type]
     graft = load_graft(tmp_path / "graft", backbone)
     assert graft.tasks() == TASKS
     with GraftedModel(backbone, {"graft": graft}).eval() as again, torch.no_grad():
-        found = again.predict(ids, mask, {"task": TASK})
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        actual = again.predict(ids, mask, {"task": TASK})
+    assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("bottleneck", ["base", "large"])
@@ -116,19 +116,19 @@ def test_recomputing_activations_changes_no_gradient(bottleneck: str) -> None:
     with random_model(host(), bottleneck=bottleneck, modulated=1.0) as model:
         ids, mask = batch()
         model.train()
-        found = []
+        actual = []
         for recompute in (False, True):
             if recompute:
                 model.enable_gradient_checkpointing()
             torch.manual_seed(0)
             model.zero_grad()
             model(ids, mask, extras={"task": TASK}, targets=targets()).loss.backward()
-            found.append(
+            actual.append(
                 {name: p.grad.clone() for name, p in model.trainable_parameters().items() if p.grad is not None}
             )
-        assert found[0].keys() == found[1].keys() == model.trainable_parameters().keys()
-        for name, gradient in found[0].items():
-            torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
+        assert actual[0].keys() == actual[1].keys() == model.trainable_parameters().keys()
+        for name, gradient in actual[0].items():
+            torch.testing.assert_close(actual[1][name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_it_trains_in_processes(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_bf16_backbones_are_served() -> None:
     backbone = Backbone.wrap(tiny_model("bert").bfloat16())
     graft = build(backbone, frozen=1.0, bottleneck="large")
     with GraftedModel(backbone, {"graft": graft}).eval() as model, torch.no_grad():
-        found = model.predict(*batch(), {"task": TASK})
-        assert {one.dtype for one in found} == {torch.float32}
+        actual = model.predict(*batch(), {"task": TASK})
+        assert {first.dtype for first in actual} == {torch.float32}
         with torch.autocast("cpu", torch.bfloat16):
             assert model(*batch(), extras={"task": TASK}, targets=targets()).loss.isfinite()
 
@@ -170,7 +170,7 @@ def test_packed_weights_train_nowhere() -> None:
 
 
 def test_what_a_config_may_not_say() -> None:
-    assert default_config("conditional-tasks") is None, "it has to be told tasks"
+    assert default_config("conditional-tasks") is None, "it has no tasks by default"
     with pytest.raises(RecipeError, match="has no tasks: name at least one"):
         ConditionalTasks(ConditionalTasksConfig(), host())
     for tasks, why in (

@@ -59,8 +59,8 @@ def batch(side: str = "right", length: int = 13, pad: int = 0) -> tuple[Tensor, 
     """Ids and mask of a row for each of `LENGTHS`."""
     ids, mask = torch.full((len(LENGTHS), length), pad), torch.zeros(len(LENGTHS), length, dtype=torch.long)
     for row, size in enumerate(LENGTHS):
-        place = slice(length - size, None) if side == "left" else slice(None, size)
-        ids[row, place], mask[row, place] = tiny_ids(1, size, seed=row)[0], 1
+        columns = slice(length - size, None) if side == "left" else slice(None, size)
+        ids[row, columns], mask[row, columns] = tiny_ids(1, size, seed=row)[0], 1
     return ids, mask
 
 

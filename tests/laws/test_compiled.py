@@ -17,7 +17,7 @@ from tiny import tiny_ids, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 GATED = next(example for example in examples() if example.kind == "neutral-residues")
-REPLACING = next(example for example in examples() if example.kind == "lora")  # it puts modules in place of others
+REPLACING = next(example for example in examples() if example.kind == "lora")  # it replaces modules
 DOMAIN = torch.tensor([0, 1])
 
 
@@ -57,7 +57,7 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
     ids = tiny_ids()
     bare = logits(frozen(family), ids)
     with grafted(frozen(family), example) as eager:
-        wanted = logits(eager, ids)
+        expected = logits(eager, ids)
     model = frozen(family)
     before = digest(tensors_of(model))
     compiled = way(model, "eager")
@@ -66,8 +66,8 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
     assert torch.equal(logits(compiled, ids), bare), "untrained, but it changes bits"
     untrained.detach()
     with grafted(compiled, example) as live:
-        torch.testing.assert_close(logits(compiled, ids), wanted, **CLOSE)
-        torch.testing.assert_close(logits(live, ids), wanted, **CLOSE)
+        torch.testing.assert_close(logits(compiled, ids), expected, **CLOSE)
+        torch.testing.assert_close(logits(live, ids), expected, **CLOSE)
     assert torch.equal(logits(compiled, ids), bare), "detached, but compiled code does not know it"
     assert digest(tensors_of(model)) == before
 
@@ -76,15 +76,15 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
 def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> None:
     batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
     with grafted(frozen("llama"), example) as eager:
-        wanted, wanted_loss = gradients(eager.train(), **batch), eager(**batch)
+        expected, wanted_loss = gradients(eager.train(), **batch), eager(**batch)
     with grafted(in_place(frozen("llama"), "aot_eager"), example) as model:
-        found, loss = gradients(model.train(), **batch), model(**batch)
+        compiled_gradients, loss = gradients(model.train(), **batch), model(**batch)
     torch.testing.assert_close(loss.loss, wanted_loss.loss, **CLOSE)
     torch.testing.assert_close(loss.auxiliary_loss, wanted_loss.auxiliary_loss, **CLOSE)
-    assert found.keys() == wanted.keys()
-    for key, gradient in wanted.items():
+    assert compiled_gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
         torch.testing.assert_close(
-            found[key], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            compiled_gradients[key], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -93,8 +93,8 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
     with grafted(in_place(frozen(family), "eager"), GATED) as model:
         ids, mask = prompts()
         out = generate(model, ids, mask, do_sample=False)
-        wanted = recompute(model, out.sequences, mask)
-    torch.testing.assert_close(torch.stack(out.logits, 1), wanted, rtol=1e-4, atol=1e-4)
+        expected = recompute(model, out.sequences, mask)
+    torch.testing.assert_close(torch.stack(out.logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
@@ -112,9 +112,9 @@ def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
 def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
     bare = logits(frozen("llama"), tiny_ids())
     model = grafted(frozen("llama"), GATED)
-    wanted = logits(model, tiny_ids())
+    expected = logits(model, tiny_ids())
     live = in_place(model.model, "eager")
-    torch.testing.assert_close(logits(live, tiny_ids()), wanted, **CLOSE)
+    torch.testing.assert_close(logits(live, tiny_ids()), expected, **CLOSE)
     model.detach()
     assert torch.equal(logits(live, tiny_ids()), bare)
 

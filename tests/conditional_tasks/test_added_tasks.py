@@ -124,12 +124,12 @@ def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: B
             made: Any = model.grafts["graft"]
             answered = rows(list(tasks).index(wanted), [0] * 6)
             answered.pop("targets")
-            said = [int(p.argmax()) for p in model.eval().predict(**answered)]
-            found = made.start_tasks(model.train(), {"news": rows(3, said), "one": rows(1, said)})
-            assert list(found) == ["news"]
-            assert found["news"]["like"] == wanted
-            assert found["news"]["by"] == "zero-shot loss"
-            assert set(found["news"]["scores"]) == {"one", "two"}
+            predicted = [int(p.argmax()) for p in model.eval().predict(**answered)]
+            choices = made.start_tasks(model.train(), {"news": rows(3, predicted), "one": rows(1, predicted)})
+            assert list(choices) == ["news"]
+            assert choices["news"]["like"] == wanted
+            assert choices["news"]["by"] == "zero-shot loss"
+            assert set(choices["news"]["scores"]) == {"one", "two"}
             assert torch.equal(made.embeddings["task:news"], made.embeddings[f"task:{wanted}"])
             assert torch.equal(made.heads.linear("news").weight, made.heads.linear(wanted).weight)
             assert model.training
@@ -151,34 +151,34 @@ def test_without_a_task_that_says_the_same_features_decide(backbone: Backbone, f
         "tagging": [torch.tensor([-100, 0, 1, 0] + [-100] * 9) for _ in range(6)],
     }[spec.type]
     with GraftedModel(backbone, {"graft": extend(backbone, folder, {"news": spec})}) as model:
-        found = model.grafts["graft"].start_tasks(model, {"news": rows(5, [0] * 6) | {"targets": targets}})["news"]  # type: ignore[operator]
-        assert found["by"] == "leave-one-out error"
-        assert set(found["scores"]) == set(TASKS)
-        assert found["scores"][found["like"]] == min(found["scores"].values())
+        choices = model.grafts["graft"].start_tasks(model, {"news": rows(5, [0] * 6) | {"targets": targets}})["news"]  # type: ignore[operator]
+        assert choices["by"] == "leave-one-out error"
+        assert set(choices["scores"]) == set(TASKS)
+        assert choices["scores"][choices["like"]] == min(choices["scores"].values())
 
 
 def test_the_features_that_decide_are_those_under_each_embedding(backbone: Backbone, folder: Path) -> None:
     spec, labels = TaskSpec(type="classification", labels=["a", "b"]), [0, 1, 0, 0, 1, 1]
     with GraftedModel(backbone, {"graft": extend(backbone, folder, {"news": spec})}) as model:
-        found = model.grafts["graft"].start_tasks(model, {"news": rows(5, labels)})["news"]  # type: ignore[operator]
+        choices = model.grafts["graft"].start_tasks(model, {"news": rows(5, labels)})["news"]  # type: ignore[operator]
         targets = torch.nn.functional.one_hot(torch.tensor(labels)).double()
         for number, name in enumerate(TASKS):
-            asked = rows(number, labels)
-            asked.pop("targets")
+            inputs = rows(number, labels)
+            inputs.pop("targets")
             with torch.no_grad():
-                first = model.eval().encode(**asked)[:, 0]  # how these graft's heads read a row
-            assert found["scores"][name] == pytest.approx(leave_one_out_error(first, targets), rel=1e-4)
+                first = model.eval().encode(**inputs)[:, 0]  # the vector that the heads predict a row from
+            assert choices["scores"][name] == pytest.approx(leave_one_out_error(first, targets), rel=1e-4)
 
 
-def test_a_regression_and_a_span_find_one_that_says_the_same(backbone: Backbone, folder: Path) -> None:
+def test_a_regression_and_a_span_start_from_a_task_of_their_type(backbone: Backbone, folder: Path) -> None:
     new = {"marks": TASKS["quality"], "places": TASKS["answers"]}
     with GraftedModel(backbone, {"graft": extend(backbone, folder, new)}) as model:
-        asked = {
+        inputs = {
             "marks": rows(5, [0] * 6) | {"targets": [torch.tensor(0.5)] * 6},
             "places": rows(6, [0] * 6) | {"targets": [torch.tensor([1, 2])] * 6},
         }
-        found = model.grafts["graft"].start_tasks(model, asked)  # type: ignore[operator]
-        assert {name: one["like"] for name, one in found.items()} == {"marks": "quality", "places": "answers"}
+        choices = model.grafts["graft"].start_tasks(model, inputs)  # type: ignore[operator]
+        assert {name: choice["like"] for name, choice in choices.items()} == {"marks": "quality", "places": "answers"}
 
 
 def test_left_out_error_is_that_of_leaving_each_out() -> None:
