@@ -45,7 +45,7 @@ class BlockStateConfig(PreTrainedConfig):
         state_width: channels of the state-space model; by default d / 4, and d / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
-            positions and has no other limit than its state: it reads the whole text before a token.
+            positions; it reads the whole text before a token.
         recurrent_states: number of state vectors of a recurrent layer; W by default.
         memory_windows: number of windows that `memory` reads.
         kernel_length: length of training, for which unstructured kernels are scaled.
@@ -129,10 +129,9 @@ class BlockStateConfig(PreTrainedConfig):
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise RecipeError(
-                    f"block-state: {name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
-                )
+            value = getattr(self, name)
+            if value not in choices:
+                raise RecipeError(f"block-state: {name} is {value!r}; one of {', '.join(choices)} is expected.")
         if self.hidden_act not in ACT2FN:
             hint = did_you_mean(str(self.hidden_act), ACT2FN)
             raise RecipeError(f"block-state: there is no activation {self.hidden_act!r}{hint}.")
@@ -140,9 +139,7 @@ class BlockStateConfig(PreTrainedConfig):
     def _check_layers(self) -> None:
         invalid = [layer for layer in self.mixer_layers if not isinstance(layer, int) or isinstance(layer, bool)]
         if invalid:
-            raise RecipeError(
-                f"block-state: mixer_layers has {invalid[0]!r}; whole numbers are expected, as in [0, 3]."
-            )
+            raise RecipeError(f"block-state: mixer_layers has {invalid[0]!r}; whole numbers are expected, as [0, 3].")
         outside = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
         if self.mixer in ("block-state", "recurrent") and outside:
             raise RecipeError(

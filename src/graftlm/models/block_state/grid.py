@@ -14,6 +14,7 @@ Shape suffixes: B rows, T tokens of the pass, G slots of the grid.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +109,7 @@ class WindowGrid:
         rows = len(self.past_lengths)
         return WindowGrid(self.window, (0,) * rows, (self.slots,) * rows, self.slots, False, None, self.device)
 
-    def per_row(self, values: tuple[int, ...] | list[int]) -> Tensor:
+    def per_row(self, values: Sequence[int]) -> Tensor:
         """(B) one number for each row, on the grid's device."""
         return torch.tensor(values, device=self.device)
 
@@ -174,8 +175,7 @@ def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> 
 
 
 def _row_indices(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    device = values_BG.device
-    return torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
+    return torch.tensor(starts, device=values_BG.device)[:, None] + torch.arange(length, device=values_BG.device)
 
 
 def _gather(values_BG: Tensor, index_BM: Tensor) -> Tensor:
@@ -183,8 +183,7 @@ def _gather(values_BG: Tensor, index_BM: Tensor) -> Tensor:
 
 
 def _expand_index(index_BM: Tensor, values_BG: Tensor) -> Tensor:
-    rest = values_BG.shape[2:]
-    return index_BM.reshape(*index_BM.shape, *[1] * len(rest)).expand(-1, -1, *rest)
+    return index_BM.reshape(*index_BM.shape, *[1] * (values_BG.dim() - 2)).expand(-1, -1, *values_BG.shape[2:])
 
 
 def _expand_mask(mask_BG: Tensor, values_BG: Tensor) -> Tensor:

@@ -37,8 +37,9 @@ class TokenSSM(nn.Module):
         """(B, G, E, C), at least in float32; values of empty slots are arbitrary."""
         u, offsets = at_least_float32(u_BGE), grid.offsets
         aligned = slice_rows(u, offsets, grid.slots - min(offsets))
+        run = self._structured if isinstance(self.kernels, S4DKernel) else self._unstructured
         with _without_autocast(u.device):
-            y = (self._structured if isinstance(self.kernels, S4DKernel) else self._unstructured)(aligned, grid, cache)
+            y = run(aligned, grid, cache)
         return slice_rows(y, tuple(-offset for offset in offsets), grid.slots)
 
     def _structured(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
