@@ -1,4 +1,4 @@
-"""Detection: by words alone, and on parses, which are written by hand here or made by a model where there is one."""
+"""Detection by words alone, and on parses: written by hand, or of a real parser if there is one."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_by_words_alone(text: str, kinds: set[str]) -> None:
     assert set(detect(text).kinds) == kinds
 
 
-def test_places_reasons_and_senses() -> None:
+def test_positions_reasons_and_senses() -> None:
     first, second = detect("Is it near the bank?").ambiguities
     assert (first.word, first.start, second.word, second.start) == ("it", 3, "bank", 15)
     assert first.reason
     assert [sense.gloss for sense in second.senses] == ["money", "the side of a river"]
 
 
-def test_what_rules_without_a_parser_cannot_see_is_said() -> None:
+def test_limitations_without_a_parser_are_listed() -> None:
     assert any("imperatives" in one for one in detect("Go.").limitations)
     assert detect("Go.", parser=lambda text: []).limitations == ()
 
@@ -63,7 +63,7 @@ def test_the_context_decides_names_occupations_and_words() -> None:
     assert detect("We reached the bank.", context=["The river was wide."]).kinds == ()
 
 
-def test_kinds_that_make_no_difference_in_a_language_are_left_out() -> None:
+def test_kinds_that_make_no_difference_in_a_language_are_ignored() -> None:
     assert detect("The doctor saw the capital.", language="ja").kinds == ("polysemy",)
     assert detect("the capital", language="es").kinds == ()  # one word serves both meanings
     assert detect("the capital", language="de").kinds == ("polysemy",)
@@ -90,20 +90,20 @@ def _kinds(*rows: tuple[str, str, str, str, int]) -> tuple[str, ...]:
     return detect(text, parser=parser).kinds
 
 
-def test_a_parse_finds_imperatives() -> None:
+def test_a_parse_detects_imperatives() -> None:
     close = (("Close", "VERB", "VB", "ROOT", 0), ("the", "DET", "DT", "det", 2), ("door", "NOUN", "NN", "dobj", 0))
     assert _kinds(*close) == ("formality",)
     assert _kinds(("We", "PRON", "PRP", "nsubj", 1), ("close", "VERB", "VB", "ROOT", 1)) == ()
 
 
-def test_a_parse_finds_what_it_stands_for() -> None:
+def test_a_parse_detects_antecedents() -> None:
     before = (("Cars", "NOUN", "NNS", "nsubj", 1), ("break", "VERB", "VBP", "ROOT", 1))
     it = (("sell", "VERB", "VBP", "conj", 1), ("it", "PRON", "PRP", "dobj", 2))
     assert _kinds(*before, *it) == ("it",)
     assert _kinds(("Cars", "NOUN", "NN", "nsubj", 1), *before[1:], *it) == ()
 
 
-def test_a_parse_finds_it_that_stands_for_nothing() -> None:
+def test_a_parse_detects_expletives() -> None:
     it = ("It", "PRON", "PRP", "nsubj", 1)
     assert _kinds(it, ("pleases", "VERB", "VBZ", "ROOT", 1)) == ("it",)
     assert _kinds(("It", "PRON", "PRP", "expl", 1), ("pleases", "VERB", "VBZ", "ROOT", 1)) == ()
@@ -154,7 +154,7 @@ def test_a_parser_is_named_by_library_and_model(name: str) -> None:
         load_parser(name)
 
 
-def test_a_missing_model_is_told() -> None:
+def test_a_missing_model_is_an_error() -> None:
     pytest.importorskip("spacy", reason="spaCy is not installed")
     with pytest.raises(DataError, match="spacy has no model 'no_such_model' on this machine"):
         load_parser("spacy:no_such_model")
@@ -170,7 +170,7 @@ def test_on_a_real_parser() -> None:
     assert detect("What time is it?", parser=parser).kinds == ()
 
 
-def test_tables_of_words_are_whole() -> None:
+def test_word_tables_are_complete() -> None:
     for word, senses in polysemous_words().items():
         assert len(senses) > 1, word
         assert all(

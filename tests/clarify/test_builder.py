@@ -1,4 +1,4 @@
-"""Which sentences of parallel text get a label, and why others get none; parses are written by hand."""
+"""Which sentences of parallel text get a label, and why others are rejected; parses are written by hand."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_sentences_that_leave_a_doubt_about_you(source: str, reason: str) -> Non
     assert reasons(built("de", "formality", (source, "Sie wissen es."))) == {reason: 1}
 
 
-def test_what_somebody_says_to_somebody_is_kept() -> None:
+def test_dialogue_is_kept() -> None:
     assert labels(built("de", "formality", ("When you travel, call me.", "Wenn du reist, ruf mich an."))) == [
         "informal"
     ]

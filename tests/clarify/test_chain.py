@@ -1,4 +1,4 @@
-"""The chain: its turns, its file, what ends it, and what every conversation keeps to."""
+"""The chain: its turns, its file, its ends and its invariants."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_budget_is_plain_generation() -> None:
     assert found.written == baseline(ScriptedModel(by_chat), TEXT, "translate", "fr")
 
 
-def test_a_detector_that_finds_nothing_saves_the_call() -> None:
+def test_no_question_is_requested_without_a_detection() -> None:
     writer, calls = ScriptedModel(by_chat), []
     chain = Chain(writer, RecordedUser([POLITE]), detector=lambda *arguments: calls.append(arguments) or [])
     found = chain.run(start())
@@ -125,7 +125,7 @@ def test_baselines_see_the_context_or_nothing() -> None:
     assert [shot.reply for shot in with_context.shots] == [shot.reply for shot in plain.shots]
 
 
-def test_killed_anywhere_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
+def test_a_killed_chain_resumes_to_the_same_result(tmp_path: Path) -> None:
     def run(path: Path, survive: int) -> Conversation:
         calls = iter(range(survive))
 
@@ -147,7 +147,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
         assert sorted(tmp_path.glob(".*")) == [], "no unfinished file is left"
 
 
-def test_without_a_user_it_waits_for_an_answer_from_elsewhere() -> None:
+def test_without_a_user_the_chain_waits_for_an_answer() -> None:
     chain = Chain(ScriptedModel(by_chat))
     waiting = chain.run(start())
     assert waiting.step == "answer"
@@ -173,7 +173,7 @@ AFTER = {"propose": {"asked", "not-needed", "nothing"}, "answer": {"answered", "
 
 
 @given(st.integers(0, 3), st.lists(st.sampled_from(list(TURNS)), max_size=9))
-def test_no_order_of_turns_but_the_right_one(budget: int, names: list[str]) -> None:
+def test_turns_in_another_order_are_refused(budget: int, names: list[str]) -> None:
     conversation = start(budget=budget)
     for name in names:
         fits = name in AFTER.get(conversation.step, set())
@@ -188,7 +188,7 @@ def test_no_order_of_turns_but_the_right_one(budget: int, names: list[str]) -> N
     assert kinds(conversation).count("written") == (conversation.step == "done")
 
 
-def test_the_file_is_as_it_always_was(tmp_path: Path) -> None:
+def test_the_file_format_is_stable(tmp_path: Path) -> None:
     """Format 2. A change of the file needs a new format number."""
     found = Chain(ScriptedModel(by_chat), RecordedUser([POLITE])).run(start(threshold=0.1)).save(tmp_path / "c.json")
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
@@ -197,7 +197,7 @@ def test_the_file_is_as_it_always_was(tmp_path: Path) -> None:
     assert values == golden
 
 
-def test_files_that_cannot_be_gone_on_with(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = start().save(tmp_path / "c.json")
     values = json.loads(path.read_text(encoding="utf-8"))
     for change, kind, message in [
@@ -240,7 +240,7 @@ def test_files_that_cannot_be_gone_on_with(tmp_path: Path) -> None:
         (TEXT, None, RecipeError, "The template translate writes es, fr, de, ja: name one"),
     ],
 )
-def test_what_cannot_be_begun(text: str, target: str | None, error: type[Exception], message: str) -> None:
+def test_invalid_starts_are_refused(text: str, target: str | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Conversation.start(text, "translate", target)
 

@@ -55,7 +55,7 @@ def test_a_whole_conversation(server: ChatServer, typed: str, output: str) -> No
     assert f"1 asked, {answered} answered, 0 saved; 2 calls, " in found.err
 
 
-def test_only_what_matters_is_asked(server: ChatServer) -> None:
+def test_the_threshold_skips_needless_questions(server: ChatServer) -> None:
     found = clarify(server, TEXT, "--to", "fr", "--ask-above", "0.1", "--answer", POLITE)
     assert found.out == f"{FRENCH[POLITE]}\n"
     assert "1 asked, 1 answered, 0 saved, 1.00 bits gained; 3 calls" in found.err
@@ -65,7 +65,7 @@ def test_only_what_matters_is_asked(server: ChatServer) -> None:
     assert 'not asked, as it would bring 0.00 bits: Who is "you"?' in found.err
 
 
-def test_rules_save_the_question(server: ChatServer) -> None:
+def test_rules_skip_the_question(server: ChatServer) -> None:
     found = clarify(server, "It is raining.", "--to", "fr", "--rules", "--quiet")
     assert (found.code, found.out, found.err) == (0, f"{PLAIN}\n", "")
     assert len(server.requests) == 1
@@ -77,7 +77,7 @@ def test_a_model_that_knows_the_context_answers(server: ChatServer) -> None:
     assert clarify(server, TEXT, "--to", "fr", "--context", "It rains.").out == f"{PLAIN}\n"
 
 
-def test_machines_leave_the_question_open_and_answer_later(server: ChatServer, tmp_path: Path) -> None:
+def test_json_leaves_the_question_open_for_a_later_answer(server: ChatServer, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     waiting = json.loads(clarify(server, TEXT, "--to", "fr", "--json", "--resume", path).out)
     assert waiting["step"] == "answer"
@@ -92,7 +92,7 @@ def test_machines_leave_the_question_open_and_answer_later(server: ChatServer, t
     assert server.requests == [], "what is done is not done again"
 
 
-def test_a_failure_on_the_way_is_gone_on_from(server: ChatServer, tmp_path: Path) -> None:
+def test_a_failed_run_resumes(server: ChatServer, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     failed = clarify(server, TEXT, "--to", "fr", "--resume", path, "--answer", POLITE, model="fails_from:1")
     assert failed.code == 2
@@ -102,7 +102,7 @@ def test_a_failure_on_the_way_is_gone_on_from(server: ChatServer, tmp_path: Path
     assert len(server.requests) == 1
 
 
-def test_interrupted_at_the_keyboard_it_goes_on(server: ChatServer, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(server: ChatServer, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     command = [sys.executable, "-m", "graftlm", "clarify", TEXT, "--to", "fr", "--resume", str(path)]
     command += ["--endpoint", server.url, "--model", "fails:0"]
@@ -152,7 +152,7 @@ def test_other_tasks(server: ChatServer) -> None:
         ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), "Both --answer and --context were given"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(server: ChatServer, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(server: ChatServer, arguments: tuple[str, ...], message: str) -> None:
     found = clarify(server, *arguments)
     assert found.code == 2
     assert found.err.startswith("error: ")
@@ -186,7 +186,7 @@ def test_a_file_with_another_conversation(
         (("--backbone", "nowhere"), "nowhere"),
     ],
 )
-def test_models_that_are_none(options: tuple[str, ...], message: str) -> None:
+def test_invalid_models_are_refused(options: tuple[str, ...], message: str) -> None:
     found = invoke("clarify", TEXT, "--to", "fr", *options)
     assert found.code == 2
     assert message in found.err

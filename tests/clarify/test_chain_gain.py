@@ -25,7 +25,7 @@ def test_a_question_that_changes_nothing_is_not_asked() -> None:
     assert found.cost.calls == 3, "the question and an output under each answer; the last of them is not written again"
 
 
-def test_a_question_that_decides_is_asked_and_told_what_it_brought() -> None:
+def test_a_needed_question_is_asked_and_its_gain_reported() -> None:
     found = Chain(ScriptedModel(by_chat), RecordedUser([POLITE])).run(start(threshold=0.1))
     assert kinds(found) == ["asked", "answered", "written"]
     summary = found.summary()
@@ -50,7 +50,7 @@ def test_without_candidate_answers_it_asks_unmeasured() -> None:
     assert found.turns[0].gain is None
 
 
-def test_draws_at_random_are_corrected_for_chance() -> None:
+def test_samples_are_corrected_for_chance() -> None:
     class Drawn(ScriptedModel):
         def generate(self, prompt: Any, *, temperature: float = 0.0, seed: int | None = None, **more: Any) -> Any:
             if "write None" in prompt.instructions:
@@ -79,7 +79,7 @@ def test_the_likeliest_output_settles_what_is_not_asked() -> None:
     assert (found.written.output, found.written.mode) == ("Usual.", "settled")
 
 
-def test_few_draws_that_differ_by_chance_bring_less_than_they_count() -> None:
+def test_samples_that_differ_by_chance_have_a_smaller_gain() -> None:
     class Drawn(ScriptedModel):
         def generate(self, prompt: Any, *, seed: int | None = None, **more: Any) -> Any:
             self._replies = lambda prompt: f"{dict(prompt.parts)['answer']} {seed}" if seed else "Oui."

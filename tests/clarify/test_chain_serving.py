@@ -42,11 +42,11 @@ def asked(tmp_path: Path) -> Conversation:
     return Conversation.start("Are you sure?", own_template(tmp_path))
 
 
-def test_it_says_what_the_model_says_on_this_machine(backbone: Backbone, address: str, asked: Conversation) -> None:
-    pieces: list[str] = []
+def test_the_server_and_a_local_model_agree(backbone: Backbone, address: str, asked: Conversation) -> None:
+    parts: list[str] = []
     there = Endpoint(EndpointConfig(url=f"{address}/v1", model="tiny", max_new_tokens=6))
     here = LocalModel(backbone.model, backbone.need_tokenizer(), name="tiny", max_new_tokens=6)
-    found, same = (Chain(writer, RecordedUser(["a"]), on_text=pieces.append).run(asked) for writer in (there, here))
+    found, same = (Chain(writer, RecordedUser(["a"]), on_text=parts.append).run(asked) for writer in (there, here))
     assert found.written is not None
     assert found.written.output
     assert found.model_dump(exclude={"turns": {"__all__": {"cost"}}}) == same.model_dump(
@@ -56,7 +56,7 @@ def test_it_says_what_the_model_says_on_this_machine(backbone: Backbone, address
     assert 1 < found.cost.new_tokens <= 12
 
 
-def test_the_terminal_talks_to_it_and_goes_on_later(address: str, asked: Conversation, tmp_path: Path) -> None:
+def test_a_terminal_conversation_resumes(address: str, asked: Conversation, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     server: tuple[Any, ...] = ("--endpoint", f"{address}/v1", "--model", "tiny", "--max-new-tokens", "5")
     first = invoke("clarify", asked.text, "--template", asked.template, "--resume", path, "--json", *server)
@@ -67,7 +67,7 @@ def test_the_terminal_talks_to_it_and_goes_on_later(address: str, asked: Convers
     assert (done.code, done.out) == (0, f"{written.output}\n")
 
 
-def test_its_errors_are_one_sentence(address: str, asked: Conversation) -> None:
+def test_server_errors_are_one_sentence(address: str, asked: Conversation) -> None:
     found = invoke(
         "clarify", asked.text, "--template", asked.template, "--endpoint", f"{address}/v1", "--model", "tinny"
     )

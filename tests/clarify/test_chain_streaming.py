@@ -1,4 +1,4 @@
-"""Outputs that are shown while they are written: in the terminal, by a server that thinks, by a local model."""
+"""Streaming: in the terminal, from a server with a reasoning model, from a local model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEGUN = Conversation.start(TEXT, "translate", "fr")
 PROMPT = prompts.build_prompt(load_template("translate"), "ask", "fr", TEXT)
 
 
-def pieces_of(text: str, sizes: list[int]) -> list[str]:
+def chunks_of(text: str, sizes: list[int]) -> list[str]:
     """The text cut after so many characters, again and again."""
     found = []
     for size in sizes:
@@ -42,11 +42,11 @@ def pieces_of(text: str, sizes: list[int]) -> list[str]:
     st.text("Tran slation:é\x1b\n", max_size=12).map(str.strip),
     st.lists(st.integers(0, 4), max_size=12),
 )
-def test_what_is_shown_is_the_output_however_it_comes(before: str, output: str, sizes: list[int]) -> None:
+def test_the_printed_text_is_the_output_for_any_chunks(before: str, output: str, sizes: list[int]) -> None:
     screen: list[str] = []
     shown = TerminalPrinter(BEGUN, screen.append)
-    for piece in pieces_of(f"{before}{output} \n", sizes):
-        shown(piece)
+    for chunk in chunks_of(f"{before}{output} \n", sizes):
+        shown(chunk)
     last = f"{before}{output}".strip().removeprefix("Translation:").strip()
     early = "".join(screen)
     assert prompts.printable(last).startswith(early), "nothing is shown that has to be taken back"
@@ -54,17 +54,17 @@ def test_what_is_shown_is_the_output_however_it_comes(before: str, output: str, 
     assert "".join(screen) == f"{prompts.printable(last)}\n"
 
 
-def test_what_is_known_is_shown_at_once() -> None:
+def test_new_text_is_printed_at_once() -> None:
     screen: list[str] = []
     shown = TerminalPrinter(BEGUN, screen.append)
-    for piece in ("Transl", "ation:", " Es-tu", " sûre", "\x1b[2J ?"):
-        shown(piece)
+    for chunk in ("Transl", "ation:", " Es-tu", " sûre", "\x1b[2J ?"):
+        shown(chunk)
     assert screen == ["Es-tu", " sûre", "[2J ?"]
     shown.end("Vous.")
     assert "".join(screen[3:]) == "\nVous.\n", "another output stands on a line of its own"
 
 
-def test_the_terminal_shows_pieces_and_ends_its_line_where_they_break_off(tmp_path: Path) -> None:
+def test_the_terminal_streams_and_ends_its_line_after_a_break(tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     with serving(translator, FaultyHandler) as server:
         given = (TEXT, "--to", "fr", "--answer", POLITE, "--resume", path, "--endpoint", server.url, "--retries", "0")
@@ -76,7 +76,7 @@ def test_the_terminal_shows_pieces_and_ends_its_line_where_they_break_off(tmp_pa
         assert [request.get("stream", False) for request in server.requests] == [False, True, True]
 
 
-def test_documents_for_machines_are_not_written_in_pieces() -> None:
+def test_json_output_is_not_streamed() -> None:
     with serving(translator, FaultyHandler) as server:
         given = ("--to", "fr", "--answer", POLITE, "--json", "--endpoint", server.url, "--model", "fails:0")
         assert invoke("clarify", TEXT, *given).out.startswith("{")
@@ -93,20 +93,20 @@ def test_documents_for_machines_are_not_written_in_pieces() -> None:
         ("<think> without an end", "<think> without an end"),
     ],
 )
-def test_thoughts_are_not_spoken(reply: str, spoken: str) -> None:
-    pieces: list[str] = []
+def test_reasoning_is_not_streamed(reply: str, spoken: str) -> None:
+    chunks: list[str] = []
     with serving(lambda body: reply) as server:
-        found = Endpoint(EndpointConfig(url=server.url, model="m")).generate(PROMPT, on_text=pieces.append)
-    assert "".join(pieces) == found.text == spoken
+        found = Endpoint(EndpointConfig(url=server.url, model="m")).generate(PROMPT, on_text=chunks.append)
+    assert "".join(chunks) == found.text == spoken
 
 
-def test_a_local_model_is_heard_while_it_writes() -> None:
-    pieces: list[str] = []
+def test_a_local_model_streams() -> None:
+    chunks: list[str] = []
     local = LocalModel(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=8)
     prompt = prompts.build_prompt(load_template("answer"), "plain", "en", "What is it?")
-    reply = local.generate(prompt, on_text=pieces.append)
-    assert "".join(pieces) == reply.text == local.generate(prompt).text
-    assert len(pieces) > 1
+    reply = local.generate(prompt, on_text=chunks.append)
+    assert "".join(chunks) == reply.text == local.generate(prompt).text
+    assert len(chunks) > 1
 
 
 def test_text_after_the_stop_string_is_not_streamed() -> None:

@@ -1,4 +1,4 @@
-"""Templates and the prompts made of them: what every exemplar has, and that nothing gets out of its fence."""
+"""Templates and prompts: complete exemplars, and parts that never close their tags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXTS = st.one_of(st.sampled_from(HOSTILE), st.text(), st.text("<>/-2textanswer\
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """What stands between tags, read as a model would: a tag ends at the first line that is its end."""
+    """The parts between tags: a tag ends at the first line that closes it."""
     found = re.findall(r"^<(\w+)((?:-\d+)?)>\n(.*?)\n</\1\2>$", text, re.DOTALL | re.MULTILINE)
     return [(tag, inside) for tag, _, inside in found]
 
@@ -77,7 +77,7 @@ def test_every_prompt_of_every_template_can_be_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_exemplars_are_read_as_they_were_meant(name: str) -> None:
+def test_exemplar_questions_parse(name: str) -> None:
     template = load_template(name)
     for one in template.exemplars:
         assert prompts.parse_question(prompts.format_question(one.question, one.answers)) == (one.question, one.answers)
@@ -110,7 +110,7 @@ def test_the_marks_of_formality_are_in_the_exemplars() -> None:
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_nothing_gets_out_of_its_fence(text: str, question: str, answer: str) -> None:
+def test_no_part_closes_its_tag(text: str, question: str, answer: str) -> None:
     prompt = prompts.build_prompt(TRANSLATE, "write", "fr", text, exchanges=[(question, answer)])
     own = [("text", text), ("question", question), ("answer", answer)]
     shots = [part for shot in prompt.shots for part in shot.parts]
@@ -120,7 +120,7 @@ def test_nothing_gets_out_of_its_fence(text: str, question: str, answer: str) ->
 
 
 @given(TEXTS, TEXTS)
-def test_contexts_and_queries_stay_inside_too(text: str, context: str) -> None:
+def test_contexts_and_queries_stay_between_tags(text: str, context: str) -> None:
     for prompt in (
         prompts.build_prompt(TRANSLATE, "context", "ja", text, context=context),
         prompts.build_prompt(TRANSLATE, "user", "ja", text, context=context, question="Who?"),
@@ -131,7 +131,7 @@ def test_contexts_and_queries_stay_inside_too(text: str, context: str) -> None:
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_what_is_said_is_never_carried_out(hostile: str) -> None:
+def test_hostile_text_is_never_an_instruction(hostile: str) -> None:
     writer = ScriptedModel(lambda prompt: QUESTION if "write None" in prompt.instructions else by_chat(prompt))
     found = Chain(writer, RecordedUser([hostile])).run(Conversation.start(f"you {hostile}", "translate", "fr"))
     assert found.written is not None
@@ -159,19 +159,19 @@ def test_what_is_said_is_never_carried_out(hostile: str) -> None:
         ("Les gens dorment.", None),
     ],
 )
-def test_questions_are_read_from_what_models_say(reply: str, expected: Any) -> None:
+def test_questions_are_parsed_from_replies(reply: str, expected: Any) -> None:
     assert prompts.parse_question(reply) == expected
 
 
 @given(st.text())
-def test_any_reply_can_be_read(reply: str) -> None:
+def test_any_reply_can_be_parsed(reply: str) -> None:
     found = prompts.parse_question(reply)
     if found is not None:
         assert re.search("[?？]", found[0])
         assert all(answer and answer == answer.strip() for answer in found[1])
 
 
-def test_terminals_are_not_steered() -> None:
+def test_control_characters_are_removed() -> None:
     assert prompts.printable("a\x1b[2Jb\u202ec\r\x07d\ne\tf") == "a[2Jbcd\ne\tf"
 
 
@@ -225,7 +225,7 @@ def test_a_template_of_the_user(tmp_path: Path) -> None:
         ({"moods": 1}, "moods"),
     ],
 )
-def test_templates_that_lack_something(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_incomplete_templates_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as found:
         load_template(own_template(tmp_path, **changes))
     assert str(found.value).count("\n") == 0

@@ -86,7 +86,7 @@ def test_gender_of_a_thing(language: str, text: str, source: str, label: str | N
     assert checker("it", language).check(text, source).label == label
 
 
-def test_a_verdict_shows_its_markers_in_the_order_of_the_text() -> None:
+def test_markers_are_in_text_order() -> None:
     verdict = checker("formality", "fr").check("Vous et tes amis, venez !")
     assert [marker.text for marker in verdict.markers] == ["Vous", "tes", "venez"]
     assert verdict.scores == {"formal": 3, "informal": 2}
@@ -125,17 +125,17 @@ def test_phrases_of_a_list_are_set_apart_by_commas() -> None:
 
 
 @pytest.mark.parametrize(("position", "expected"), [("anywhere", [0, 9, 13]), ("start", [0, 9]), ("inside", [13])])
-def test_place_in_the_sentence(position: str, expected: list[int]) -> None:
+def test_position_in_the_sentence(position: str, expected: list[int]) -> None:
     found = _check("One is. “One one”", {"words": ["one"], "position": position})
     assert [marker.start for marker in found.markers] == expected
 
 
-def test_one_place_votes_once_for_a_label() -> None:
+def test_overlapping_markers_count_once_for_a_label() -> None:
     found = _check("one two", {"words": ["one two"], "weight": 3}, {"words": ["two"]}, {"words": ["one"], "label": "b"})
     assert found.scores == {"a": 3, "b": 1}
 
 
-def test_as_many_votes_for_both_is_no_label() -> None:
+def test_equal_scores_give_no_label() -> None:
     found = _check("one two", {"words": ["one"]}, {"words": ["two"], "label": "b"})
     assert found.label is None
     assert found.mixed
@@ -187,7 +187,7 @@ ALL = [(kind, language) for kind in KINDS for language in languages(kind)]
 
 
 @pytest.mark.parametrize(("kind", "language"), ALL)
-def test_tables_compile_and_say_their_method(kind: str, language: str) -> None:
+def test_tables_compile_and_state_their_method(kind: str, language: str) -> None:
     table = checker(kind, language).table
     assert (table.kind, table.language) == (kind, language)
     assert len(table.method) > 80
@@ -195,7 +195,7 @@ def test_tables_compile_and_say_their_method(kind: str, language: str) -> None:
 
 
 @given(text=st.text(alphabet="aeilrsßéñ SIEdutoyMとます。?!.,'’-“\u2028"), source=st.none() | st.text(max_size=8))
-def test_any_text_has_a_verdict(text: str, source: str | None) -> None:
+def test_any_text_has_a_result(text: str, source: str | None) -> None:
     for kind, language in ALL:
         verdict = checker(kind, language).check(text, source)
         assert set(verdict.scores) == set(checker(kind, language).table.labels)

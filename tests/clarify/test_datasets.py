@@ -50,7 +50,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
         read_lines(tmp_path / "none")
 
 
-def test_ambigmt_is_read_as_it_is(tmp_path: Path) -> None:
+def test_ambigmt(tmp_path: Path) -> None:
     files = {
         "formality/formality_en_de.tsv": "formality\tsrc\tsrc_ctx\ttrg\nneutral\t \tHi. - You?\tYou.\tMan.\n",
         "it_resolution/it_resolution_en_es.tsv": 'src\ttrg\tsrc_ctx\tgender\n"It\u2028is.\tEs.\t- A. - B.\tfeminine\n',
@@ -181,7 +181,7 @@ def test_formality_by_the_translation_with_the_sentences_before() -> None:
     assert built.counts() == {"formality": {"informal": 1}}
 
 
-def test_why_candidates_are_left_out_is_counted() -> None:
+def test_reasons_of_rejections_are_counted() -> None:
     long = ("Are you " + "so " * 20 + "ready?", "Es-tu prêt ?")
     documents = [_document(("Are you?", "Es-tu ?"), FILLER, FILLER, FILLER, long, ("You.", "Toi et vous."))]
     built = build_ambiguity_set(documents, "fr", kinds=["formality"])
@@ -241,7 +241,7 @@ def test_masks_leave_other_words_alone() -> None:
     assert mask_pronouns("He took this from HER sheep") == f"{MASK} took this from {MASK} sheep"
 
 
-def test_examples_come_back_from_their_file(tmp_path: Path) -> None:
+def test_examples_round_trip(tmp_path: Path) -> None:
     documents = [_document(FILLER, FILLER, FILLER, ("Are\u2028you ready?", "Es-tu prêt ?"))]
     examples = list(build_ambiguity_set(documents, "fr").examples)
     assert read_examples(write_examples(examples, tmp_path / "a.jsonl")) == examples

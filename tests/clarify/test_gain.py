@@ -1,4 +1,4 @@
-"""Was the question needed? The estimator beside equation 1.19 taken literally, and what it must do on known cases."""
+"""The information gain: compared with a literal equation 1.19, and on known cases."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_answers_that_decide_everything_bring_their_entropy(prior: list[float]) 
 
 
 @given(cases())
-def test_outputs_that_become_one_bring_no_more(case: tuple[list[float], list[list[float]]]) -> None:
+def test_merged_outputs_have_no_larger_gain(case: tuple[list[float], list[list[float]]]) -> None:
     prior, given_KY = case
     table = np.array(given_KY)
     if table.shape[1] > 1:
@@ -131,12 +131,12 @@ def test_chance_is_taken_off_on_average() -> None:
         ([], np.zeros((0, 1)), "There are 0 shares"),
     ],
 )
-def test_what_is_no_distribution(prior: list[float], given_KY: list[list[float]], message: str) -> None:
+def test_invalid_distributions_are_refused(prior: list[float], given_KY: list[list[float]], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         information_gain(prior, given_KY)
 
 
 @pytest.mark.parametrize("outputs", [[["a"], ["b"]], [["a", "b"], ["a"]]])
-def test_chance_needs_as_many_draws_each(outputs: list[list[str]]) -> None:
+def test_chance_needs_equal_numbers_of_samples(outputs: list[list[str]]) -> None:
     with pytest.raises(EvaluationError, match="as many draws under each answer, two at least"):
         chance_corrected_gain([0.5, 0.5], outputs)

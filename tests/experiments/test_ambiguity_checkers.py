@@ -1,4 +1,4 @@
-"""The measurement of checkers: its figures from small files of ours, and what is committed."""
+"""The measurement of checkers on small files, and the committed results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_accuracy_is_of_the_decided_and_coverage_of_the_marked(tmp_path: Path) -
     assert Results.read(tmp_path / "out").row("formality_de") == row
 
 
-def test_without_data_or_with_an_unknown_table_it_says_so(tmp_path: Path) -> None:
+def test_missing_data_and_unknown_tables_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds neither ambig/cocoa_mt, ambig/mt_geneval nor parallel"):
         reproduce("ambiguity-checkers", Options(data=tmp_path, out=tmp_path))
     with pytest.raises(RecipeError, match="no table 'tets'"):
@@ -90,7 +90,7 @@ def _ntrex(data: Path, *pairs: tuple[str, str], first: int = 1) -> None:
         (folder / f"newstest2019-{name}.txt").write_text("".join(f"{row[place]}\n" for row in rows), encoding="utf-8")
 
 
-def test_sentences_that_were_read_and_pronouns_that_tell(tmp_path: Path) -> None:
+def test_labels_by_hand_and_by_pronouns(tmp_path: Path) -> None:
     _ntrex(tmp_path, ("She was a doctor.", "Ella era médica."), ("Do you? I do.", "¿Crees?"), first=243)
     (only,) = known.read_by_hand(tmp_path / "parallel", "es")
     assert (only.id, only.label, only.reference) == ("ntrex:244", "informal", "¿Crees?")
@@ -101,7 +101,7 @@ def test_sentences_that_were_read_and_pronouns_that_tell(tmp_path: Path) -> None
     assert {"formality_es", "gender_es"} <= {row.id for row in results.rows}
 
 
-def test_the_committed_results_are_whole() -> None:
+def test_the_committed_results_are_complete() -> None:
     results = Results.read(FOLDER)
     assert results.name in EXPERIMENTS
     measured = ["formality_de", "formality_es", "formality_fr", "formality_it", "gender_de", "gender_es", "gender_fr"]

@@ -84,7 +84,7 @@ def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "figure-4.6.png").exists()
 
 
-def test_it_goes_on_where_a_server_failed(data: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> None:
     script = scripted_server(one for examples in read_sets(data).values() for one in examples)
     calls = 0
 
@@ -125,7 +125,7 @@ def own(name: str, code: str) -> str:
     return f"{name}={sys.executable} -c {shlex.quote(code)}"
 
 
-def test_metrics_of_the_users_own_stand_beside_ours(data: Path, tmp_path: Path) -> None:
+def test_scorers_of_the_user_add_metrics(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
     metrics_of = results.row("scripted-intercpt").metrics
     outputs = [len(one.reference) if digit(one) else len(one.source) for one in read_sets(data)["formality", "fr"]]
@@ -297,7 +297,9 @@ def test_the_scripted_translator_tells_examples_of_one_text_apart() -> None:
         ({"data": Path("nowhere")}, DataError, "nowhere holds no ambiguous sentences with their contexts"),
     ],
 )
-def test_what_cannot_be_run(data: Path, tmp_path: Path, more: dict[str, Any], error: type, message: str) -> None:
+def test_invalid_options_are_refused(
+    data: Path, tmp_path: Path, more: dict[str, Any], error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         reproduce("clarify", options(data, tmp_path).model_copy(update=more))
 
