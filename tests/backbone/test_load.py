@@ -6,16 +6,26 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoConfig, BertModel, LlamaForCausalLM
 
-from graftlm.backbone import Backbone, BackboneKind, load_backbone
+from graftlm.backbone import (
+    UNLIMITED,
+    Backbone,
+    BackboneKind,
+    leading_bos,
+    load_backbone,
+    max_sequence_length,
+    padding_id,
+)
 from graftlm.errors import BackboneError, UnknownFamilyError
 from tiny import ENCODERS, FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
 
@@ -184,3 +194,36 @@ def test_remote_code_is_never_run_unasked(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": remote}))
     assert isinstance(load_backbone(folder).model, LlamaForCausalLM)
     assert AutoConfig.from_pretrained(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "bert", "roberta"])
+def test_roberta_reserves_positions_of_the_sequence_length(family: str) -> None:
+    backbone, tokenizer = Backbone.wrap(tiny_model(family)), tiny_tokenizer()
+    limit = backbone.config.get_text_config().max_position_embeddings
+    embeddings = getattr(backbone.model.base_model, "embeddings", None)
+    reserved = embeddings.position_embeddings.padding_idx + 1 if family == "roberta" else 0
+    assert max_sequence_length(backbone) == max_sequence_length(backbone.model) == limit - reserved
+    tokenizer.model_max_length = 7
+    assert max_sequence_length(backbone, tokenizer) == 7
+
+
+def test_without_a_limit_a_sequence_is_unlimited() -> None:
+    assert max_sequence_length(SimpleNamespace()) == UNLIMITED
+    assert max_sequence_length(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=0))) == UNLIMITED
+
+
+def test_padding_is_the_padding_token_else_eos_else_0() -> None:
+    tokens = {"pad_token_id": 5, "eos_token_id": 3}
+    assert padding_id(SimpleNamespace(**tokens)) == 5
+    assert padding_id(SimpleNamespace(**tokens | {"pad_token_id": None})) == 3
+    assert padding_id(SimpleNamespace(pad_token_id=None, eos_token_id=None)) == 0
+
+
+def test_a_bos_counts_only_where_the_tokenizer_puts_it_first() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    assert leading_bos(tokenizer) is None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
+    )
+    assert leading_bos(tokenizer) == tokenizer.bos_token_id

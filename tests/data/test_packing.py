@@ -172,7 +172,7 @@ def test_long_documents_are_cut_where_it_does_not_show(monkeypatch: pytest.Monke
 
 @settings(deadline=None)
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(3, 20))
-def test_pieces_are_the_whole_document(text: str, size: int) -> None:
+def test_chunks_make_up_the_document(text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "CHUNK_CHARACTERS", size)
         chunks = list(packing.split_documents([Document(text)]))
@@ -196,8 +196,28 @@ def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> Non
     assert blocks.input_ids.reshape(-1)[: blocks.n_tokens].tolist() == [bos, *ids[0], eos, bos, *ids[1], eos]
 
 
-def test_documents_are_kept_apart_by_models_that_take_position_ids() -> None:
+def test_documents_are_kept_separate_by_models_that_take_position_ids() -> None:
     check_boundaries(tiny_model("llama"), "separate")
     check_boundaries(tiny_model("block-state"), "joined")
     with pytest.raises(RecipeError, match="takes no position ids, .* set data.boundaries to joined"):
         check_boundaries(tiny_model("block-state"), "whole")
+
+
+@settings(deadline=None)
+@given(st.integers(0, 80), st.integers(3, 12), st.integers(0, 2))
+def test_windows_cover_every_token_and_share_their_overlap(tokens: int, length: int, overlap: int) -> None:
+    windows = list(packing.window_bounds(tokens, length, overlap=overlap))
+    new = [range(start + (overlap if start else 0), stop) for start, stop in windows]
+    assert [token for window in new for token in window] == list(range(tokens))
+    assert all(stop - start == length for start, stop in windows[:-1])
+    assert all(0 < stop - start <= length for start, stop in windows)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 15), max_size=12), st.integers(2, 12))
+def test_windows_cut_a_document_only_where_none_can_hold_it(sizes: list[int], length: int) -> None:
+    ends = np.cumsum(sizes).tolist()
+    starts = [0, *ends[:-1]]
+    stops = [stop for _, stop in packing.window_bounds(sum(sizes), length, starts=starts)]
+    for start, end in zip(starts, ends, strict=False):
+        assert end - start > length or not any(start < stop < end for stop in stops)

@@ -5,7 +5,7 @@ Paths are relative to `model.base_model`; paths of a layer's modules are relativ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -70,23 +70,23 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def _llama_like(**changes: object) -> Family:
-    row = {
-        "layers": "layers",
-        "embedding": "embed_tokens",
-        "norm": "norm",
-        "attention": Sublayer("self_attn"),
-        "ffn": Sublayer("mlp"),
-        "ffn_in": ("mlp.gate_proj", "mlp.up_proj"),
-        "ffn_out": "mlp.down_proj",
-        "gated": True,
-        "norms": _TWO_NORMS,
-    }
-    return Family(**(row | changes))  # type: ignore[arg-type]  # the row's values are heterogeneous
+def _llama_like(**changes: Any) -> Family:
+    llama = Family(
+        layers="layers",
+        embedding="embed_tokens",
+        norm="norm",
+        attention=Sublayer("self_attn"),
+        ffn=Sublayer("mlp"),
+        ffn_in=("mlp.gate_proj", "mlp.up_proj"),
+        ffn_out="mlp.down_proj",
+        gated=True,
+        norms=_TWO_NORMS,
+    )
+    return replace(llama, **changes)
 
 
-def _bert_like(counts_positions: bool = False) -> Family:
-    return Family(
+def _bert_like(**changes: Any) -> Family:
+    bert = Family(
         layers="encoder.layer",
         embedding="embeddings.word_embeddings",
         norm=None,
@@ -97,8 +97,8 @@ def _bert_like(counts_positions: bool = False) -> Family:
         gated=False,
         causal=False,
         norms=("attention.output.LayerNorm", "output.LayerNorm"),
-        counts_positions=counts_positions,
     )
+    return replace(bert, **changes)
 
 
 FAMILIES: dict[str, Family] = {
@@ -122,53 +122,42 @@ FAMILIES: dict[str, Family] = {
     "phi": _llama_like(
         norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
     ),
-    "gpt2": Family(
+    "gpt2": _llama_like(
         layers="h",
         embedding="wte",
         norm="ln_f",
         attention=Sublayer("attn"),
-        ffn=Sublayer("mlp"),
         ffn_in=("mlp.c_fc",),
         ffn_out="mlp.c_proj",
         gated=False,
         activation="activation_function",
         norms=("ln_1", "ln_2"),
     ),
-    "gpt_neox": Family(
-        layers="layers",
+    "gpt_neox": _llama_like(
         embedding="embed_in",
         norm="final_layer_norm",
         attention=Sublayer("attention"),
-        ffn=Sublayer("mlp"),
         ffn_in=("mlp.dense_h_to_4h",),
         ffn_out="mlp.dense_4h_to_h",
         gated=False,
-        norms=_TWO_NORMS,
     ),
     "bert": _bert_like(),
     "roberta": _bert_like(counts_positions=True),
-    "distilbert": Family(
+    "distilbert": _bert_like(
         layers="transformer.layer",
-        embedding="embeddings.word_embeddings",
-        norm=None,
         attention=Sublayer("attention"),
         ffn=Sublayer("ffn"),
         ffn_in=("ffn.lin1",),
         ffn_out="ffn.lin2",
-        gated=False,
         activation="activation",
-        causal=False,
         norms=("sa_layer_norm", "output_layer_norm"),
     ),
-    "modernbert": Family(
-        layers="layers",
+    "modernbert": _llama_like(
         embedding="embeddings.tok_embeddings",
         norm="final_norm",
         attention=Sublayer("attn"),
-        ffn=Sublayer("mlp"),
         ffn_in=("mlp.Wi",),  # one Linear for both halves of the gated linear unit
         ffn_out="mlp.Wo",
-        gated=True,
         activation="hidden_activation",
         causal=False,
         norms=("attn_norm", "mlp_norm"),

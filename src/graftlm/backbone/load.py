@@ -30,6 +30,8 @@ from graftlm.errors import BackboneError
 from graftlm.io import check_model_folder
 from graftlm.models import register
 
+register()  # transformers' Auto classes load our own architectures
+
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
 UNLIMITED = sys.maxsize
 _LOADERS: dict[BackboneKind, Any] = {
@@ -197,7 +199,6 @@ def load_backbone(
         UnknownFamilyError: no row describes its architecture.
     """
     name = str(name)
-    register()
     check_model_folder(name)
     model = _load_model(name, kind, dtype, trust_remote_code)
     tokenizer = _load_tokenizer(name, trust_remote_code)
