@@ -47,6 +47,7 @@ SHARED = (
     "grafts/graft_set.py",
     "grafts/model.py",
     "grafts/row_groups.py",
+    "grafts/trained_copy.py",
     "artifact",
     "testing",
     "data",

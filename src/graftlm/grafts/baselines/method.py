@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -10,13 +9,14 @@ import torch
 from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.errors import BackboneError, TapConflictError
+from graftlm.errors import TapConflictError
 from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.trained_copy import TrainsCopy
 
 _ADAPTER = "graft"
 
@@ -122,7 +122,7 @@ class FineTuningConfig(GraftConfig):
     kind: Literal["finetune"] = "finetune"
 
 
-class FineTuning(Graft, ReplacesModel, HasTensors):
+class FineTuning(TrainsCopy):
     """Training of all weights of a copy of the backbone. The tensors are the full model's."""
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig
@@ -131,45 +131,4 @@ class FineTuning(Graft, ReplacesModel, HasTensors):
     def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        self._expected = {
-            name: torch.empty(parameter.shape, device="meta") for name, parameter in backbone.model.named_parameters()
-        }
-        self._copy: list[PreTrainedModel] = []
-        self._pending: dict[str, Tensor] | None = None
-
-    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        _refuse_packed_weights(model)
-        self._copy = [copy.deepcopy(model)]
-        self._copy[0].requires_grad_(True)
-        if self._pending is not None:
-            self.load_tensors(self._pending)
-            self._pending = None
-        return self._copy[0]
-
-    def detach(self, model: PreTrainedModel) -> None:
-        if self._copy:
-            self._pending = self.tensors()
-            self._copy.pop()
-
-    def tensors(self) -> dict[str, Tensor]:
-        if not self._copy:
-            return dict(self._pending or {})
-        return {name: parameter.detach() for name, parameter in self._copy[0].named_parameters()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        check_tensors(self._expected, tensors)
-        if not self._copy:
-            self._pending = dict(tensors)
-            return
-        with torch.no_grad():
-            for name, parameter in self._copy[0].named_parameters():
-                parameter.copy_(tensors[name])
-
-
-def _refuse_packed_weights(model: PreTrainedModel) -> None:
-    for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            raise BackboneError(
-                f"The weight {name} is quantised ({type(parameter).__name__}), and fine-tuning trains plain numbers: "
-                "load the backbone without quantisation, or train another kind of graft."
-            )
+        self.copy_weights(backbone.model, [name for name, _ in backbone.model.named_parameters()])

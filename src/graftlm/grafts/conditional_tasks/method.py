@@ -8,7 +8,6 @@ Shape suffixes: B rows, T tokens, U different tasks in the pass, D the backbone'
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Call, Fingerprint, Site, Sites, Tap
-from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts.base import Graft, GraftConfig, HasHeads, HasTensors, ReplacesModel, check_tensors
+from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts.base import GraftConfig, HasHeads
 from graftlm.grafts.conditional_tasks.added_tasks import choose_start
 from graftlm.grafts.conditional_tasks.modules import (
     Alignment,
@@ -35,8 +34,7 @@ from graftlm.grafts.conditional_tasks.modules import (
     TokenPositions,
 )
 from graftlm.grafts.heads import Heads, Pooling, TaskSpec, task_key
-
-_COPIED = "copied."
+from graftlm.grafts.trained_copy import TrainsCopy
 
 
 class ConditionalTasksConfig(GraftConfig):
@@ -95,7 +93,7 @@ class ConditionalTasksConfig(GraftConfig):
         return self.max_length if self.attention == "full" else min(self.block, self.max_length)
 
 
-class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
+class ConditionalTasks(TrainsCopy, HasHeads):
     """Many tasks on one partly frozen encoder.
 
     Args:
@@ -110,6 +108,8 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
     label = "conditional tasks"
+    prefix = "copied."
+    remedy = "set frozen to 1"
     config: ConditionalTasksConfig
 
     def __init__(self, config: ConditionalTasksConfig, backbone: Backbone) -> None:
@@ -122,11 +122,7 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
         self._sites = backbone.sites
         self._build()
         self.to(backbone.device)
-        parameters = dict(backbone.model.named_parameters())
-        names = trained_names(backbone.model, self.config.frozen)
-        self._originals = {name: parameters[name] for name in names}  # in a dict, which no Module registers
-        self._copy: list[PreTrainedModel] = []
-        self._pending: dict[str, Tensor] | None = None
+        self.copy_weights(backbone.model, trained_names(backbone.model, self.config.frozen))
         self._fixed: set[str] | None = None  # the trained tasks, where only new ones train
         self._like = config.like
         if trained is not None:
@@ -320,52 +316,10 @@ class ConditionalTasks(Graft, HasHeads, ReplacesModel, HasTensors):
             [copied] if self._fixed is not None else modules_outside(copied, trained_roots(copied, self.config.frozen))
         )
 
-    def changes_all_rows(self) -> bool:
-        return bool(self._originals)
-
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        if not self._originals:
-            return model
-        self._copy = [sharing_copy(model, list(self._originals))]
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._load_copied(pending)
+        live = super().attach(model)
         self._freeze()
-        return self._copy[0]
-
-    def detach(self, model: PreTrainedModel) -> None:
-        if self._copy:
-            self._pending = self._copied()
-            copied = self._copy.pop()
-            if copied.device != model.device:  # the shared weights moved with the copy
-                model.to(copied.device)  # type: ignore[arg-type]  # its decorator hides the overloads
-
-    def tensors(self) -> dict[str, Tensor]:
-        copied = {_COPIED + name: tensor for name, tensor in self._copied().items()}
-        return dict(self.state_dict()) | copied
-
-    def _copied(self) -> dict[str, Tensor]:
-        if not self._copy:
-            return self._pending or {name: parameter.detach() for name, parameter in self._originals.items()}
-        parameters = dict(self._copy[0].named_parameters())
-        return {name: parameters[name].detach() for name in self._originals}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        own = dict(self.state_dict())
-        check_tensors(own | {_COPIED + name: tensor for name, tensor in self._originals.items()}, tensors)
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(tensors[name])
-        self._load_copied({name: tensors[_COPIED + name] for name in self._originals})
-
-    def _load_copied(self, tensors: Mapping[str, Tensor]) -> None:
-        if not self._copy:
-            self._pending = dict(tensors)
-            return
-        parameters = dict(self._copy[0].named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                parameters[name].copy_(tensor)
+        return live
 
 
 def _norms(sites: Sites, layer: int) -> list[Site]:
@@ -438,23 +392,6 @@ def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
     unread = {id(p) for p in pooler.parameters()} if isinstance(pooler, nn.Module) else set()
     trained = {id(parameter) for root in roots for parameter in root.parameters()} - unread
     return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
-
-
-def sharing_copy(model: PreTrainedModel, names: Sequence[str]) -> PreTrainedModel:
-    """A copy of `model` with trainable parameters `names` of its own; all other tensors are the model's."""
-    own = set(names)
-    memo: dict[int, Any] = {id(p): p for name, p in model.named_parameters() if name not in own}
-    memo |= {id(buffer): buffer for buffer in model.buffers()}
-    copied = copy.deepcopy(model, memo)
-    for name, parameter in copied.named_parameters():
-        if name in own:
-            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-                raise BackboneError(
-                    f"The weight {name} is quantised ({type(parameter).__name__}), and upper layers train as plain "
-                    "numbers: load the backbone without quantisation, or set frozen to 1."
-                )
-            parameter.requires_grad_(True)
-    return copied
 
 
 def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
