@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -15,40 +16,41 @@ from graftlm.io import check_model_folder
 def serve(
     backbone: Annotated[str, typer.Option(metavar="NAME", help="A model's name or folder.", show_default=False)],
     graft: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=DIR", help="A graft's folder, by the name that requests use.")
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="Folder of a graft, and its name in requests.")
     ] = None,
     grafts: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder of grafts' folders: all of them, and what comes there.")
+        Path | None, typer.Option(metavar="DIR", help="A folder of grafts' folders; new ones are served too.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What requests call the backbone; by default its own name.")
+        str | None, typer.Option(metavar="NAME", help="Name of the backbone in requests; by default its own.")
     ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 selects a free one.")] = 8000,
     api_keys: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="One NAME:KEY a line; by default what GRAFTLM_API_KEYS holds, if anything."),
+        typer.Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name that requests may call the server by.")
+        list[str] | None, typer.Option(metavar="NAME", help="A name that the Host header may have.")
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="A site whose pages may use the server from a browser.")
+        list[str] | None, typer.Option(metavar="URL", help="A site whose pages may use the server.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Jinja template of chats, instead of the tokenizer's own.")
+        Path | None, typer.Option(metavar="FILE", help="Jinja chat template in place of the tokenizer's own.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Continuations that are written at a time.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, metavar="N", help="Further ones that may wait.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Continuations generated at the same time.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, metavar="N", help="Further continuations that may wait.")] = 64,
     context: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of a prompt and its answer; by default the model's.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of an answer, at most.")] = 1024,
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="That one request may take.")] = 300.0,
-    max_body: Annotated[int, typer.Option(min=1024, metavar="BYTES", help="The largest request.")] = 2**20,
-    grace: Annotated[float, typer.Option(min=0, metavar="S", help="To finish what runs when the server stops.")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 1024,
+    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Maximum time of a request.")] = 300.0,
+    max_body: Annotated[int, typer.Option(min=1024, metavar="BYTES", help="Maximum size of a request.")] = 2**20,
+    grace: Annotated[float, typer.Option(min=0, metavar="S", help="For running requests at the end.")] = 30.0,
     reload_every: Annotated[
-        float, typer.Option(min=0, metavar="S", help="Look for changed grafts; 0: when a SIGHUP comes.")
+        float, typer.Option(min=0, metavar="S", help="Interval of checks for changed grafts; 0: only at SIGHUP.")
     ] = 2.0,
     device: Device = None,
     trust_remote_code: Trust = False,
@@ -58,14 +60,12 @@ def serve(
     check_model_folder(backbone)
     given = named_folders(graft or [])
     chat_template_text = _read(chat_template)
+    for package in ("fastapi", "openai", "prometheus_client", "uvicorn"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "serve", "A server")
     configure_logging()
-    try:
-        from graftlm.serving import server
-        from graftlm.serving.service import EngineLimits, open_service
-        from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "fastapi", "serve", "A server") from None
     from graftlm.backbone import default_device, load_backbone
+    from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
     settings = ServerSettings(
         host=host,
@@ -77,10 +77,14 @@ def serve(
         reload_seconds=reload_every,
         chat_template=chat_template_text,
     )
-    limits = EngineLimits(batch_size=batch_size, queue=queue, context=context, max_tokens=max_tokens, seconds=seconds)
     keys = read_keys(api_keys)
-    server.log_to_stderr(quiet)
     loaded = load_backbone(backbone, device=device or default_device(), trust_remote_code=trust_remote_code)
+    from graftlm.serving import server  # the web side is imported after the model is loaded
+    from graftlm.serving.protocol import EngineLimits
+    from graftlm.serving.service import open_service
+
+    server.log_to_stderr(quiet)
+    limits = EngineLimits(batch_size=batch_size, queue=queue, context=context, max_tokens=max_tokens, seconds=seconds)
     service = open_service(loaded, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
         log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")
