@@ -48,10 +48,10 @@ def read_installation(limit: int) -> Texts:
     """
     english, code, size = _topics(), [], 0
     for path in source_files():
-        found = split_source(path.read_bytes())
-        if found is None:
+        parts = split_source(path.read_bytes())
+        if parts is None:
             continue
-        words, program = found
+        words, program = parts
         if len(words) >= _LEAST_ENGLISH:
             english.append(words)
         if len(program) >= _LEAST_CODE:

@@ -25,7 +25,7 @@ from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import train_tokenizer
 
 
-class Size(Config):
+class DemoSize(Config):
     """How large the demo is.
 
     Args:
@@ -44,7 +44,7 @@ class Size(Config):
     scored_tokens: int = 12_000
 
 
-QUICK = Size(
+QUICK = DemoSize(
     characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000
 )
 
@@ -70,7 +70,7 @@ def run_demo(
     log: Callable[[str], None] = print,
 ) -> Results:
     """Run the demo in a folder; a backbone that an earlier run left there is used again."""
-    out, size = Path(out), QUICK if quick else Size()
+    out, size = Path(out), QUICK if quick else DemoSize()
     corpus = make_corpus(out / "corpus", size, log)
     make_backbone(out / "backbone", corpus, size, seed, progress=progress, log=log)
     recipe = demo_recipe(out, size, seed)
@@ -78,7 +78,7 @@ def run_demo(
     return compare_recipe(recipe, progress=progress, log=log)
 
 
-def make_corpus(folder: Path, size: Size, log: Callable[[str], None]) -> Path:
+def make_corpus(folder: Path, size: DemoSize, log: Callable[[str], None]) -> Path:
     """Write the demo's texts as jsonl files, unless they are there."""
     done = folder / "corpus.json"
     if not done.exists() or json.loads(done.read_text()) != size.characters:
@@ -93,7 +93,7 @@ def make_corpus(folder: Path, size: Size, log: Callable[[str], None]) -> Path:
 
 
 def make_backbone(
-    folder: Path, corpus: Path, size: Size, seed: int, *, progress: bool, log: Callable[[str], None]
+    folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Callable[[str], None]
 ) -> None:
     """Pretrain the tiny Llama on the corpus' English and save it, unless a whole one is there."""
     wanted = {"size": size.model_dump(mode="json"), "seed": seed}
@@ -119,7 +119,7 @@ def make_backbone(
     done.write_text(json.dumps(wanted))
 
 
-def demo_recipe(out: Path, size: Size, seed: int) -> Recipe:
+def demo_recipe(out: Path, size: DemoSize, seed: int) -> Recipe:
     """The comparison that the demo runs, in the form that a user writes."""
 
     def source(name: str) -> dict[str, str]:
@@ -179,7 +179,7 @@ def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrained
     return train_tokenizer(texts(), vocab_size)
 
 
-def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
+def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingConfig:
     return TrainingConfig(
         steps=steps,
         batch_size=size.batch_size,
@@ -191,4 +191,4 @@ def _training(size: Size, steps: int, rate: float, seed: int) -> TrainingConfig:
     )
 
 
-__all__ = ["Size", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_corpus_tokenizer"]
+__all__ = ["DemoSize", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_corpus_tokenizer"]
