@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
 from graftlm.config import Config, parse_overridden
-from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError
+from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
 from graftlm.io import staged_folder
@@ -313,7 +313,7 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
         raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is not a whole safetensors file ({str(error).splitlines()[0]}): copy or train the graft again."
+            f"{path} is not a whole safetensors file ({first_line(error)}): copy or train the graft again."
         ) from None
 
 

@@ -85,6 +85,12 @@ class MissingExtraError(GraftError):
         )
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message without its full stop; the error's type where there is no message."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".: ")[:200]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: ` (did you mean X?)`, or all known words when none is close."""
     names = sorted(known)

@@ -26,7 +26,7 @@ from transformers import (
 
 from graftlm.backbone.families import FAMILIES, Sites
 from graftlm.config import Config
-from graftlm.errors import BackboneError
+from graftlm.errors import BackboneError, first_line
 from graftlm.io import check_model_folder
 from graftlm.models import register
 
@@ -115,7 +115,7 @@ class Backbone:
         try:
             self.model.to(device)  # type: ignore[arg-type]  # its decorator hides the overloads
         except (RuntimeError, AssertionError) as error:
-            reason = _first_line(error).partition(". ")[0]
+            reason = first_line(error).partition(". ")[0]
             raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -215,7 +215,7 @@ def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_r
     try:
         model, info = _LOADERS[kind].from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # transformers, safetensors and the hub share no base class
-        reason = _first_line(error)
+        reason = first_line(error)
         if not Path(name).is_dir() and isinstance(error, OSError):
             message = f"The hub has no model {name} ({reason}): check name and connection, or give a folder."
         else:
@@ -238,13 +238,8 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackboneError(
-            f"The tokenizer of {name} can't be loaded ({_first_line(error)}): restore its files."
+            f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".:")[:200]
 
 
 def _kind_of(model: PreTrainedModel) -> BackboneKind:

@@ -23,7 +23,7 @@ from graftlm.data.tables import (
     read_rows,
     values_of,
 )
-from graftlm.errors import DataError, did_you_mean
+from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.io import read_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
@@ -260,7 +260,7 @@ def _load_saved(path: Path, split: str) -> Any:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise DataError(f"The dataset folder {path} is not complete ({_cause(error)}): write it again.") from None
+        raise DataError(f"The dataset folder {path} is not complete ({first_line(error)}): write it again.") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
@@ -276,7 +276,7 @@ def _load_from_hub(config: SourceConfig) -> Any:
     except Exception as error:  # the loader's errors share no base class
         raise DataError(
             f"The dataset {config.name} (subset {config.subset}, split {config.split}) can't be loaded "
-            f"({_cause(error)}): check its name, subset and split, and the network."
+            f"({first_line(error)}): check its name, subset and split, and the network."
         ) from None
 
 
@@ -284,9 +284,4 @@ def _iterate(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Any]:
     try:
         yield from rows
     except OSError as error:
-        raise DataError(f"The dataset {name} could not be read to its end ({_cause(error)}): try again.") from None
-
-
-def _cause(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".: ") if lines else type(error).__name__
+        raise DataError(f"The dataset {name} could not be read to its end ({first_line(error)}): try again.") from None

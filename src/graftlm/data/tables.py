@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import pyarrow
 import pyarrow.parquet
 
-from graftlm.errors import DataError
+from graftlm.errors import DataError, first_line
 from graftlm.io import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -125,8 +125,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterato
                     number += 1
                     yield list(values), f"{path}: row {number}"
     except (pyarrow.ArrowException, EOFError) as error:
-        cause = str(error).splitlines()[0].rstrip(".")
-        raise DataError(f"{path} is not a whole parquet file ({cause}): fetch it again.") from None
+        raise DataError(f"{path} is not a whole parquet file ({first_line(error)}): fetch it again.") from None
 
 
 def values_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:

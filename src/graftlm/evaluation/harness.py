@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean
+from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean, first_line
 from graftlm.evaluation.metrics import evaluation_mode
 
 
@@ -65,7 +65,7 @@ def run_lm_eval(
                 task_manager=manager,
             )
         except (OSError, ConnectionError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = first_line(error)
             raise EvaluationError(
                 f"The data of the tasks {', '.join(names)} can't be had ({reason}): "
                 "check the connection, or name a task whose data is on this machine."

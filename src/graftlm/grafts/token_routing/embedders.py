@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
 from graftlm.backbone.cache import join_columns, slots
-from graftlm.errors import BackboneError, GraftError, MissingExtraError
+from graftlm.errors import BackboneError, GraftError, MissingExtraError, first_line
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
 
@@ -287,7 +287,7 @@ class SentenceEmbedder:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise BackboneError(
-                f"The embedder {config.name} can't be loaded ({str(error).strip().splitlines()[0]}): name a "
+                f"The embedder {config.name} can't be loaded ({first_line(error)}): name a "
                 "sentence-transformers model or its folder, or backbone."
             ) from None
         self._tokenizer = backbone.need_tokenizer()

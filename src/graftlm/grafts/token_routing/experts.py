@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
-from graftlm.errors import ArtifactError, GraftError, WrongBackboneError
+from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
 from graftlm.grafts.token_routing.config import ExpertConfig
 
 CONFIG_NAME, TENSORS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -235,7 +235,7 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is not a whole safetensors file ({str(error).splitlines()[0]}): copy the expert {name} again."
+            f"{path} is not a whole safetensors file ({first_line(error)}): copy the expert {name} again."
         ) from None
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

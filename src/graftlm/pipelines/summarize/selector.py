@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import default_device
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, MissingExtraError
+from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, MissingExtraError, first_line
 from graftlm.io import staged_folder
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
@@ -139,7 +139,7 @@ def _cause(error: Exception) -> str:
         return f"{Path(error.filename).name} is missing" if error.filename else "a file is missing"
     if isinstance(error, SafetensorError | json.JSONDecodeError):
         return "a file is damaged"
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return first_line(error)
 
 
 def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:

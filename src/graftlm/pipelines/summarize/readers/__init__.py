@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import DataError
+from graftlm.errors import DataError, first_line
 from graftlm.io import BYTE_ORDER_MARK, decode_utf8, read_errors
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, TextSpan, build_document
 from graftlm.pipelines.summarize.readers.html import html_blocks
@@ -131,7 +131,7 @@ def _read_pdf(path: Path) -> list[str]:
     except (errors.FileNotDecryptedError, errors.WrongPasswordError):
         raise _encrypted(path) from None
     except (errors.PyPdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        cause = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        cause = first_line(error)
         raise DataError(f"{path} is not a whole PDF file ({cause}): save or fetch it again.") from None
     except errors.DependencyError:
         raise DataError(
