@@ -20,11 +20,11 @@ class Function(NamedTuple):
 
 def functions(sources: Iterable[str]) -> list[Function]:
     """The functions and methods of some modules with a docstring, of a middling size, each docstring once."""
-    found: dict[str, Function] = {}
+    by_docstring: dict[str, Function] = {}
     for source in sources:
         for function in _of_module(source):
-            found.setdefault(function.doc, function)
-    return list(found.values())
+            by_docstring.setdefault(function.doc, function)
+    return list(by_docstring.values())
 
 
 def docstring_of(function: Function) -> tuple[str, str]:

@@ -89,7 +89,7 @@ class Readout(nn.Module):
     def states(self, ids_BT: Tensor) -> Tensor:
         """(B, T, A)."""
         read = [model.base_model(input_ids=ids_BT, use_cache=False) for model in self._models]
-        return torch.cat([one.last_hidden_state.float() for one in read], -1)
+        return torch.cat([output.last_hidden_state.float() for output in read], -1)
 
     def logits(self, states_A: Tensor) -> Tensor:
         """(..., A) -> (..., V)."""
@@ -120,12 +120,12 @@ def fit(readout: Readout, rows_NT: Tensor, run: ReadoutRun) -> None:
 
 def rows_of_text(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     """(N, length + 1) tokens of whole rows within documents, each beginning with the last token of the one before."""
-    found = []
+    rows = []
     for text in texts:
         ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
         if len(ids) > length:
-            found.append(ids.unfold(0, length + 1, length))
-    return torch.cat(found)
+            rows.append(ids.unfold(0, length + 1, length))
+    return torch.cat(rows)
 
 
 def output_layer(folder: str) -> Tensor:

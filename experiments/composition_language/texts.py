@@ -96,14 +96,14 @@ def _both_ways(pairs: Sequence[Pair]) -> list[Pair]:
 
 def passages(texts: Iterable[str], characters: int) -> list[Pair]:
     """Texts cut into passages at spaces, each cut again in its middle: (prompt, what follows)."""
-    found = []
+    passages = []
     for text in texts:
         for start in range(0, len(text) - characters, characters):
             passage = text[start : start + characters].partition(" ")[2]
             middle = passage.find(" ", len(passage) // 2)
             if middle > 0:
-                found.append((passage[:middle], passage[middle:]))
-    return found
+                passages.append((passage[:middle], passage[middle:]))
+    return passages
 
 
 def read_news(data: Path, longest: int) -> list[Pair]:
@@ -124,8 +124,8 @@ def _verses(file: Path) -> Iterator[tuple[str, str]]:
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
             book = line[4:]
-        elif found := re.match(r"(\[\d+:\d+\])(.*)", line):
-            yield book + found[1], " ".join(found[2].split())
+        elif match := re.match(r"(\[\d+:\d+\])(.*)", line):
+            yield book + match[1], " ".join(match[2].split())
 
 
 def _short(pairs: Iterable[Pair], longest: int) -> list[Pair]:

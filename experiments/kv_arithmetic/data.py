@@ -4,13 +4,13 @@ The three sets of the paper, over one kind of expression:
 
     KV-SUBS     abc+def  ->  12+34            NUM-MATH    12+34  ->  46            KV-MATH    abc+def  ->  46
 
-Written for a model that reads characters, a prompt and what completes it:
+As text for a model of characters, prompt and completion:
 
     substitution   abc+def>   210+430           numeric      210+430=   640
     scratchpad     abc+def>   210+430=640       direct       abc+def=   640
 
-A number has as many digits as the largest value, zeros included, and is written with its ones first. The one rule of
-expressions: the result lies in the range of the values, and so does every number that is computed on the way.
+A number has as many digits as the largest value, padded with zeros, least significant digit first. The result of an
+expression and every intermediate number lie in the range of the values.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _TRIES = 1000
 
 
 class World(Config):
-    """What keys, numbers and expressions look like.
+    """The form of keys, numbers and expressions.
 
     Args:
-        keys: how many; their values are the integers from 1 to this, in random order.
-        letters: fewest and most in a key, each length as likely while there are names of it left.
-        ones_first: write the ones first and the highest digit last.
-        operands: fewest and most in an expression, each number as likely.
-        operations: each as likely as the others.
-        held_in: share of the keys that the joint data may name.
+        keys: number of keys; their values are the integers from 1 to this number, in random order.
+        letters: minimum and maximum length of a key, each length equally likely.
+        ones_first: write the least significant digit first.
+        operands: minimum and maximum number in an expression, each equally likely.
+        operations: the operations, each equally likely.
+        held_in: share of the keys that the joint training data may contain.
     """
 
     keys: int = Field(500, ge=10)
@@ -66,24 +66,24 @@ class World(Config):
             if not least <= fewest <= most:
                 raise ValueError(f"{name} are {fewest} to {most}: give the fewest, at least {least}, before the most")
         names = sum(len(ascii_lowercase) ** n for n in range(self.letters[0], self.letters[1] + 1))
-        if names < 2 * self.keys:  # half of them name nothing
+        if names < 2 * self.keys:  # half of the names are no keys
             raise ValueError(f"{self.keys} keys take {2 * self.keys} names, and there are {names}: allow more letters")
         return self
 
     @property
     def digits(self) -> int:
-        """How many a number is written with."""
+        """The number of digits of a number."""
         return len(str(self.keys))
 
     def number(self, value: int) -> str:
-        """A number as it is written."""
+        """The text of a number."""
         text = f"{value:0{self.digits}}"
         return text[::-1] if self.ones_first else text
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Operands with an operation between each two: of keys, or of numbers as they are written."""
+    """Operands, keys or numbers as text, with an operation between each two."""
 
     operands: tuple[str, ...]
     operations: str
@@ -95,7 +95,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All keys with their values, and which of them the joint data may name."""
+    """All keys with their values; the joint training data may contain those held in."""
 
     values: dict[str, int]
     held_in: tuple[str, ...]
@@ -104,19 +104,19 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Task:
-    """An expression over keys with its values put in, and its result."""
+    """An expression over keys, the same expression over their values, and its result."""
 
     keys: Expression
     numbers: Expression
     result: str
 
     def prompt(self, form: Form) -> str:
-        """What a model is given."""
+        """The prompt."""
         ends = {"substitution": SUBSTITUTE, "scratchpad": SUBSTITUTE, "direct": COMPUTE, "numeric": COMPUTE}
         return f"{self.numbers if form == 'numeric' else self.keys}{ends[form]}"
 
     def completion(self, form: Form) -> str:
-        """What it should write, without the end of the line."""
+        """The right completion, without the end of the line."""
         substituted = f"{self.numbers}"
         return {
             "substitution": substituted,
@@ -126,14 +126,14 @@ class Task:
         }[form]
 
     def document(self, form: Form) -> Document:
-        """Both, for training."""
+        """Prompt and completion as a training document."""
         return Document(self.completion(form) + END, prompt=self.prompt(form))
 
 
 def make_pairs(world: World, seed: int) -> Pairs:
-    """Random keys with unique values from 1 to their number; a share of them is held in, spread over the values.
+    """Random keys with unique values from 1 to their number; a share of them is held in, evenly over the values.
 
-    Were it left to chance, a seed might hold in hardly any small values, of which all products are made.
+    A random share might contain few small values, of which all products are made.
     """
     source = random.Random(f"pairs {seed}")
     names: dict[str, None] = {}
@@ -151,29 +151,29 @@ def make_pairs(world: World, seed: int) -> Pairs:
 
 
 def compute(values: Sequence[int], operations: str) -> list[int]:
-    """Every number on the way to the result, which is the last: products first, then from the left."""
-    stack, found, signs = [values[0]], [], []
+    """All intermediate numbers, the result last: products first, then from left to right."""
+    stack, intermediate, signs = [values[0]], [], []
     for operation, value in zip(operations, values[1:], strict=True):
         if operation == "*":
             stack[-1] *= value
-            found.append(stack[-1])
+            intermediate.append(stack[-1])
         else:
             stack.append(value)
             signs.append(operation)
     total = stack[0]
     for operation, value in zip(signs, stack[1:], strict=True):
         total = OPERATIONS[operation](total, value)
-        found.append(total)
-    return found
+        intermediate.append(total)
+    return intermediate
 
 
 def tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Container[Expression] = ()
 ) -> Iterator[Task]:
-    """Endless tasks over some keys; expressions in `without`, of keys or of numbers, do not come up.
+    """An endless stream of tasks over some keys, except expressions in `without`.
 
     Raises:
-        DataError: the keys allow no other expression, or next to none.
+        DataError: the keys allow too few other expressions.
     """
     operands = Operands([pairs.values[key] for key in keys], world.keys, source.getrandbits(64))
     while True:
@@ -182,20 +182,20 @@ def tasks(
             if task is not None and task.keys not in without and task.numbers not in without:
                 break
         else:
-            raise DataError(f"{len(keys)} keys allow too few expressions: make more keys, or ask for less.")
+            raise DataError(f"{len(keys)} keys allow too few expressions: use more keys, or fewer tasks.")
         yield task
 
 
 def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands) -> Task | None:
-    """A task whose operations were drawn before its operands, so that each is as likely, whatever the rule leaves.
+    """A task whose operations are drawn before its operands, so that all operations are equally likely.
 
-    None where no operands were found, since few keys may have none that the rule allows.
+    None if no operands stay in range.
     """
     operations = _operations(world, source)
-    places = operands.draw(operations)
-    if places is None:
+    indices = operands.draw(operations)
+    if indices is None:
         return None
-    chosen = tuple(keys[place] for place in places)
+    chosen = tuple(keys[index] for index in indices)
     values = [pairs.values[key] for key in chosen]
     numbers = Expression(tuple(map(world.number, values)), operations)
     return Task(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
@@ -206,22 +206,22 @@ def _operations(world: World, source: random.Random) -> str:
 
 
 def noise(world: World, source: random.Random, names: Container[str]) -> str:
-    """Text before a sum that says nothing about it: an expression over words that are no keys."""
+    """Irrelevant text before an expression: an expression over words that are no keys."""
     operations = _operations(world, source)
     words = tuple(word(world, source, names) for _ in range(len(operations) + 1))
     return f"{Expression(words, operations)}{SUBSTITUTE}"
 
 
 def word(world: World, source: random.Random, names: Container[str] = ()) -> str:
-    """Letters like a key's, and none of `names`."""
+    """A random word in the form of a key, not in `names`."""
     while True:
-        found = "".join(source.choice(ascii_lowercase) for _ in range(source.randint(*world.letters)))
-        if found not in names:
-            return found
+        name = "".join(source.choice(ascii_lowercase) for _ in range(source.randint(*world.letters)))
+        if name not in names:
+            return name
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character that texts are made of."""
+    """A tokenizer with one token per character."""
     characters = [END, *ascii_lowercase, *digits, *OPERATIONS, SUBSTITUTE, COMPUTE]
     vocabulary = {token: number for number, token in enumerate([_PAD, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))

@@ -1,4 +1,7 @@
-"""What every row is asked: expressions that no model was trained on, and how its answers are marked."""
+"""The test expressions of every row, and the grading of answers.
+
+m_A and the joint data are not trained on test expressions. m_B's stream does not exclude them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ METRICS = (
 
 
 class Exam(Config):
-    """How many different expressions are asked, over keys held in and over keys held out.
+    """Numbers of different expressions.
 
     Args:
-        validation: for choosing settings, over keys held out; they are asked for nothing else.
+        expressions: of test expressions over keys held in, and over keys held out.
+        validation: of expressions over keys held out, used only to choose settings.
     """
 
     expressions: int = Field(300, ge=1)
@@ -37,49 +41,51 @@ class Exam(Config):
 
 @dataclass(frozen=True)
 class Questions:
-    """The tasks of one seed."""
+    """The test and validation tasks of one seed."""
 
     held_in: tuple[Task, ...]
     held_out: tuple[Task, ...]
     validation: tuple[Task, ...]
 
     def expressions(self) -> set[Expression]:
-        """All that no model may be trained on, of keys and of numbers."""
-        asked = (*self.held_in, *self.held_out, *self.validation)
-        return {task.keys for task in asked} | {task.numbers for task in asked}
+        """All expressions, over keys and over numbers."""
+        all_tasks = (*self.held_in, *self.held_out, *self.validation)
+        return {task.keys for task in all_tasks} | {task.numbers for task in all_tasks}
 
 
 def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
-    """The same questions for the same seed."""
+    """The questions of a seed."""
     source = random.Random(f"exam {seed}")
-    held_in = _different(world, pairs, pairs.held_in, source, exam.expressions)
-    held_out = _different(world, pairs, pairs.held_out, source, exam.expressions + exam.validation)
+    held_in = _unique_tasks(world, pairs, pairs.held_in, source, exam.expressions)
+    held_out = _unique_tasks(world, pairs, pairs.held_out, source, exam.expressions + exam.validation)
     return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
 
 
-def _different(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int) -> tuple[Task, ...]:
-    found: dict[Expression, Task] = {}
-    drawn = tasks(world, pairs, keys, source, found)
-    while len(found) < count:
+def _unique_tasks(
+    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int
+) -> tuple[Task, ...]:
+    unique_tasks: dict[Expression, Task] = {}
+    drawn = tasks(world, pairs, keys, source, unique_tasks)
+    while len(unique_tasks) < count:
         task = next(drawn)
-        found[task.keys] = task
-    return tuple(found.values())
+        unique_tasks[task.keys] = task
+    return tuple(unique_tasks.values())
 
 
 def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
-    """Percentages by metric, and `operations`: of the tests of arithmetic, by operation or number of operands."""
+    """Percentages by metric. `operations`: the arithmetic tests by operation or number of operands."""
     written = {
-        "held_in": _ask(model, tokenizer, questions.held_in, "scratchpad"),
-        "held_out": _ask(model, tokenizer, questions.held_out, "scratchpad"),
+        "held_in": _generate(model, tokenizer, questions.held_in, "scratchpad"),
+        "held_out": _generate(model, tokenizer, questions.held_out, "scratchpad"),
     }
     marks: dict[str, list[bool]] = {}
-    for name, asked in (("held_in", questions.held_in), ("held_out", questions.held_out)):
-        pairs = list(zip(asked, written[name], strict=True))
+    for name, test_tasks in (("held_in", questions.held_in), ("held_out", questions.held_out)):
+        pairs = list(zip(test_tasks, written[name], strict=True))
         marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in pairs]
         marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in pairs]
     alone: dict[str, Form] = {"num_math": "numeric", "kv_math_direct_held_out": "direct"}
     for name, form in alone.items():
-        answers = _ask(model, tokenizer, questions.held_out, form)
+        answers = _generate(model, tokenizer, questions.held_out, form)
         marks[name] = [answer == task.result for task, answer in zip(questions.held_out, answers, strict=True)]
     of_operations = {name: marks[name] for name in METRICS if "math" in name and name != "kv_math_held_in"}
     return {name: percent(marks[name]) for name in METRICS} | {
@@ -89,7 +95,7 @@ def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
 
 def validate(model: Any, tokenizer: Any, questions: Questions, form: Form = "scratchpad") -> float:
     """Percent of the validation expressions whose result is right."""
-    answers = _ask(model, tokenizer, questions.validation, form)
+    answers = _generate(model, tokenizer, questions.validation, form)
     return percent([result(a) == task.result for task, a in zip(questions.validation, answers, strict=True)])
 
 
@@ -99,25 +105,25 @@ def percent(marks: Sequence[bool]) -> float:
 
 
 def substituted(answer: str) -> str:
-    """What an answer put in for the keys: all of it before the result."""
+    """The substitution in an answer: the text before the result."""
     return answer.split(COMPUTE, 1)[0]
 
 
 def result(answer: str) -> str:
-    """The number at which an answer arrived: what follows its last equals sign, or all of it."""
+    """The result in an answer: the text after the last equals sign, or the whole answer."""
     return answer.rsplit(COMPUTE, 1)[-1]
 
 
-def _ask(model: Any, tokenizer: Any, asked: Sequence[Task], form: Form) -> list[str]:
-    prompts = [task.prompt(form) for task in asked]
-    longest = max(len(task.completion(form)) for task in asked) + len(END)
+def _generate(model: Any, tokenizer: Any, test_tasks: Sequence[Task], form: Form) -> list[str]:
+    prompts = [task.prompt(form) for task in test_tasks]
+    longest = max(len(task.completion(form)) for task in test_tasks) + len(END)
     return generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
 
 
-def _by_kind(asked: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
+def _by_kind(test_tasks: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
     """Percentages by operation, or by the number of operands where some have more than two."""
-    of_two = all(len(task.keys.operands) == 2 for task in asked)
-    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in asked]
+    of_two = all(len(task.keys.operands) == 2 for task in test_tasks)
+    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in test_tasks]
     return {
         kind: percent([mark for own, mark in zip(kinds, marks, strict=True) if own == kind])
         for kind in sorted(set(kinds))

@@ -24,13 +24,13 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(9.2, 4.8), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(SHOWN)
-    places = np.arange(len(rows))
+    positions = np.arange(len(rows))
     for index, (metric, label) in enumerate(SHOWN.items()):
         means = [value_of(row.metrics[metric]) for row in rows]
-        at = places + (index - (len(SHOWN) - 1) / 2) * width
+        at = positions + (index - (len(SHOWN) - 1) / 2) * width
         axes.bar(at, means, width * 0.92, color=PALETTE[index], label=label, zorder=2)
         axes.errorbar(at, means, yerr=_reach(rows, metric), fmt="none", ecolor="#222222", elinewidth=1, zorder=3)
-    axes.set_xticks(places, [row.label for row in rows])
+    axes.set_xticks(positions, [row.label for row in rows])
     axes.set_ylim(0, 105)
     axes.set_ylabel("right answers, %")
     axes.set_title("Key-value arithmetic", loc="left", fontweight="bold")
@@ -43,8 +43,13 @@ def accuracy(rows: Sequence[Row]) -> Figure:
 
 def _reach(rows: Sequence[Row], metric: str) -> list[list[float]]:
     """How far the intervals reach below and above the means, within 0 and 100."""
-    found = [row.metrics[metric] for row in rows]
-    pairs = [(one.mean, one.low, one.high) if isinstance(one, Interval) else (value_of(one),) * 3 for one in found]
+    metrics = [row.metrics[metric] for row in rows]
+    pairs = [
+        (metric_value.mean, metric_value.low, metric_value.high)
+        if isinstance(metric_value, Interval)
+        else (value_of(metric_value),) * 3
+        for metric_value in metrics
+    ]
     return [
         [mean - max(0.0, low) for mean, low, _ in pairs],
         [min(100.0, high) - mean for mean, _, high in pairs],

@@ -159,7 +159,7 @@ class AugmentingModel:
         """Raise `GraftError` if the text is longer than the model's context."""
         config = self.backbone.sites.config
         needed = inputs["input_ids"].shape[1] + (0 if own_cache is None else int(own_cache.get_seq_length()))
-        limits = [max_sequence_length(self.backbone)]
+        limits: list[int | None] = [max_sequence_length(self.backbone)]
         has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
         if isinstance(self._alignment, CharacterAlignment) and has_window:
             limits.append(getattr(config, "sliding_window", None))  # the tree's mask has no window
