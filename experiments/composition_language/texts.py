@@ -96,14 +96,14 @@ def _both_ways(pairs: Sequence[Pair]) -> list[Pair]:
 
 def passages(texts: Iterable[str], characters: int) -> list[Pair]:
     """Texts cut into passages at spaces, each cut again in its middle: (prompt, what follows)."""
-    passages = []
+    pairs = []
     for text in texts:
         for start in range(0, len(text) - characters, characters):
             passage = text[start : start + characters].partition(" ")[2]
             middle = passage.find(" ", len(passage) // 2)
             if middle > 0:
-                passages.append((passage[:middle], passage[middle:]))
-    return passages
+                pairs.append((passage[:middle], passage[middle:]))
+    return pairs
 
 
 def read_news(data: Path, longest: int) -> list[Pair]:

@@ -156,7 +156,7 @@ def test_too_few_expressions_are_an_error() -> None:
     world = World(keys=10, operations="+")
     pairs = make_pairs(world, 0)
     key = next(key for key, value in pairs.values.items() if value == 10)
-    with pytest.raises(DataError, match="1 keys allow too few expressions: make more keys, or ask for less"):
+    with pytest.raises(DataError, match="1 keys allow too few expressions: use more keys, or fewer tasks"):
         next(tasks(world, pairs, [key], random.Random(0)))
 
 
