@@ -219,7 +219,7 @@ def _capped(live: Any, raw: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_module_by_its_path(family: str) -> None:
+def test_any_module_is_a_site_by_its_path(family: str) -> None:
     sites = Sites(model(family))
     name = next(name for name, module in model(family).named_modules() if module is sites.ffn_linears(0)[-1])
     by_path = tapped(family, Tap(Site("module", path=name), "after", "replace", zeros))
@@ -279,7 +279,7 @@ def test_positions_count_real_tokens() -> None:
         (Site("module", path="model.layers.0.mpl"), "no module 'model.layers.0.mpl'"),
     ],
 )
-def test_places_that_are_not_there(site: Site, message: str) -> None:
+def test_missing_sites(site: Site, message: str) -> None:
     with pytest.raises(TapError, match=message):
         tapped("llama", Tap(site, "after", "replace", zeros))
     assert not any(module._forward_pre_hooks for module in model("llama").modules()), "hooks stayed after the error"
@@ -290,7 +290,7 @@ def test_encoders_have_no_last_norm() -> None:
         tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
 
 
-def test_an_unknown_family_is_told_how_to_describe_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_family_gets_a_call_that_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ROWS, "qwen3")
     with pytest.raises(UnknownFamilyError) as caught:
         Backbone.wrap(model("qwen3"))
@@ -315,14 +315,14 @@ def test_a_row_that_does_not_fit_says_what_is_missing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("mine", "yours"), [(Site("ffn", 1), Site("ffn", 1)), (Site("ffn", 1), Site("ffn", -1))])
-def test_two_that_replace_one_place_are_named(mine: Site, yours: Site) -> None:
+def test_two_grafts_that_replace_at_one_site_are_named(mine: Site, yours: Site) -> None:
     live = model("llama")
     taps = {"danish": [Tap(mine, "after", "replace", zeros)], "legal": [Tap(yours, "after", "replace", zeros)]}
     with pytest.raises(TapConflictError, match="'danish' and 'legal' both replace what happens after ffn"):
         TapHooks(live, Sites(live), taps, lambda call: None)
 
 
-def test_many_may_add_at_one_place() -> None:
+def test_several_grafts_may_add_at_one_site() -> None:
     live = model("llama")
     one = Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs / 2)
     taps = {"danish": [one], "legal": [Tap(Site("ffn", 1), "after", "add", lambda call, inputs, outputs: -outputs)]}

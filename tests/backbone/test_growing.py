@@ -46,7 +46,7 @@ def copied(layer: DynamicLayer) -> DynamicLayer:
 
 
 @given(STEPS)
-def test_every_copy_is_what_a_layer_that_copies_would_be(steps: list[tuple[str, int, int]]) -> None:
+def test_every_clone_equals_a_dynamic_layer(steps: list[tuple[str, int, int]]) -> None:
     pairs: list[tuple[DynamicLayer, DynamicLayer]] = [(GrowingLayer(), DynamicLayer())]
     for layer in pairs[0]:
         layer.update(states(2, 5, 0), states(2, 5, 1))
@@ -72,7 +72,7 @@ def test_every_copy_is_what_a_layer_that_copies_would_be(steps: list[tuple[str, 
             assert all(map(torch.equal, known(own), known(other)))
 
 
-def test_what_is_there_is_not_copied_for_a_token() -> None:
+def test_a_token_does_not_copy_the_states() -> None:
     layer = GrowingLayer()
     layer.update(states(2, 5, 0), states(2, 5, 1))
     keys, _ = layer.update(states(2, 1, 2), states(2, 1, 3))
@@ -81,7 +81,7 @@ def test_what_is_there_is_not_copied_for_a_token() -> None:
         assert more.data_ptr() == keys.data_ptr()
 
 
-def test_layers_that_do_not_copy_stay_and_gradients_are_refused() -> None:
+def test_other_layers_stay_and_gradients_are_refused() -> None:
     cache = use_growing_layers(DynamicCache(config=tiny_model("gemma3").config))
     assert {type(layer) for layer in cache.layers} == {GrowingLayer, DynamicSlidingWindowLayer}
     assert use_growing_layers(DynamicCache()).layer_class_to_replicate is GrowingLayer

@@ -37,7 +37,7 @@ def folder(tiny_backbone: BackboneFolder, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_saved_comes_back(family: str, tiny_backbone: BackboneFolder) -> None:
+def test_a_saved_model_is_loaded(family: str, tiny_backbone: BackboneFolder) -> None:
     kind = "masked-lm" if family in ENCODERS else "causal-lm"
     backbone = load_backbone(tiny_backbone(family), kind=kind)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_what_was_saved_comes_back(family: str, tiny_backbone: BackboneFolder) -
     assert backbone.device.type == "cpu"
 
 
-def test_dtype_and_kind_are_as_asked(tiny_backbone: BackboneFolder) -> None:
+def test_dtype_and_kind_are_those_requested(tiny_backbone: BackboneFolder) -> None:
     assert load_backbone(tiny_backbone("llama"), dtype=torch.bfloat16).model.dtype == torch.bfloat16
     assert load_backbone(tiny_backbone("llama")).model.dtype == torch.float32
     assert isinstance(load_backbone(tiny_backbone("bert"), kind="encoder").model, BertModel)
@@ -150,7 +150,7 @@ def test_a_tokenizer_may_be_missing_until_text_is_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
-def test_a_folder_that_is_not_there(name: str) -> None:
+def test_a_missing_folder(name: str) -> None:
     with pytest.raises(
         BackboneError, match=f"There is no folder {name}: give a model's folder, or its name on the hub"
     ):
@@ -162,7 +162,7 @@ def test_a_file_is_no_folder(folder: Path) -> None:
         load_backbone(folder / "config.json")
 
 
-def test_a_name_that_the_hub_does_not_give() -> None:
+def test_a_name_that_is_not_on_the_hub() -> None:
     with pytest.raises(BackboneError, match="The hub has no model nobody/nothing") as caught:
         load_backbone("nobody/nothing")
     assert "\n" not in str(caught.value)
@@ -187,7 +187,7 @@ def test_a_family_without_a_row(tmp_path: Path) -> None:
         load_backbone(tmp_path / "stablelm")
 
 
-def test_remote_code_is_never_run_unasked(folder: Path) -> None:
+def test_remote_code_is_not_run_by_default(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('ran')\n")
     config = json.loads((folder / "config.json").read_text())
     remote = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

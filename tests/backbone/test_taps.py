@@ -35,7 +35,7 @@ def probed(look: Callable[[Call, Tensor], Any], family: str = "llama") -> Grafte
     return GraftedModel(Backbone.wrap(tiny_model(family)), {"probe": Probe(look)}).eval()
 
 
-def test_a_call_says_what_the_caller_said() -> None:
+def test_a_call_has_the_inputs_of_its_pass() -> None:
     seen: list[Call] = []
     ids, mask = tiny_ids(), torch.ones_like(tiny_ids())
     mask[1, 20:] = 0
@@ -56,7 +56,7 @@ def test_a_call_says_what_the_caller_said() -> None:
     assert not call.training
 
 
-def test_a_call_that_is_told_nothing_knows_nothing() -> None:
+def test_a_call_without_inputs_has_none() -> None:
     seen: list[Call] = []
     with probed(lambda call, _: seen.append(call)) as model, torch.no_grad():
         model.model(tiny_ids())
@@ -180,7 +180,7 @@ def test_embeddings_instead_of_ids() -> None:
     assert seen[0].token_mask.shape == (2, 24)
 
 
-def test_a_module_called_on_its_own_meets_its_taps() -> None:
+def test_taps_act_on_a_module_called_on_its_own() -> None:
     seen: list[Call] = []
     with probed(lambda call, _: seen.append(call)) as model:
         model.backbone.sites.layers[1].mlp(torch.zeros(1, 3, 48))

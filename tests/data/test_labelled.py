@@ -193,7 +193,7 @@ def test_a_label_not_seen_in_training(tmp_path: Path) -> None:
         read_held_out_rows("t", config(train, test=str(tmp_path / "gone.csv")), found.spec)
 
 
-def test_classes_with_one_example_are_told(tmp_path: Path) -> None:
+def test_classes_with_one_example_are_noted(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": "x"}] * 3 + [{"text": "b", "label": "rare"}]
     path = write(tmp_path / "a.jsonl", rows)
     (note,) = read_training_rows("t", config(path)).notes
@@ -244,7 +244,7 @@ def test_a_word_is_tagged_at_its_first_token(words: list[str]) -> None:
         start += len(word) + 1
 
 
-def test_a_word_whose_tokens_are_cut_has_no_place() -> None:
+def test_a_word_whose_tokens_are_truncated_has_no_token() -> None:
     assert first_tokens(["a", "b"], [(0, 1), (1, 3)]).tolist() == [0, 1]
     assert first_tokens(["a", "b"], [(0, 1)]).tolist() == [0, -1]
     assert first_tokens(["a", "b"], [(1, 3)]).tolist() == [-1, 0]  # begins behind the first word, with the blank

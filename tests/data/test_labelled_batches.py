@@ -41,7 +41,7 @@ def test_long_rows_are_cut_and_counted_or_refused() -> None:
     assert mixture.notes == ["Of the 2 rows of the task t 1 are longer than 12 tokens and were cut at their end."]
 
 
-def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
+def test_truncated_answers_are_measured_and_not_learned() -> None:
     context = "brown fox " * 20 + "moon"
     late = AnswerSpan(context.index("moon"), len(context), ("moon",))
     task = rows_of(SPAN, (("which", "dog moon"), AnswerSpan(4, 8, ("moon",))), (("which", context), late))
@@ -58,7 +58,7 @@ def test_answers_behind_the_cut_are_not_learned_but_measured() -> None:
         encoder.encode(question)
 
 
-def test_an_answer_that_reaches_over_the_cut_is_not_learned() -> None:
+def test_a_partly_truncated_answer_is_not_learned() -> None:
     context = "brown fox " * 20
     whole = RowEncoder(TOKENIZER, 200).encode(rows_of(SPAN, (("which", context), AnswerSpan(0, 5, ("brown",))))).rows[0]
     assert whole.alignment is not None
@@ -120,7 +120,7 @@ def test_batches_by_length_give_every_row_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["uniform", "size", "entropy", "uncertainty"])
-def test_a_mixture_goes_on_where_it_stopped(tmp_path: Path, policy: str) -> None:
+def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
     without = ("length", "where") if policy == "entropy" else ()
     write_rows(tmp_path)
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items() if name not in without}
@@ -148,12 +148,12 @@ def test_tasks_without_entropy_have_their_uniform_share(tmp_path: Path) -> None:
     assert [sum(batch.count(number) for batch in counts) for number in (2, 4)] == [6, 6]
 
 
-def test_a_share_that_is_said_counts(tmp_path: Path) -> None:
+def test_a_fixed_share_is_kept(tmp_path: Path) -> None:
     found = mixture(tmp_path, "uncertainty", by_length, sampler={"fixed": {"length": 0.5}})
     assert found.sampler.config.fixed == pytest.approx({"length": 0.5, "where": 1 / 6})
 
 
-def test_the_sampler_hears_entropies_in_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_observes_entropies_in_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score is the entropy over that of knowing nothing: of another number of classes it is another entropy."""
     write_rows(tmp_path)
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items()}

@@ -85,7 +85,7 @@ def test_epochs_have_different_orders_and_rows_are_shuffled_in_the_batch() -> No
 
 @settings(deadline=None, max_examples=20)
 @given(shares, st.integers(1, 9), st.integers(0, 50))
-def test_any_step_can_be_asked_first(p: float, batch_size: int, step: int) -> None:
+def test_any_step_can_be_drawn_first(p: float, batch_size: int, step: int) -> None:
     going = mixture(p, batch_size)
     for earlier in range(step):
         going.batch(earlier)
@@ -142,7 +142,7 @@ def streaming_mixture() -> Mixture:
 
 @pytest.mark.parametrize("group", [1, 60, 10**6])
 @pytest.mark.parametrize("stop", [0, 1, 7, 30])
-def test_a_stream_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken = streaming_mixture(), streaming_mixture()
     expected = [unbroken.batch(step) for step in range(40)]

@@ -193,7 +193,7 @@ def streamed() -> Mixture:
 
 @pytest.mark.parametrize("group", [1, 100])
 @pytest.mark.parametrize("stop", [1, 5])
-def test_a_stream_of_prompts_goes_on_where_it_stopped(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_prompts_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken, resumed = streamed(), streamed(), streamed()
     expected = [unbroken.batch(step) for step in range(12)]
@@ -207,7 +207,7 @@ def test_a_stream_of_prompts_goes_on_where_it_stopped(stop: int, group: int, mon
         assert torch.equal(found.prompt, expected[step].prompt)  # type: ignore[arg-type]
 
 
-def test_long_prompts_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_tokenised_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = [Document("one\ntwo\nthree\n" * 5, "a", "four\nfive\n" * 9), Document("six", "b"), Document("x", "c", "y")]
     expected = pack(corpus, PLAIN, 16).marked
     monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 30)

@@ -50,7 +50,7 @@ def test_a_folder_gives_all_its_documents_in_order(folder: Path) -> None:
     assert texts(path=str(folder)) == [f"d{i}" for i in range(7)]
 
 
-def test_documents_say_where_they_are_from(folder: Path) -> None:
+def test_documents_have_their_location(folder: Path) -> None:
     found = list(read_documents(SourceConfig(path=str(folder))))
     assert found[0] == Document("d0", str(folder / "a" / "one.txt"))
     assert found[2].where == f"{folder / 'b.jsonl'}: line 3"
@@ -192,7 +192,7 @@ def test_no_text_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_that_is_not_there(streaming: bool) -> None:
+def test_a_missing_dataset(streaming: bool) -> None:
     said = message(dataset="nobody/nothing", streaming=streaming)
     assert said.startswith("The dataset nobody/nothing (subset None, split train) can't be loaded (")
     assert said.endswith("check its name, subset and split, and the network.")

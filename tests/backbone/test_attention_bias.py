@@ -76,7 +76,7 @@ def test_none_changes_no_bit(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in DECODERS if family != "block-state"])
-def test_two_that_add_are_their_sum(family: str) -> None:
+def test_two_biases_are_summed(family: str) -> None:
     live, chance = tiny_model(family), torch.Generator().manual_seed(0)
     one, other = (torch.randn(1, 1, LENGTH, LENGTH, generator=chance) for _ in range(2))
     site = Site("attention", 0)
@@ -91,7 +91,7 @@ def test_two_that_add_are_their_sum(family: str) -> None:
     wiring.remove()
 
 
-def test_places_and_models_that_take_none_say_so() -> None:
+def test_sites_and_models_without_a_bias_raise() -> None:
     live = tiny_model("llama")
     for tap in (Tap(Site("ffn", 0), "before", "bias", print), Tap(Site("attention", 0), "after", "bias", print)):
         with pytest.raises(TapError, match="only before an attention"):
