@@ -37,8 +37,8 @@ class LowRankBias(Graft):
         self.config, sites = config, backbone.sites
         self.v = nn.ModuleList(nn.Linear(sites.width, config.rank, bias=False) for _ in range(sites.n_layers))
         self.u = nn.ModuleList(nn.Linear(config.rank, sites.width, bias=False) for _ in range(sites.n_layers))
-        for linear in self.u:
-            nn.init.zeros_(linear.weight)
+        for weight in self.u.parameters():
+            nn.init.zeros_(weight)
         self.to(backbone.device)
 
     def taps(self) -> list[Tap]:

@@ -23,7 +23,7 @@ from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, Ta
 from graftlm.data.samplers import SamplerConfig
 from graftlm.evaluation.labelled import TaskTestSet, measure_labelled, predictor
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
+from graftlm.grafts import GraftedModel, HasHeads, build_graft, graft_config
 from graftlm.grafts.heads import uncertainty
 from graftlm.runs.graft_run import count_parameters
 from graftlm.training import TrainingConfig, train
@@ -78,6 +78,7 @@ def by_graft(cell: Cell, rows: Mapping[str, TaskRows], folder: Path) -> dict[str
     before = old_predictions(cell, backbone) if cell.old else {}
     torch.manual_seed(cell.training.seed)
     graft = build_graft(config_of(cell, rows), backbone)
+    assert isinstance(graft, HasHeads)
     with GraftedModel(backbone, {GRAFT: graft}) as model:
         mixture = _mixture(cell, rows, backbone, graft, score_of(model, cell.training.precision))
         began = graft.start_tasks(model, {name: mixture.sample(name, COMPARED).inputs() for name in rows})
@@ -228,7 +229,7 @@ def _row_encoder(cell: Cell, backbone: Backbone) -> RowEncoder:
 
 
 def _mixture(
-    cell: Cell, rows: Mapping[str, TaskRows], backbone: Backbone, graft: Graft | None, score: Score | None
+    cell: Cell, rows: Mapping[str, TaskRows], backbone: Backbone, graft: HasHeads | None, score: Score | None
 ) -> LabelledMixture:
     names = list(rows if graft is None else graft.tasks())
     training = cell.training

@@ -78,7 +78,7 @@ def graft_class(kind: str) -> type[Graft]:
                 f"The graft {kind} can't be imported from {graft} ({error}): install or correct it."
             ) from error
         _check_class(kind, graft)
-    return graft  # type: ignore[return-value]  # the check above
+    return graft
 
 
 def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
@@ -103,4 +103,4 @@ def default_config(kind: str) -> GraftConfig | None:
 
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
     """A fresh graft for a backbone; its random values come from torch's generator."""
-    return config.graft_class(config, backbone)  # type: ignore[call-arg, arg-type]  # each class documents its own
+    return config.graft_class(config, backbone)

@@ -72,8 +72,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a vocabulary of `tokens`; decoding gives back any text."""
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=tokens, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
