@@ -1,7 +1,6 @@
-"""Teach a frozen language model something new, and show what it kept.
+"""Teach a frozen language model something new, and measure what it forgot.
 
-The names here are those that most programs need; each is imported when it is first asked for, so `import graftlm`
-is quick.
+These are the names that most programs need. Each is imported when it is first used, so `import graftlm` is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 
-_HOMES = {
+_MODULES = {
     "Graft": "graftlm.grafts",
     "GraftError": "graftlm.errors",
     "GraftedModel": "graftlm.grafts",
@@ -53,9 +52,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -79,7 +79,7 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
         asked.append((type(model).__name__, names, limit))
         return {"arc_easy": {"acc": 0.25 * len(asked)}}
 
-    monkeypatch.setattr("graftlm.generation.inspect.run_lm_eval", tasks)
+    monkeypatch.setattr("graftlm.evaluation.run_lm_eval", tasks)
     document = json.loads(graft("eval", trained, "--tasks", "arc_easy", "--limit", "3", "--json").out)
     assert asked == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]

@@ -6,12 +6,14 @@ Paths are relative to `model.base_model`; paths of a layer's modules are relativ
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from graftlm.errors import TapError, UnknownFamilyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "module"]
 

@@ -9,20 +9,11 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from graftlm.backbone.families import FAMILIES, Sites
 from graftlm.config import Config
@@ -30,14 +21,16 @@ from graftlm.errors import BackboneError, first_line
 from graftlm.io import check_model_folder
 from graftlm.models import register
 
-register()  # transformers' Auto classes load our own architectures
+# transformers' models take seconds to import, so functions import them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
 UNLIMITED = sys.maxsize
-_LOADERS: dict[BackboneKind, Any] = {
-    "causal-lm": AutoModelForCausalLM,
-    "masked-lm": AutoModelForMaskedLM,
-    "encoder": AutoModel,
+_LOADERS: dict[BackboneKind, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "encoder": "AutoModel",
 }
 
 
@@ -166,7 +159,7 @@ def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = 
         tokenizer: also apply the limit of this tokenizer.
     """
     config = getattr(model, "config", None)
-    config = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
     family = FAMILIES.get(getattr(config, "model_type", ""))
@@ -211,9 +204,12 @@ def load_backbone(
 
 
 def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    import transformers
+
+    register()  # transformers' Auto classes load our own architectures
     options = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
-        model, info = _LOADERS[kind].from_pretrained(name, output_loading_info=True, **options)
+        model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # transformers, safetensors and the hub share no base class
         reason = first_line(error)
         if not Path(name).is_dir() and isinstance(error, OSError):
@@ -231,6 +227,8 @@ def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_r
 
 
 def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         return None
@@ -251,6 +249,8 @@ def _kind_of(model: PreTrainedModel) -> BackboneKind:
 
 def _unwrap(model: Any) -> PreTrainedModel:
     """The live transformers model inside a compiled or PEFT wrapper."""
+    from transformers import PreTrainedModel
+
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()

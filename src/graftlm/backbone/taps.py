@@ -12,17 +12,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from graftlm.backbone.families import Site, Sites
 from graftlm.errors import TapConflictError, TapError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADDITIVE_MASKS = ("sdpa", "eager")  # attention implementations that add a floating-point mask to their scores
 
@@ -79,7 +81,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _untraced(function: _Function) -> _Function:
-    """Exclude a hook from torch.compile: it reads Python state of the running pass."""
+    """Exclude a hook from torch.compile: it reads Python state of the running pass.
+
+    The first call imports torch._dynamo, which takes seconds, so no function is decorated at import.
+    """
     return torch.compiler.disable(function)  # type: ignore[return-value]  # it returns a callable of the same form
 
 
@@ -140,11 +145,12 @@ class TapHooks:
             if not taps:  # a bare model needs no hooks
                 return
             base = model.base_model
-            self._handles.append(base.register_forward_pre_hook(self._open_call, with_kwargs=True))
+            self._handles.append(base.register_forward_pre_hook(_untraced(self._open_call), with_kwargs=True))
             for owner, owner_taps in taps.items():
                 for tap in owner_taps:
                     self._connect(sites, owner, tap)
-            self._handles.append(base.register_forward_hook(self._close_call, with_kwargs=True, always_call=True))
+            close = _untraced(self._close_call)
+            self._handles.append(base.register_forward_hook(close, with_kwargs=True, always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -187,7 +193,6 @@ class TapHooks:
             call.scratch.clear()
             call.scratch.update(scratch)
 
-    @_untraced
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values, calls = self._stack.announced or ({}, [])
         mask = kwargs.get("attention_mask")
@@ -201,7 +206,6 @@ class TapHooks:
         self._stack.calls.append(call)
         self._prepare(call)
 
-    @_untraced
     def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._stack.calls:
             self._stack.calls.pop()

@@ -9,19 +9,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import padding_id
 from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
 from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
 from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LINE_BREAK = "\n"
 _WITHOUT_ENTROPY = ("regression", "span")

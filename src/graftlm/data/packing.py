@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import leading_bos, padding_id
 from graftlm.data.sources import DataConfig, Document, SourceConfig, read_documents
 from graftlm.data.streaming import StreamingBlocks
 from graftlm.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Boundaries = Literal["separate", "joined", "whole"]
 Progress = Callable[[int], None]

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 from torch import Tensor
@@ -14,12 +14,16 @@ from torch import Tensor
 from graftlm.artifact import Manifest, backbone_of, is_model, load_graft, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
-from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.errors import DataError
-from graftlm.evaluation import Metric, Results, TaskConfig, run_lm_eval
+from graftlm.evaluation.results import Metric, Results
 from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
-from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
-from graftlm.runs.run import Measurement
+
+# Models and training take seconds to import, so functions that run models import them.
+if TYPE_CHECKING:
+    from graftlm.data import Document
+    from graftlm.evaluation import TaskConfig
+    from graftlm.runs.graft_run import EvaluationConfig
+    from graftlm.runs.run import Measurement
 
 LENGTH = 256
 _MAX_RANKED_VALUES = 2**24  # the effective rank of a larger matrix takes seconds
@@ -126,7 +130,7 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
         {
             "folder": str(folder),
             "kind": manifest.kind,
-            "label": graft_label(manifest.graft_config()),
+            "label": graft_class(manifest.graft_config().kind).label or manifest.kind,
             "config": manifest.config,
             "library": manifest.library,
             "backbone": {
@@ -165,6 +169,8 @@ def _inspect_layers(
     backbone: Backbone, graft: Graft, texts: Mapping[str, Sequence[Document]], length: int
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, Any]]:
     """Per-layer quantities and descriptions that need the backbone."""
+    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+
     described = dict(graft.describe(backbone))
     layers: dict[str, dict[str, list[float]]] = {}
     if "spectrum" in described:
@@ -227,6 +233,9 @@ def evaluate_graft(
         BackboneError: the backbone can't be loaded.
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
+    from graftlm.evaluation import run_lm_eval
+    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
+
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
     if not texts and not tasks and not evaluation.tasks:
         raise DataError(
@@ -263,6 +272,8 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
     Raises:
         DataError: a path can't be read, or a name appears twice.
     """
+    from graftlm.data import SourceConfig, build_documents
+
     return {
         name: build_documents([SourceConfig(path=path, text_column=text_column)])
         for name, path in files_by_name(named, "texts", "--text").items()
@@ -280,6 +291,8 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
         DataError: a name appears twice, or examples or their metric are missing.
         RecipeError: a setting does not fit.
     """
+    from graftlm.evaluation import TaskConfig
+
     values = {key: value for key, value in settings.items() if value is not None}
     if ("metric" in values) != bool(named):
         raise DataError(

@@ -16,16 +16,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call, Tap
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
 from graftlm.grafts.heads import TaskSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class GraftConfig(Config):

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, TapHooks
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from graftlm.errors import BackboneError
 from graftlm.grafts.base import Graft, HasTensors, ReplacesModel, check_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TrainsCopy(Graft, ReplacesModel, HasTensors):

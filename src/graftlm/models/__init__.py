@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 
 REGISTRY: dict[str, str] = {
@@ -9,6 +10,7 @@ REGISTRY: dict[str, str] = {
 }
 
 
+@cache
 def register() -> None:
     """Register every architecture with transformers' Auto classes; repeated calls have no effect."""
     for module in REGISTRY.values():

@@ -13,10 +13,9 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
@@ -40,6 +39,9 @@ from graftlm.serving.protocol import (
 )
 from graftlm.serving.sampling import SampledToken, sample
 from graftlm.serving.tokenization import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROMPT_TOKENS = 2048  # maximum prompt tokens of one step, so that running rows do not wait long
 _log = logging.getLogger(__name__)

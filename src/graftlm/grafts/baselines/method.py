@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
 from graftlm.errors import TapConflictError
 from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import TrainsCopy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ADAPTER = "graft"
 

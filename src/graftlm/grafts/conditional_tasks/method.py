@@ -12,14 +12,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Call, Fingerprint, Site, Sites, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
@@ -35,6 +34,9 @@ from graftlm.grafts.conditional_tasks.modules import (
 )
 from graftlm.grafts.heads import Heads, Pooling, TaskSpec, task_key
 from graftlm.grafts.trained_copy import TrainsCopy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ConditionalTasksConfig(GraftConfig):

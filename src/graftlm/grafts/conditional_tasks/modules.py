@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from graftlm.backbone import Call
 from graftlm.errors import GraftError
@@ -81,6 +80,8 @@ class Bottleneck(nn.Module):
         self.down = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(inner, width, bias=False)
         self.inner_film, self.outer_film = FiLM(task_width, inner), FiLM(task_width, width)
+        from transformers.activations import ACT2FN  # imports transformers' models, which takes seconds
+
         self.activation = ACT2FN[activation]
         nn.init.normal_(self.down.weight, std=1 / math.sqrt(width))
         nn.init.zeros_(self.up.weight)

@@ -19,7 +19,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
@@ -98,6 +97,8 @@ class GatedAdapter(nn.Module):
         self.w_g = nn.Linear(width, inner, bias=False) if gated_ffn else None
         self.w_o = nn.Linear(inner, width, bias=False)
         self.gate = None if config.gate == "none" else nn.Linear(width, 1, bias=config.gate_bias)
+        from transformers.activations import ACT2FN  # imports transformers' models, which takes seconds
+
         self.activation = ACT2FN[activation]
         self._initialise(width, layers, config.init)
 
