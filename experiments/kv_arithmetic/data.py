@@ -103,7 +103,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Task:
+class ArithmeticTask:
     """An expression over keys, the same expression over their values, and its result."""
 
     keys: Expression
@@ -169,7 +169,7 @@ def compute(values: Sequence[int], operations: str) -> list[int]:
 
 def tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Container[Expression] = ()
-) -> Iterator[Task]:
+) -> Iterator[ArithmeticTask]:
     """An endless stream of tasks over some keys, except expressions in `without`.
 
     Raises:
@@ -186,7 +186,9 @@ def tasks(
         yield task
 
 
-def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands) -> Task | None:
+def _task(
+    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands
+) -> ArithmeticTask | None:
     """A task whose operations are drawn before its operands, so that all operations are equally likely.
 
     None if no operands stay in range.
@@ -198,7 +200,7 @@ def _task(world: World, pairs: Pairs, keys: Sequence[str], source: random.Random
     chosen = tuple(keys[index] for index in indices)
     values = [pairs.values[key] for key in chosen]
     numbers = Expression(tuple(map(world.number, values)), operations)
-    return Task(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
+    return ArithmeticTask(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
 
 
 def _operations(world: World, source: random.Random) -> str:

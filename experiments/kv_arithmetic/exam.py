@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from experiments.kv_arithmetic.data import COMPUTE, END, Expression, Form, Pairs, Task, World, tasks
+from experiments.kv_arithmetic.data import COMPUTE, END, ArithmeticTask, Expression, Form, Pairs, World, tasks
 from graftlm.config import Config
 from graftlm.evaluation.examples import generate_answers
 
@@ -43,9 +43,9 @@ class Exam(Config):
 class Questions:
     """The test and validation tasks of one seed."""
 
-    held_in: tuple[Task, ...]
-    held_out: tuple[Task, ...]
-    validation: tuple[Task, ...]
+    held_in: tuple[ArithmeticTask, ...]
+    held_out: tuple[ArithmeticTask, ...]
+    validation: tuple[ArithmeticTask, ...]
 
     def expressions(self) -> set[Expression]:
         """All expressions, over keys and over numbers."""
@@ -63,8 +63,8 @@ def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
 
 def _unique_tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int
-) -> tuple[Task, ...]:
-    unique_tasks: dict[Expression, Task] = {}
+) -> tuple[ArithmeticTask, ...]:
+    unique_tasks: dict[Expression, ArithmeticTask] = {}
     drawn = tasks(world, pairs, keys, source, unique_tasks)
     while len(unique_tasks) < count:
         task = next(drawn)
@@ -114,13 +114,13 @@ def result(answer: str) -> str:
     return answer.rsplit(COMPUTE, 1)[-1]
 
 
-def _generate(model: Any, tokenizer: Any, test_tasks: Sequence[Task], form: Form) -> list[str]:
+def _generate(model: Any, tokenizer: Any, test_tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
     prompts = [task.prompt(form) for task in test_tasks]
     longest = max(len(task.completion(form)) for task in test_tasks) + len(END)
     return generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
 
 
-def _by_kind(test_tasks: Sequence[Task], marks: Sequence[bool]) -> dict[str, float]:
+def _by_kind(test_tasks: Sequence[ArithmeticTask], marks: Sequence[bool]) -> dict[str, float]:
     """Percentages by operation, or by the number of operands where some have more than two."""
     of_two = all(len(task.keys.operands) == 2 for task in test_tasks)
     kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in test_tasks]

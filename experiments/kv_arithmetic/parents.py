@@ -7,13 +7,10 @@ sum's own characters as well.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -33,19 +30,20 @@ from experiments.kv_arithmetic.data import (
     word,
 )
 from experiments.kv_arithmetic.exam import Exam, make_exam
-from graftlm.backbone import Backbone, padding_id
+from graftlm.backbone import padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.io import write_atomically
+from graftlm.evaluation import Row
+from graftlm.io import digest
+from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
+from graftlm.training.language_model import LanguageModel
 
-DONE = "parent.json"
 Role = Literal["memory", "arithmetic", "random"]
 
 
-class Shape(Config):
-    """A Llama of so many layers; weights start with a deviation of `spread`, attention turns by `theta`."""
+class ModelShape(Config):
+    """The shape of a Llama. `spread` is the initial standard deviation, `theta` the base of its rotary positions."""
 
     width: int = Field(64, ge=8)
     layers: int = Field(4, ge=1)
@@ -55,8 +53,8 @@ class Shape(Config):
     theta: float = Field(100.0, gt=1)
 
 
-class Lessons(Config):
-    """How long a model learns: `examples` are drawn once, and gone through as often as `steps` of `batch_size` take."""
+class TrainingLength(Config):
+    """How long a model trains: `examples` are drawn once, and read as often as `steps` of `batch_size` need."""
 
     steps: int = Field(ge=1)
     batch_size: int = Field(64, ge=1)
@@ -64,7 +62,7 @@ class Lessons(Config):
     examples: int = Field(30_000, ge=1)
 
     def training(self, seed: int, rate: float | None = None) -> TrainingConfig:
-        """As the training loop takes it."""
+        """The config of the training loop."""
         return TrainingConfig(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -77,8 +75,8 @@ class Lessons(Config):
         )
 
 
-class Parent(Config):
-    """One parent; `random` is m_A before it learned anything.
+class ParentRun(Run):
+    """Train one parent; `random` is m_A with its random weights.
 
     Args:
         noise: share of m_B's sums that stand behind other text.
@@ -88,75 +86,80 @@ class Parent(Config):
     role: Role
     world: World
     exam: Exam
-    shape: Shape
-    lessons: Lessons
+    shape: ModelShape
+    length: TrainingLength
     noise: float = Field(0.2, ge=0, le=1)
     named: float = Field(0.0, ge=0, le=1)
     seed: int = 0
 
-    def key(self) -> str:
-        """SHA-256 over all settings."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+    @classmethod
+    def named_by_content(cls, **fields: Any) -> ParentRun:
+        """A parent whose id holds a digest of its settings: a table may have several of one role."""
+        run = cls(id="parent", **fields)
+        return run.model_copy(update={"id": f"parent-{run.role}-s{run.seed}-{digest(run.settings())[:8]}"})
 
-    def folder(self, parents: Path) -> Path:
-        """Where the finished model lies."""
-        return parents / f"{self.role}-{self.seed}-{self.key()[:10]}"
+    def artefacts(self) -> tuple[str, ...]:
+        return ("config.json", "tokenizer.json")
+
+    def measure(self, context: RunContext) -> Measurement:
+        tokenizer = make_tokenizer()
+        torch.manual_seed(2 * self.seed + (self.role == "arithmetic"))  # two models of one shape start apart
+        model = _llama(self.shape, tokenizer)
+        metrics: dict[str, Any] = {}
+        if self.role != "random":
+            examples = list(islice(documents(self), self.length.examples))
+            batches = make_batches(examples, tokenizer, self.length.batch_size, self.seed)
+            training = self.length.training(self.seed)
+            summary = train(LanguageModel(model), batches, training, context.folder / "training", progress=False)
+            metrics = {"steps": summary.steps, "tokens": summary.tokens, "loss": summary.loss}
+        model.requires_grad_(False)
+        model.save_pretrained(context.folder)
+        tokenizer.save_pretrained(context.folder)
+        return Measurement(Row(id=self.id, label=self.role, metrics=metrics))
 
 
-def make_parent(config: Parent, parents: Path) -> Path:
-    """Train a parent into its folder in `parents`, unless a whole one is there; gives the folder."""
-    folder = config.folder(parents)
-    if (folder / DONE).exists():
-        return folder
-    tokenizer = make_tokenizer()
-    torch.manual_seed(2 * config.seed + (config.role == "arithmetic"))  # two models of one shape start apart
-    model = _llama(config.shape, tokenizer)
-    said = _learn(model, tokenizer, config, folder) if config.role != "random" else {}
-    model.requires_grad_(False)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_atomically(folder / DONE, json.dumps({"settings": config.model_dump(mode="json")} | said, indent=1).encode())
-    return folder
-
-
-def documents(config: Parent) -> Iterator[Document]:
-    """What a parent reads, endlessly."""
-    world, pairs = config.world, make_pairs(config.world, config.seed)
-    source = random.Random(f"{config.role} {config.seed}")
-    if config.role == "memory":
-        tested = make_exam(world, pairs, config.exam, config.seed).expressions()
+def documents(run: ParentRun) -> Iterator[Document]:
+    """The endless training documents of a parent."""
+    world, pairs = run.world, make_pairs(run.world, run.seed)
+    source = random.Random(f"{run.role} {run.seed}")
+    if run.role == "memory":
+        tested = make_exam(world, pairs, run.exam, run.seed).expressions()
         return (task.document("substitution") for task in tasks(world, pairs, tuple(pairs.values), source, tested))
-    return _sums(config, pairs, source)
+    return _sums(run, pairs, source)
 
 
-def _sums(config: Parent, pairs: Pairs, source: random.Random) -> Iterator[Document]:
-    world, names = config.world, pairs.values
+def _sums(run: ParentRun, pairs: Pairs, source: random.Random) -> Iterator[Document]:
+    world, names = run.world, pairs.values
     # Products are the hardest, so they come twice as often.
     practised = world.model_copy(update={"operations": world.operations + "*" * world.operations.count("*")})
     for task in tasks(practised, pairs, tuple(names), source):
         before, expression, predicted = "", task.numbers, False
         kind = source.random()
-        if kind < config.named:
+        if kind < run.named:
             words = tuple(word(world, source, names) for _ in expression.operands)
             before = "".join(map("".join, zip(words, expression.operands, strict=True))) + SUBSTITUTE
             expression = Expression(words, expression.operations)
-        elif kind < config.named + config.noise:
+        elif kind < run.named + run.noise:
             before, predicted = noise(world, source, names), True
         known, rest = ("", f"{expression}") if predicted else (f"{expression}", "")
         yield Document(f"{rest}{COMPUTE}{task.result}{END}", prompt=f"{before}{known}")
 
 
-def rows(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> Mixture:
-    """Documents as batches: rows as long as the longest, or as two of the shortest where that takes fewer tokens."""
-    by_length = sorted(documents, key=lambda document: len(document.full_text))  # those that share a row come together
+def make_batches(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int
+) -> Mixture:
+    """Batches of rows as long as the longest document, or as two of the shortest where that needs fewer tokens."""
+    by_length = sorted(
+        documents, key=lambda document: len(document.full_text)
+    )  # documents that share a row are neighbours
     longest, shortest = len(by_length[-1].full_text), len(by_length[0].full_text)  # a character is a token
     lengths = {longest, max(longest, 2 * shortest)}
-    tried = [pack(by_length, tokenizer, length, boundaries="whole") for length in lengths]
-    blocks = min(tried, key=lambda one: one.marked.size)
+    candidates = [pack(by_length, tokenizer, length, boundaries="whole") for length in lengths]
+    blocks = min(candidates, key=lambda candidate: candidate.marked.size)
     return Mixture({NEW: blocks}, {NEW: 1.0}, batch_size, seed)
 
 
-def _llama(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     end = tokenizer.convert_tokens_to_ids(END)
     assert isinstance(end, int)
     config = LlamaConfig(
@@ -175,17 +178,3 @@ def _llama(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM
         pad_token_id=padding_id(tokenizer),
     )
     return LlamaForCausalLM(config)
-
-
-def _learn(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Parent, folder: Path
-) -> dict[str, float]:
-    """Train all of `model`, in place."""
-    lessons = config.lessons
-    mixture = rows(list(islice(documents(config), lessons.examples)), tokenizer, lessons.batch_size, config.seed)
-    backbone = Backbone.wrap(model, tokenizer, name=config.role)
-    with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as whole:
-        training = lessons.training(config.seed)
-        done = train(whole, mixture, training, folder / "training", identity={"parent": config.key()}, progress=False)
-        model.load_state_dict(whole.model.state_dict())
-    return {"steps": done.steps, "tokens": done.tokens, "tokens_per_s": done.tokens_per_s, "loss": done.loss}

@@ -7,22 +7,20 @@ expressions (`--table rates`), and stand in `RATES`; both changed compositions t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments import Options
-from experiments.kv_arithmetic import paper
 from experiments.kv_arithmetic.data import World
 from experiments.kv_arithmetic.exam import Exam
-from experiments.kv_arithmetic.figure import accuracy
-from experiments.kv_arithmetic.joint import Job, Joint
-from experiments.kv_arithmetic.parents import Lessons, Parent, Role, Shape
-from experiments.kv_arithmetic.schedule import run_jobs
+from experiments.kv_arithmetic.joint import JointData, KvArithmeticRun
+from experiments.kv_arithmetic.parents import ModelShape, ParentRun, Role, TrainingLength
+from experiments.study import Measurements, Study, bars
 from graftlm.config import Config
-from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
+from graftlm.evaluation import Aim, Metric, PaperRow, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.io import write_atomically
 
@@ -45,216 +43,220 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "init-paper": {"init": "paper"},
     "positions-none": {"positions": "none"},
 }
+# Table 1 of the paper: accuracy in percent, of PaLM2-XXS as m_A and PaLM2-XS as m_B. Its KV-MATH maps an expression to
+# its result. It does not say whether the model may write the values first, so its figure stands beside both forms.
+# Its expressions span 25,000 keys and 3 to 6 operands; keys in training are 20%.
+_METRICS = ("subs_held_out", "num_math", "kv_math_held_out", "kv_math_direct_held_out")
+_TABLE_1 = {"m_a": (98.1, 4.2, 0.7), "m_b": (0.0, 73.7, 0.0), "composition": (92.9, 72.0, 84.3)}
+PAPER = [
+    PaperRow(id=row, metrics=dict(zip(_METRICS, (subs, num, kv, kv), strict=True)), where="Table 1")
+    for row, (subs, num, kv) in _TABLE_1.items()
+]
+SHOWN = {
+    "subs_held_out": "values of keys held out",
+    "num_math": "sums of numbers",
+    "kv_math_held_in": "sums of keys held in, scratchpad",
+    "kv_math_held_out": "sums of keys held out, scratchpad",
+    "kv_math_direct_held_out": "sums of keys held out, direct",
+}
 FORMS = """Percent of right answers. Two forms of KV-MATH: *scratchpad*, where the answer puts the values in and then
 computes (`abc+def>` to `210+430=640`): kv_math_held_in, kv_math_held_out; and *direct*, the answer alone (`abc+def=` to
 `640`): kv_math_direct_held_out. KV-SUBS (subs) is what a scratchpad answer puts in, NUM-MATH (num_math) `210+430=` to
 `640`. Numbers are written with their ones first."""
 
 
-class Setting(Config):
+class KvArithmeticSize(Config):
     """Sizes and lengths of one table."""
 
     world: World = Field(default_factory=World)
     exam: Exam = Field(default_factory=Exam)
-    memory: Lessons = Lessons(steps=500, learning_rate=5e-3, examples=20_000)
-    arithmetic: Lessons = Lessons(steps=2300, batch_size=40, learning_rate=5e-3, examples=100_000)
-    joint: Lessons = Lessons(steps=500, examples=10_000)
-    data: Joint = Field(default_factory=Joint)
-    shapes: dict[Role, Shape] = Field(default_factory=dict)
+    memory: TrainingLength = TrainingLength(steps=500, learning_rate=5e-3, examples=20_000)
+    arithmetic: TrainingLength = TrainingLength(steps=2300, batch_size=40, learning_rate=5e-3, examples=100_000)
+    joint: TrainingLength = TrainingLength(steps=500, examples=10_000)
+    data: JointData = Field(default_factory=JointData)
+    shapes: dict[Role, ModelShape] = Field(default_factory=dict)
     graft: dict[str, Any] = Field(default_factory=lambda: {"stride": 2, "norm": "pre", "positions": "rotary"})
     lora_rank: int = 13
     named: float = 0.0
 
 
-FULL = Setting()
+FULL = KvArithmeticSize()
 # As many keys and operands as in the paper. m_A is wider, for 216,000 weights do not hold 25,000 pairs; steps are those
 # of a quarter of an hour of one core, which are far too few (README.md).
-_WIDE = Shape(width=128, inner=384)
-LARGE = Setting(
+_WIDE = ModelShape(width=128, inner=384)
+LARGE = KvArithmeticSize(
     world=World(keys=25_000, letters=(2, 6), operands=(3, 6)),
     exam=Exam(expressions=100, validation=50),
-    memory=Lessons(steps=1300, batch_size=32, learning_rate=3e-3, examples=60_000),
-    arithmetic=Lessons(steps=1200, batch_size=32, learning_rate=5e-3, examples=60_000),
-    joint=Lessons(steps=250, batch_size=32, examples=12_000),
+    memory=TrainingLength(steps=1300, batch_size=32, learning_rate=3e-3, examples=60_000),
+    arithmetic=TrainingLength(steps=1200, batch_size=32, learning_rate=5e-3, examples=60_000),
+    joint=TrainingLength(steps=250, batch_size=32, examples=12_000),
     shapes={"memory": _WIDE, "random": _WIDE},
     lora_rank=16,
 )
-QUICK = Setting(
+QUICK = KvArithmeticSize(
     world=World(keys=40, letters=(2, 2)),
     exam=Exam(expressions=4, validation=3),
-    memory=Lessons(steps=4, batch_size=4, examples=16),
-    arithmetic=Lessons(steps=4, batch_size=4, examples=16),
-    joint=Lessons(steps=4, batch_size=4, examples=16),
-    shapes={role: Shape(width=16, layers=2, heads=2, inner=32) for role in ("memory", "arithmetic", "random")},
+    memory=TrainingLength(steps=4, batch_size=4, examples=16),
+    arithmetic=TrainingLength(steps=4, batch_size=4, examples=16),
+    joint=TrainingLength(steps=4, batch_size=4, examples=16),
+    shapes={role: ModelShape(width=16, layers=2, heads=2, inner=32) for role in ("memory", "arithmetic", "random")},
     graft={"stride": 1},
     lora_rank=9,
 )
 
 
-class Plan:
-    """Which jobs there are."""
-
-    def __init__(self, options: Options, setting: Setting | None = None) -> None:
-        self.options = options
-        self.setting = setting or (QUICK if options.quick else FULL)
-        self.seeds = options.seeds[:1] if options.quick else options.seeds
-
-    def parent(self, role: Role, seed: int) -> Parent:
-        """One of the models that others stand on."""
-        s = self.setting
-        lessons = s.arithmetic if role == "arithmetic" else s.memory
-        shape = s.shapes.get(role, Shape())
-        named = s.named if role == "arithmetic" else 0.0
-        return Parent(role=role, world=s.world, exam=s.exam, shape=shape, lessons=lessons, named=named, seed=seed)
-
-    def job(self, row: str, seed: int, name: str = "", *, rate: float | None = None, **changes: Any) -> Job:
-        """One row for one seed; `changes` are to the graft's config, or to the job where it has such a field."""
-        own = Job.model_fields.keys() - {"augmenting"}  # which is the graft's
-        fields = {key: changes.pop(key) for key in list(changes) if key in own}
-        said = {"joint": self.setting.data, "lessons": self.setting.joint, "seed": seed} | fields
-        job_id = f"{name or row}_s{seed}"
-        if row in ("m_a", "m_b"):
-            role: Role = "memory" if row == "m_a" else "arithmetic"
-            return Job(id=job_id, model=role, parents=[self.parent(role, seed)], **said)
-        rate = rate or RATES[row]
-        if row == "lora":
-            graft = {"kind": "lora", "rank": self.setting.lora_rank}
-            parents = [self.parent("arithmetic", seed)]
-            return Job(id=job_id, model="arithmetic", graft=graft, parents=parents, rate=rate, **said)
-        read: Role = "random" if row == "random_m_a" else "memory"
-        graft = {"kind": "composition"} | self.setting.graft | changes
-        if row == "encoder_m_a":
-            graft["refresh"] = "prompt"
-        parents = [self.parent("arithmetic", seed), self.parent(read, seed)]
-        return Job(id=job_id, model="arithmetic", graft=graft, augmenting=read, parents=parents, rate=rate, **said)
-
-
-class Line(NamedTuple):
-    """A row of a table: the mean over its jobs."""
+class TableRow(NamedTuple):
+    """A row of a table: the mean over its runs."""
 
     id: str
     label: str
-    jobs: list[Job]
+    runs: list[KvArithmeticRun]
+
+
+class KvArithmeticStudy(Study):
+    """The runs of the experiment at one size."""
+
+    def __init__(self, options: Options, size: KvArithmeticSize | None = None) -> None:
+        super().__init__(options)
+        self.size = size or (QUICK if options.quick else FULL)
+        self.parents: dict[str, ParentRun] = {}
+
+    def resized(self, **changes: Any) -> KvArithmeticStudy:
+        """The study at another size, with the same collection of parents."""
+        study = KvArithmeticStudy(self.options, self.size.model_copy(update=changes))
+        study.parents = self.parents
+        return study
+
+    def parent(self, role: Role, seed: int) -> ParentRun:
+        """One of the models that rows depend on."""
+        size, own = self.size, role == "arithmetic"
+        run = ParentRun.named_by_content(
+            role=role,
+            world=size.world,
+            exam=size.exam,
+            shape=size.shapes.get(role, ModelShape()),
+            length=size.arithmetic if own else size.memory,
+            named=size.named if own else 0.0,
+            seed=seed,
+        )
+        return self.parents.setdefault(run.id, run)
+
+    def row_run(
+        self, row: str, seed: int, name: str = "", *, graft: dict[str, Any] | None = None, **changes: Any
+    ) -> KvArithmeticRun:
+        """A row for one seed; `graft` changes the composition's config, `changes` other fields of the run."""
+        size = self.size
+        fields: dict[str, Any] = {"world": size.world, "exam": size.exam, "joint": size.data, "length": size.joint}
+        fields |= {"id": f"{name or row}_s{seed}", "label": LABELS.get(row, row), "seed": seed} | changes
+        roles: list[Role] = ["memory" if row == "m_a" else "arithmetic"]
+        if row in TRAINED:
+            fields.setdefault("rate", RATES[row])
+            fields["graft"] = {"kind": "lora", "rank": size.lora_rank}
+            if row != "lora":
+                roles.append("random" if row == "random_m_a" else "memory")
+                fields["graft"] = {"kind": "composition"} | size.graft | (graft or {})
+            if row == "encoder_m_a":
+                fields["graft"]["refresh"] = "prompt"
+        return KvArithmeticRun(depends_on=tuple(self.parent(role, seed).id for role in roles), **fields)
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables, by default those of ten minutes, and write `results.json`, `report.md` and a plot.
+    """Run the chosen tables, by default those of ten minutes, and write `results.json`, `report.md` and a plot.
 
     Raises:
         RecipeError: there is no such table.
     """
-    plan, tables = Plan(options), options.chosen(tuple(TABLES), WITHIN_TEN_MINUTES)
-    lines = [line for table in tables for line in TABLES[table](_plan_of(table, plan))]
+    study, tables = KvArithmeticStudy(options), options.chosen(tuple(TABLES), WITHIN_TEN_MINUTES)
+    table_rows = [table_row for table in tables for table_row in TABLES[table](study)]
     started = time.perf_counter()
-    measured = run_jobs([job for line in lines for job in line.jobs], options.out, processes=options.jobs, title=NAME)
+    runs = [run for table_row in table_rows for run in table_row.runs]
+    measured = study.execute([*study.parents.values(), *runs], NAME)
     seconds = round(time.perf_counter() - started, 1)
-    rows = [_row(line, measured) for line in lines]
-    results = Results.here(
-        NAME,
-        rows,
-        seeds=plan.seeds,
-        aims=aims(rows),
-        paper=paper.rows({row.id for row in rows}),
-        details={"wall_s": seconds} | _details(plan, tables, lines, measured),
-    )
+    rows = [_row(table_row, measured) for table_row in table_rows]
+    details = {"wall_s": seconds} | _details(study, tables, table_rows, measured)
+    published = [row for row in PAPER if row.id in {row.id for row in rows}]
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=published, details=details)
     report = write_report(results, options.out, plots=_plots(rows))
     write_atomically(report, f"{report.read_text(encoding='utf-8')}\n{FORMS}\n".encode())
     return results
 
 
-def table_1(plan: Plan) -> list[Line]:
+def _first(study: KvArithmeticStudy, row: str, name: str, label: str, **changes: Any) -> TableRow:
+    """A row of the first seed alone."""
+    return TableRow(name, label, [study.row_run(row, study.seeds[0], name, **changes)])
+
+
+def table_1(study: KvArithmeticStudy) -> list[TableRow]:
     """Every row for every seed."""
-    return [Line(row, label, [plan.job(row, seed) for seed in plan.seeds]) for row, label in LABELS.items()]
+    return [TableRow(row, label, [study.row_run(row, seed) for seed in study.seeds]) for row, label in LABELS.items()]
 
 
-def ablations(plan: Plan) -> list[Line]:
+def ablations(study: KvArithmeticStudy) -> list[TableRow]:
     """Normalisation, start and positions of the cross-attention, one changed at a time, with the first seed."""
-    seed = plan.seeds[0]
-    plain = Line("as-composed", "norm pre, init zero, positions rotary", [plan.job("composition", seed)])
-    return [plain] + [
-        Line(
-            name,
-            ", ".join(f"{key} {value}" for key, value in graft.items()),
-            [plan.job("composition", seed, name, **graft)],
-        )
+    unchanged = study.row_run("composition", study.seeds[0])
+    return [TableRow("as-composed", "norm pre, init zero, positions rotary", [unchanged])] + [
+        _first(study, "composition", name, ", ".join(f"{key} {value}" for key, value in graft.items()), graft=graft)
         for name, graft in ABLATIONS.items()
     ]
 
 
-def rates(plan: Plan) -> list[Line]:
+def rates(study: KvArithmeticStudy) -> list[TableRow]:
     """Learning rates, on validation expressions, with the first seed."""
-    seed = plan.seeds[0]
     return [
-        Line(
-            f"{row}-lr{rate:g}",
-            f"{LABELS[row]}, lr {rate:g}",
-            [plan.job(row, seed, f"{row}-lr{rate:g}", rate=rate, validation=True)],
-        )
+        _first(study, row, f"{row}-lr{rate:g}", f"{LABELS[row]}, lr {rate:g}", rate=rate, validation=True)
         for row in TRAINED
         for rate in TRIED_RATES
     ]
 
 
-def joint(plan: Plan) -> list[Line]:
-    """What D_C holds, with the first seed."""
-    kinds = {
-        "joint-arithmetic": plan.setting.data,
-        "joint-substitution": plan.setting.data.model_copy(update={"task": "substitution"}),
-        "joint-mixture": plan.setting.data.model_copy(update={"task": "mixture"}),
-        "joint-no-numbers": plan.setting.data.model_copy(update={"numeric": 0.0}),
+def joint(study: KvArithmeticStudy) -> list[TableRow]:
+    """The content of D_C, with the first seed."""
+    changes: dict[str, dict[str, Any]] = {
+        "arithmetic": {},
+        "substitution": {"task": "substitution"},
+        "mixture": {"task": "mixture"},
+        "no-numbers": {"numeric": 0.0},
     }
     return [
-        Line(name, f"D_C: {name.removeprefix('joint-')}", [plan.job("composition", plan.seeds[0], name, joint=data)])
-        for name, data in kinds.items()
+        _first(study, "composition", f"joint-{name}", f"D_C: {name}", joint=study.size.data.model_copy(update=change))
+        for name, change in changes.items()
     ]
 
 
-def direct(plan: Plan) -> list[Line]:
+def direct(study: KvArithmeticStudy) -> list[TableRow]:
     """Attempts at the direct form, each trained on it alone and three times as long, with the first seed."""
-    seed, setting = plan.seeds[0], plan.setting
-    longer = setting.joint.model_copy(update={"steps": 3 * setting.joint.steps})
-    data = setting.data.model_copy(update={"form": "direct"})
-    lessons = setting.arithmetic.model_copy(update={"steps": 2 * setting.arithmetic.steps})
-    named = Plan(plan.options, setting.model_copy(update={"named": 0.4, "arithmetic": lessons}))
-    last = (setting.shapes.get("memory") or Shape()).layers - 1
-    tries: dict[str, tuple[Plan, dict[str, Any]]] = {
-        "as in Table 1": (plan, {}),
-        "every layer, 16 heads": (plan, {"stride": 1, "heads": 16}),
-        "m_A's last layer to m_B's first two": (plan, _pairs((last, 0), (last, 1))),
-        "every layer of m_A to m_B's first, 16 heads": (
-            plan,
-            _pairs(*((i, 0) for i in range(last + 1))) | {"heads": 16},
-        ),
+    size = study.size
+    data = size.data.model_copy(update={"form": "direct"})
+    length = size.joint.model_copy(update={"steps": 3 * size.joint.steps})
+    longer = size.arithmetic.model_copy(update={"steps": 2 * size.arithmetic.steps})
+    named = study.resized(named=0.4, arithmetic=longer)
+    last = (size.shapes.get("memory") or ModelShape()).layers - 1
+    every_layer = _pairs(*((layer, 0) for layer in range(last + 1))) | {"heads": 16}
+    attempts: dict[str, tuple[KvArithmeticStudy, dict[str, Any]]] = {
+        "as in Table 1": (study, {}),
+        "every layer, 16 heads": (study, {"stride": 1, "heads": 16}),
+        "m_A's last layer to m_B's first two": (study, _pairs((last, 0), (last, 1))),
+        "every layer of m_A to m_B's first, 16 heads": (study, every_layer),
         "m_B reads named numbers": (named, {}),
         "m_B reads named numbers, every layer, 16 heads": (named, {"stride": 1, "heads": 16}),
     }
     return [
-        Line(
-            f"direct-{n}",
-            f"direct: {label}",
-            [p.job("composition", seed, f"direct-{n}", joint=data, lessons=longer, **graft)],
-        )
-        for n, (label, (p, graft)) in enumerate(tries.items())
+        _first(at, "composition", f"direct-{n}", f"direct: {label}", joint=data, length=length, graft=graft)
+        for n, (label, (at, graft)) in enumerate(attempts.items())
     ]
 
 
-def large(plan: Plan) -> list[Line]:
+def large(study: KvArithmeticStudy) -> list[TableRow]:
     """Table 1 with as many keys and operands as in the paper, with the first seed."""
-    seed = plan.seeds[0]
-    return [
-        Line(f"large-{row}", f"large: {label}", [plan.job(row, seed, f"large-{row}")]) for row, label in LABELS.items()
-    ]
-
-
-def _plan_of(table: str, plan: Plan) -> Plan:
-    return Plan(plan.options, LARGE) if table == "large" and not plan.options.quick else plan
+    at = study if study.options.quick else study.resized(**dict(LARGE))
+    return [_first(at, row, f"large-{row}", f"large: {label}") for row, label in LABELS.items()]
 
 
 def _pairs(*pairs: tuple[int, int]) -> dict[str, Any]:
     return {"augmenting": {"pairs": list(pairs)}}
 
 
-TABLES: dict[str, Callable[[Plan], list[Line]]] = {
+TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {
     "1": table_1,
     "ablations": ablations,
     "rates": rates,
@@ -265,40 +267,42 @@ TABLES: dict[str, Callable[[Plan], list[Line]]] = {
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
-    """What the issue asks of Table 1, all of scratchpad answers over keys held out."""
+    """The aims of Table 1, for scratchpad answers over keys held out."""
     by_id = {row.id: row for row in rows}
     if not LABELS.keys() <= by_id.keys():
         return []
     metric = "kv_math_held_out"
-    wanted = {"composition": 84.3, "m_a": 5.0, "m_b": 5.0, "lora": 10.0, "random_m_a": 10.0}
-    found = []
-    for row, aim in wanted.items():
-        value = value_of(by_id[row].metrics[metric])
-        least = row == "composition"
-        text = f"{LABELS[row]}: {'at least' if least else 'under'} {aim:g}%"
-        found.append(Aim(text=text, metric=metric, aim=aim, measured=value, met=value >= aim if least else value < aim))
-    return found
+    limits = {"composition": 84.3, "m_a": 5.0, "m_b": 5.0, "lora": 10.0, "random_m_a": 10.0}
+    values = {row: value_of(by_id[row].metrics[metric]) for row in limits}
+    results = []
+    for row, limit in limits.items():
+        at_least = row == "composition"
+        met = values[row] >= limit if at_least else values[row] < limit
+        text = f"{LABELS[row]}: {'at least' if at_least else 'under'} {limit:g}%"
+        results.append(Aim(text=text, metric=metric, aim=limit, measured=values[row], met=met))
+    return results
 
 
-def _row(line: Line, measured: Mapping[str, dict[str, Any]]) -> Row:
-    of_seeds = [measured[job.id]["metrics"] for job in line.jobs]
-    metrics: dict[str, Metric] = {name: combine_seeds([metrics[name] for metrics in of_seeds]) for name in of_seeds[0]}
-    return Row(id=line.id, label=line.label, metrics=metrics)
+def _row(table_row: TableRow, measured: Measurements) -> Row:
+    seeds = [measured[run.id].row.metrics for run in table_row.runs]
+    metrics: dict[str, Metric] = {name: combine_seeds([value_of(seed[name]) for seed in seeds]) for name in seeds[0]}
+    return Row(id=table_row.id, label=table_row.label, metrics=metrics)
 
 
 def _details(
-    plan: Plan, tables: Sequence[str], lines: Sequence[Line], measured: Mapping[str, dict[str, Any]]
+    study: KvArithmeticStudy, tables: Sequence[str], table_rows: Sequence[TableRow], measured: Measurements
 ) -> dict[str, Any]:
-    first = {line.id: measured[line.jobs[0].id] for line in lines}
-    changed = {"as-composed", *ABLATIONS}
-    return {
-        "settings": {table: _plan_of(table, plan).setting.model_dump(mode="json") for table in tables},
-        "costs": {row: one["cost"] for row, one in first.items() if "cost" in one},
-        "operations": {row: one["operations"] for row, one in first.items() if "operations" in one},
-        "losses": {row: one["losses"] for row, one in first.items() if "losses" in one and row not in changed},
-    }
+    details: dict[str, Any] = {"cost": {}, "operations": {}, "losses": {}}
+    for table_row in table_rows:
+        first = measured[table_row.runs[0].id].details
+        for name, values in details.items():
+            if name in first and not (name == "losses" and table_row.id in {"as-composed", *ABLATIONS}):
+                values[table_row.id] = first[name]
+    sizes = {table: LARGE if table == "large" and not study.options.quick else study.size for table in tables}
+    settings = {table: size.model_dump(mode="json") for table, size in sizes.items()}
+    return {"settings": settings, "costs": details.pop("cost")} | details
 
 
 def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
     shown = [row for row in rows if row.id in LABELS]
-    return {"accuracy": accuracy(shown)} if shown else {}
+    return {"accuracy": bars(shown, SHOWN, "right answers, %")} if shown else {}

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from experiments import Options, kv_arithmetic, reproduce
 from experiments.kv_arithmetic.data import World, compute, make_pairs, make_tokenizer, tasks
 from experiments.kv_arithmetic.exam import METRICS, Exam, make_exam, result, substituted
-from experiments.kv_arithmetic.joint import Joint, joint_documents
+from experiments.kv_arithmetic.joint import JointData, joint_documents
 from experiments.kv_arithmetic.operands import Operands
-from experiments.kv_arithmetic.parents import documents, rows
-from experiments.kv_arithmetic.run import QUICK, Plan
+from experiments.kv_arithmetic.parents import documents, make_batches
+from experiments.kv_arithmetic.run import QUICK, KvArithmeticStudy
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 
@@ -36,9 +36,9 @@ WORLDS = st.builds(
 )
 
 
-def plan(seed: int = 0, **changes: object) -> Plan:
-    setting = QUICK.model_copy(update=changes)
-    return Plan(Options(data=Path(), out=Path(), seeds=(seed,), quick=True), setting)
+def study(seed: int = 0, **changes: object) -> KvArithmeticStudy:
+    size = QUICK.model_copy(update=changes)
+    return KvArithmeticStudy(Options(data=Path(), out=Path(), seeds=(seed,), quick=True), size)
 
 
 def number(world: World, text: str) -> int:
@@ -119,10 +119,11 @@ def test_products_of_25000_keys_come_up_and_stay_in_range() -> None:
 
 @given(SEEDS, st.sampled_from(["arithmetic", "substitution", "mixture"]), st.sampled_from(["scratchpad", "direct"]))
 def test_joint_data_name_no_key_held_out_and_no_expression_that_is_tested(seed: int, task: str, form: str) -> None:
-    job = plan(seed).job("composition", seed, joint=Joint.model_validate({"task": task, "form": form}))
-    pairs = make_pairs(job.parents[0].world, seed)
-    tested = {str(one) for one in make_exam(job.parents[0].world, pairs, job.parents[0].exam, seed).expressions()}
-    for document in islice(joint_documents(job), 40):
+    joint = JointData.model_validate({"task": task, "form": form})
+    run = study(seed).row_run("composition", seed, joint=joint)
+    pairs, questions = run.questions()
+    tested = {str(expression) for expression in questions.expressions()}
+    for document in islice(joint_documents(run), 40):
         assert not any(key in document.full_text for key in pairs.held_out)
         assert document.prompt[:-1] not in tested
         assert substituted(document.text).strip() not in tested
@@ -130,7 +131,7 @@ def test_joint_data_name_no_key_held_out_and_no_expression_that_is_tested(seed: 
 
 @given(SEEDS)
 def test_parents_know_nothing_of_each_other(seed: int) -> None:
-    memory, arithmetic = (plan(seed).parent(role, seed) for role in ("memory", "arithmetic"))
+    memory, arithmetic = (study(seed).parent(role, seed) for role in ("memory", "arithmetic"))
     pairs = make_pairs(memory.world, seed)
     tested = {str(one) for one in make_exam(memory.world, pairs, memory.exam, seed).expressions()}
     for document in islice(documents(memory), 40):
@@ -175,14 +176,14 @@ def test_worlds_that_cannot_be(changes: dict[str, tuple[int, int]], message: str
 
 def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
     tokenizer = make_tokenizer()
-    parent = plan().parent("arithmetic", 0)
+    parent = study().parent("arithmetic", 0)
     read = list(islice(documents(parent), 30))
     for document in read:
         ids = tokenizer(document.full_text)["input_ids"]
         assert len(ids) == len(document.full_text)
         assert tokenizer.pad_token_id not in ids
         assert tokenizer.decode(ids) == document.full_text
-    batch = rows(read, tokenizer, 4, 0).batch(0)
+    batch = make_batches(read, tokenizer, 4, 0).batch(0)
     assert batch.prompt is not None
     assert (batch.labels[batch.prompt] == -100).all()
 
