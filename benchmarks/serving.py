@@ -1,10 +1,10 @@
-"""What continuous batching brings over HTTP: clients at a time, grafts in one batch, and `transformers serve`.
+"""Throughput of the server: concurrent clients, grafts in one batch, and `transformers serve`.
 
     python benchmarks/serving.py --out DIR [--quick]
 
-A random Llama answers on this machine, in streams, to clients in a process of their own. What is compared runs turn by
-turn, in rounds of alternating order, so that whatever else the machine does falls on both sides of a ratio. A row's
-`ratio` is the median over rounds, its interval the smallest and the largest.
+A random Llama streams its answers to clients in another process of this machine. The compared turns run one after
+another in rounds of alternating order, so that other load of the machine affects both sides of a ratio. A row's `ratio`
+is the median over rounds; its interval has the smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ ROWS = {  # row id -> label, aim
 }
 SERIAL, ONE_GRAFT, THEIRS = "one_at_a_time_16", "one_graft_16", "transformers_serve_16"
 GRAFTS = tuple("abcd")
-_SECONDS = 900  # that all rounds may take; a round that would not fit is left out
+_SECONDS = 900  # time limit of all rounds; a round that would exceed it is left out
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is.
+    """The sizes of a measurement.
 
     Attributes:
-        model: of the backbone's config.
-        words: of the vocabulary, the backbone's and the tokenizer's.
+        model: values of the backbone's config.
+        words: size of the vocabulary.
         prompt: shortest and longest prompt, in tokens.
-        new: tokens that are written in each answer.
-        requests: of each client, by the number of clients.
-        rounds: how often all turns are taken.
+        new: new tokens of each answer.
+        requests: requests of each client, by the number of clients.
+        rounds: number of rounds.
     """
 
     model: dict[str, int]
@@ -111,7 +111,7 @@ QUICK = Size(
 
 
 def save_backbone(size: Size, folder: Path) -> None:
-    """A random Llama and a tokenizer of made-up words, neither of which knows an end of text."""
+    """Save a random Llama and a tokenizer of made-up words, both without an end-of-text token."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         **size.model,
@@ -143,7 +143,7 @@ def make_grafts(backbone: Backbone) -> dict[str, Graft]:
 
 
 def load_of(size: Size, url: str, clients: int, names: tuple[str, ...]) -> Load:
-    """What so many clients ask."""
+    """The requests of so many clients."""
     chance = random.Random(SEED + clients)
     count = clients * size.requests[clients]
     lengths = [chance.randint(*size.prompt) for _ in range(count)]
@@ -151,8 +151,8 @@ def load_of(size: Size, url: str, clients: int, names: tuple[str, ...]) -> Load:
     return {"url": url, "models": list(names), "prompts": prompts, "clients": clients, "max_tokens": size.new}
 
 
-def ask(load: Load) -> dict[str, float]:
-    """tokens_per_s, and seconds to the first text: ttft_p50 and ttft_p99."""
+def run_load(load: Load) -> dict[str, float]:
+    """Run the clients: tokens_per_s, and the seconds to the first text, ttft_p50 and ttft_p99."""
     clients = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
     done = subprocess.run(clients, input=json.dumps(load), capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -169,7 +169,7 @@ def ask(load: Load) -> dict[str, float]:
 
 @contextmanager
 def served(backbone: Backbone, make: Callable[[], Engine]) -> Iterator[str]:
-    """The address of our server with some engine."""
+    """The address of our server with an engine."""
     engine = make()
     settings = ServerSettings(port=0, grace=0.0)
     service = Service.create(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
@@ -220,7 +220,7 @@ Measured = dict[str, list[dict[str, float]]]
 
 
 def measure(size: Size, folder: Path) -> Measured:
-    """What each turn measured, round by round."""
+    """The measurements of each turn, one for each round."""
     save_backbone(size, folder)
     backbone = load_backbone(str(folder))
     grafts, limits = make_grafts(backbone), EngineLimits(queue=64)
@@ -233,8 +233,8 @@ def measure(size: Size, folder: Path) -> Measured:
 
     def ours(clients: int, engine: Callable[[], Engine], names: tuple[str, ...] = ("backbone",)) -> dict[str, float]:
         with served(backbone, engine) as url:
-            ask(load_of(size, url, 1, names) | {"prompts": ["w1 w2"] * len(names)})  # type: ignore[arg-type]  # warm
-            return ask(load_of(size, url, clients, names))
+            run_load(load_of(size, url, 1, names) | {"prompts": ["w1 w2"] * len(names)})  # type: ignore[arg-type]  # warm
+            return run_load(load_of(size, url, clients, names))
 
     turns: dict[str, Callable[[], dict[str, float]]] = {
         SERIAL: lambda: ours(16, serial),
@@ -243,13 +243,13 @@ def measure(size: Size, folder: Path) -> Measured:
         "mixed_grafts_4": lambda: ours(16, batching, GRAFTS),
     }
     with transformers_server(folder, str(folder)) as url:
-        turns[THEIRS] = lambda: ask(load_of(size, url, 16, (str(folder),)))
-        ask(load_of(size, url, 1, (str(folder),)))
+        turns[THEIRS] = lambda: run_load(load_of(size, url, 16, (str(folder),)))
+        run_load(load_of(size, url, 1, (str(folder),)))
         return _rounds(turns, size.rounds)
 
 
 def _rounds(turns: dict[str, Callable[[], dict[str, float]]], count: int) -> Measured:
-    """As many rounds as there is time for, at most `count`."""
+    """Run as many rounds as the time limit allows, at most `count`."""
     measured: Measured = {name: [] for name in turns}
     start = time.monotonic()
     for index in range(count):

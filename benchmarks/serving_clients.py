@@ -1,7 +1,7 @@
-"""Clients of a server, in a process of their own: `python benchmarks/serving_clients.py`, a `Load` as JSON on stdin.
+"""Clients of a server in their own process: `python benchmarks/serving_clients.py` reads a `Load` as JSON from stdin.
 
-Each client sends the next request of a list as soon as its last one is answered. On stdout comes, as JSON, when each
-request was sent, when its first text came and when it was over, in seconds of one clock.
+Each client sends the next request of a list as soon as its last one has finished. The output is JSON: for each request
+the times of its start, of its first text and of its end, in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import httpx
 
 
 class Load(TypedDict):
-    """What is asked: `prompts` in turn, of `models` in turn, by so many clients, `max_tokens` each."""
+    """The requests: the prompts in order, to the models in turn, from so many clients."""
 
     url: str
     models: list[str]
@@ -25,8 +25,8 @@ class Load(TypedDict):
     max_tokens: int
 
 
-async def answered(client: httpx.AsyncClient, load: Load, number: int) -> list[float]:
-    """When one request was sent, when its first text came and when it was over."""
+async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> list[float]:
+    """The times of a request's start, first text and end."""
     body: dict[str, Any] = {
         "model": load["models"][number % len(load["models"])],
         "prompt": load["prompts"][number],
@@ -50,19 +50,19 @@ async def answered(client: httpx.AsyncClient, load: Load, number: int) -> list[f
 
 
 async def run(load: Load) -> list[list[float]]:
-    """All requests."""
-    found: list[list[float]] = []
+    """The times of all requests."""
+    all_times: list[list[float]] = []
     numbers = iter(range(len(load["prompts"])))
 
     async def work(client: httpx.AsyncClient) -> None:
         for number in numbers:
-            times = await answered(client, load, number)
-            found.append(times)
+            times = await timed_request(client, load, number)
+            all_times.append(times)
 
     limits = httpx.Limits(max_connections=load["clients"], max_keepalive_connections=load["clients"])
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         await asyncio.gather(*(work(client) for _ in range(load["clients"])))
-    return found
+    return all_times
 
 
 if __name__ == "__main__":

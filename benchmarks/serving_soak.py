@@ -1,7 +1,7 @@
-"""Ten minutes of everything at once on a server: what it answers, what it refuses, and whether its memory grows.
+"""A soak test of ten minutes: every answer is right, every refusal is clean, and memory does not grow.
 
-Clients ask for texts whole and streamed, hang up, send nonsense and too much of it, and name grafts that are not there,
-while a graft's files are replaced and spoilt. Every answer is compared with the answer to the same request alone.
+Clients request whole and streamed texts, disconnect, send invalid and too large bodies, and name unknown grafts, while
+a graft's files are replaced and damaged. Every answer is compared with the answer to the same request alone.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NAME = "bench-serving-soak"
 TEXT = "The quick brown fox jumps over the lazy dog. Le renard brun saute par-dessus le chien paresseux. "
 MODELS = ("base", "danish", "french", "changing")
 PROMPTS = ("The quick brown fox", "Le renard", "over the lazy dog and then the other dogs", "saute")
-WARM_UP = 0.1  # of the time
-EDGE = 0.1  # of what follows, at either end, which the growth of memory compares
+WARM_UP = 0.1  # share of the time
+EDGE = 0.1  # share of the rest at either end; the growth of memory compares both ends
 GROWTH = 0.05
-LAST_SECONDS = 300  # for a server that shares its cores to end in
+LAST_SECONDS = 300  # time limit for the end of a server that shares its cores
 
 
 @dataclass
-class Server:
+class SoakServer:
     """A server under test: its process, its address, its grafts' folder."""
 
     process: subprocess.Popen[str]
@@ -104,7 +104,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[Server]:
+def served(folder: Path) -> Iterator[SoakServer]:
     """A server on these files."""
     options = ["--backbone", "base", "--grafts", "grafts", "--port", "0", "--max-body", str(LIMIT)]
     options += ["--batch-size", "8", "--queue", "8", "--reload-every", "0.5", "--max-tokens", "64", "--quiet"]
@@ -112,7 +112,7 @@ def served(folder: Path) -> Iterator[Server]:
     log = (folder / "log").open("w+")
     process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
     try:
-        yield Server(process, wait_for_address(process, folder / "log"), folder / "grafts")
+        yield SoakServer(process, wait_for_address(process, folder / "log"), folder / "grafts")
     finally:
         process.kill()
         process.wait()
@@ -130,17 +130,17 @@ def wait_for_address(process: subprocess.Popen[str], log: Path) -> str:
 
 
 def good_requests() -> list[dict[str, Any]]:
-    """Requests whose answers are known: greedy ones and seeded ones, completions alone: chats share their way."""
-    found: list[dict[str, Any]] = []
+    """Greedy and seeded completions, whose answers are known; chats take the same path."""
+    requests: list[dict[str, Any]] = []
     for model in MODELS:
         for number, prompt in enumerate(PROMPTS):
-            found.append({"model": model, "prompt": prompt, "max_tokens": 4 + 9 * number, "temperature": 0})
-            found.append({"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0.9, "seed": number})
-    return found
+            requests.append({"model": model, "prompt": prompt, "max_tokens": 4 + 9 * number, "temperature": 0})
+            requests.append({"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0.9, "seed": number})
+    return requests
 
 
-async def learn(server: Server, folder: Path, requests: list[dict[str, Any]]) -> Expected:
-    """The answer to each request alone, of both states of the graft that changes."""
+async def learn(server: SoakServer, folder: Path, requests: list[dict[str, Any]]) -> Expected:
+    """The answer to each request alone, with both states of the graft that changes."""
     expected: Expected = {json.dumps(request): set() for request in requests}
     async with httpx.AsyncClient(base_url=server.address, timeout=60) as client:
         for state in ("changed", "changing"):
@@ -152,8 +152,8 @@ async def learn(server: Server, folder: Path, requests: list[dict[str, Any]]) ->
     return expected
 
 
-async def put_state(server: Server, state: Path, client: httpx.AsyncClient) -> None:
-    """Replace the graft that changes, whole, and wait until it is in service."""
+async def put_state(server: SoakServer, state: Path, client: httpx.AsyncClient) -> None:
+    """Replace the graft that changes by a rename, and wait until it is in service."""
     loaded = await loads(client, "loaded")
     draft = server.grafts / ".draft"
     shutil.copytree(state, draft)
@@ -164,29 +164,29 @@ async def put_state(server: Server, state: Path, client: httpx.AsyncClient) -> N
 
 
 async def loads(client: httpx.AsyncClient, outcome: str) -> float:
-    """How often the graft that changes was loaded, or refused, so far."""
+    """The number of times that the graft that changes was loaded or refused."""
     line = f'graftlm_graft_loads_total{{graft="changing",outcome="{outcome}"}}'
     page = (await client.get("/metrics")).text
-    return next((float(one.rpartition(" ")[2]) for one in page.splitlines() if one.startswith(line)), 0.0)
+    return next((float(text.rpartition(" ")[2]) for text in page.splitlines() if text.startswith(line)), 0.0)
 
 
-async def meddle(server: Server, folder: Path, until: float, pause: float) -> Counter[str]:
-    """Replace a graft, and spoil its file, again and again; it ends in the first state."""
+async def change_grafts(server: SoakServer, folder: Path, until: float, pause: float) -> Counter[str]:
+    """Replace and damage a graft's files repeatedly; the last state is the first."""
     done: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=server.address, timeout=60) as client:
         while time.monotonic() < until:
             await put_state(server, folder / "states" / ("changed" if done["replaced"] % 2 else "changing"), client)
             done["replaced"] += 1
             await asyncio.sleep(pause)
-            await spoil(server, client)
+            await damage(server, client)
             done["spoilt"] += 1
             await asyncio.sleep(pause)
         await put_state(server, folder / "states" / "changing", client)
     return done
 
 
-async def spoil(server: Server, client: httpx.AsyncClient) -> None:
-    """Write over a graft's tensors in place, and wait until that was refused."""
+async def damage(server: SoakServer, client: httpx.AsyncClient) -> None:
+    """Overwrite a graft's tensors in place, and wait until the server refuses them."""
     refused = await loads(client, "refused")
     (server.grafts / "changing" / "graft.safetensors").write_bytes(os.urandom(1000))
     server.process.send_signal(signal.SIGHUP)
@@ -194,17 +194,17 @@ async def spoil(server: Server, client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.02)
 
 
-async def weigh(server: Server, until: float, every: float) -> list[float]:
-    """The server's memory, again and again."""
-    found = []
+async def sample_memory(server: SoakServer, until: float, every: float) -> list[float]:
+    """The server's memory at intervals."""
+    memory = []
     while time.monotonic() < until:
-        found.append(server.memory())
+        memory.append(server.memory())
         await asyncio.sleep(every)
-    return found
+    return memory
 
 
 def growth_of(memory: list[float]) -> float:
-    """By what share the last tenth after the warm-up lies above its first tenth, in medians."""
+    """The relative growth from the first to the last tenth after the warm-up, in medians."""
     warm = memory[int(len(memory) * WARM_UP) :]
     edge = max(1, int(len(warm) * EDGE))
     return statistics.median(warm[-edge:]) / statistics.median(warm[:edge]) - 1
@@ -218,19 +218,19 @@ async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[
         until = time.monotonic() + seconds
         clients = Clients(server.address, expected, seconds, workers)
         every = max(0.05, seconds / 600)
-        meddling = meddle(server, folder, until, min(2.0, seconds / 10))
-        _, memory, done = await asyncio.gather(clients.run(), weigh(server, until, every), meddling)
+        changing = change_grafts(server, folder, until, min(2.0, seconds / 10))
+        _, memory, done = await asyncio.gather(clients.run(), sample_memory(server, until, every), changing)
         alive = server.process.poll() is None
         code = await asyncio.to_thread(stop, server)
         after = {path.name: hash_of(path) for path in (folder / "grafts").iterdir() if not path.name.startswith(".")}
-    details = {"meddled": dict(done), "alive": alive, "exit_code": code, "grafts_intact": before == after}
+    details = {"changes": dict(done), "alive": alive, "exit_code": code, "grafts_intact": before == after}
     if clients.tally.wrong:
         print((folder / "log").read_text()[-8000:], file=sys.stderr)
     return clients.tally, memory, details
 
 
-def stop(server: Server) -> int:
-    """SIGTERM; gives the exit code, that of a killed process where it did not end."""
+def stop(server: SoakServer) -> int:
+    """Send SIGTERM and return the exit code; a server that does not end is killed."""
     server.process.send_signal(signal.SIGTERM)
     try:
         return server.process.wait(LAST_SECONDS)
@@ -240,12 +240,12 @@ def stop(server: Server) -> int:
 
 
 def hash_of(folder: Path) -> str:
-    """Of a graft's tensors."""
+    """SHA-256 of a graft's tensors."""
     return hashlib.sha256((folder / "graft.safetensors").read_bytes()).hexdigest()
 
 
 def results_of(tally: Tally, memory: list[float], details: dict[str, Any], seconds: float, quick: bool) -> Results:
-    """In the common form."""
+    """The results in the common form."""
     counts, growth = tally.counts, growth_of(memory)
     lost = counts["wrong"] + (not details["alive"]) + (details["exit_code"] != 0) + (not details["grafts_intact"])
     metrics = {
@@ -268,12 +268,12 @@ def results_of(tally: Tally, memory: list[float], details: dict[str, Any], secon
         aims=[
             Aim(text=text, metric=metric, aim=aim)
             if quick
-            else Aim(text=text, metric=metric, aim=aim, measured=found, met=found <= aim)
-            for text, metric, aim, found in aims
+            else Aim(text=text, metric=metric, aim=aim, measured=value, met=value <= aim)
+            for text, metric, aim, value in aims
         ],
         details=details
         | {"statuses": {str(status): n for status, n in sorted(tally.statuses.items())}, "went_wrong": tally.wrong}
-        | {"memory_mb": [round(one / 1e6, 1) for one in memory[:: max(1, len(memory) // 60)]]},
+        | {"memory_mb": [round(value / 1e6, 1) for value in memory[:: max(1, len(memory) // 60)]]},
     )
 
 
@@ -284,7 +284,7 @@ def draw(results: Results) -> Figure:
     values = results.details["memory_mb"]
     assert isinstance(values, list)
     seconds = results.rows[0].metrics["seconds"]
-    axes.plot([float(seconds) * place / len(values) for place in range(len(values))], values, color="#0072B2")
+    axes.plot([float(seconds) * index / len(values) for index in range(len(values))], values, color="#0072B2")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("resident memory, MB")

@@ -1,4 +1,4 @@
-"""The clients of the soak: good ones, which know the right answers, and every other kind."""
+"""The clients of the soak test: some send valid requests and know the right answers, the others misbehave."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 import httpx
 
 LIMIT = 50_000
-"""Bytes of a request, of which the server takes no more."""
+"""Maximum size of a request in bytes."""
 
 Expected = dict[str, set[str]]
-"""Request, as JSON -> the texts that are right."""
+"""The right texts of each request, by the request as JSON."""
 
 
 @dataclass
 class Tally:
-    """What became of all requests.
+    """The outcomes of all requests.
 
     Attributes:
         counts: requests by what became of them.
@@ -43,7 +43,7 @@ class Tally:
 
 
 class Clients:
-    """Many clients of all kinds at a time.
+    """Many concurrent clients of all kinds.
 
     Args:
         address: of the server.
@@ -83,14 +83,14 @@ class Clients:
                 self.tally.add("wrong", f"{kind.__name__}: {type(error).__name__}: {error}")
 
     async def ask(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """A text, whole."""
+        """Request a whole text."""
         request = draw.choice(self.good)
         answer = await client.post("/v1/completions", json=request)
         if not self._refused(answer.status_code, answer.json(), {429}):
             self._compare(request, answer.json()["choices"][0]["text"])
 
     async def stream(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """A text, piece by piece."""
+        """Request a streamed text."""
         request = draw.choice(self.good)
         more = {"stream": True, "graftlm": {"trace": draw.random() < 0.5}, "logprobs": 1}
         async with client.stream("POST", "/v1/completions", json=request | more) as answer:
@@ -105,7 +105,7 @@ class Clients:
         self._compare(request, "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
 
     async def several(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """The same text several times in one request."""
+        """Request several choices of one text."""
         request = draw.choice([one for one in self.good if "seed" not in one])
         answer = await client.post("/v1/completions", json=request | {"n": 3})
         if not self._refused(answer.status_code, answer.json(), {429}):
@@ -113,7 +113,7 @@ class Clients:
             self._compare(request, texts.pop() if len(texts) == 1 else f"different texts {texts}")
 
     async def vanish(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """Ask, wait a little or not at all, and hang up."""
+        """Send a request, wait a little or not at all, and disconnect."""
         request = draw.choice(self.good) | {"stream": draw.random() < 0.5, "max_tokens": 64}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(draw.choice([0.001, 0.02, 0.1])):
@@ -121,7 +121,7 @@ class Clients:
         self.tally.add("vanished")
 
     async def nonsense(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """What is no request."""
+        """Send an invalid request."""
         good = draw.choice(self.good)
         body = draw.choice(
             [
@@ -143,25 +143,25 @@ class Clients:
             self.tally.add("wrong", f"nonsense got {answer.status_code}: {body[:100]!r}")
 
     async def too_much(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """A body over the limit."""
+        """Send a body over the limit."""
         answer = await client.post("/v1/completions", json={"model": "base", "prompt": "a" * 2 * LIMIT})
         if not self._refused(answer.status_code, answer.json(), {413}):
             self.tally.add("wrong", f"a large body got {answer.status_code}")
 
     async def unknown(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """A graft that is not there."""
+        """Name an unknown graft."""
         name = draw.choice(["dansk", "danish+dansk", "../danish", "/etc/passwd", "base ", "\u0000"])
         answer = await client.post("/v1/completions", json={"model": name, "prompt": "a"})
         if not self._refused(answer.status_code, answer.json(), {404}):
             self.tally.add("wrong", f"the model {name!r} got {answer.status_code}")
 
     async def look(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """What those who run it ask."""
+        """Request the routes of operators."""
         answer = await client.get(draw.choice(["/health", "/metrics", "/v1/models", "/openapi.json", "/nothing"]))
         self.tally.add("answered" if answer.status_code in (200, 404) else "wrong", f"looking got {answer.status_code}")
 
     def _refused(self, status: int, body: Any, allowed: set[int]) -> bool:
-        """Whether a request was refused in the way that it should be, and counted."""
+        """Count a request by whether it was refused as expected."""
         if status == 200:
             return False
         self.tally.statuses[status] += 1

@@ -1,7 +1,7 @@
-"""Turns that are taken in pairs, in one process, and their command line: what the benchmarks share.
+"""Paired measurements in one process, and their command line: what the benchmarks share.
 
-What is compared runs turn by turn, in rounds of alternating order, so that whatever else the machine does falls on both
-sides of a ratio. A ratio is the median over rounds, its interval the smallest and the largest.
+The compared turns run one after another in rounds of alternating order, so that other load of the machine affects both
+sides of a ratio. A ratio is the median over rounds; its interval has the smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from graftlm.evaluation import Aim, Interval, Results, write_report
 AT_MOST, AT_LEAST = "at most", "at least"
 Clock = Literal["wall", "cpu"]
 Turns = dict[str, list[float]]
-"""What each turn measured, by name, round by round."""
+"""The values of each turn by name, one for each round."""
 
 
 def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> Turns:
-    """Take all turns `count` times after a warm-up, every other time in reverse."""
+    """Run all turns `count` times after a warm-up, every other round in reverse order."""
     for turn in turns.values():
         turn()
     measured: Turns = {name: [] for name in turns}
@@ -36,10 +36,10 @@ def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> Turns:
 
 
 def seconds(work: Callable[[], object], device: torch.device, clock: Clock = "wall") -> float:
-    """How long `work` takes, what it leaves to a GPU included.
+    """The time that `work` takes, including its work on a GPU.
 
-    The clock `cpu` is the process's own time on the cores, all threads together: it stands still while other work has
-    them. With one thread it is what a clock on the wall would say of a machine that does nothing else.
+    The clock `cpu` is the CPU time of the process, summed over threads. With one thread it is the wall time of an idle
+    machine.
     """
     start = _now(device, clock)
     work()
@@ -53,21 +53,21 @@ def _now(device: torch.device, clock: Clock) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median, the smallest and the largest."""
+    """The median, with the smallest and the largest value."""
     return Interval(mean=statistics.median(values), low=min(values), high=max(values))
 
 
 def draw(results: Results, aims: Mapping[str, float | None], axis: str, *, logarithmic: bool = False) -> Figure:
-    """Each ratio with its interval, and its aim as a tick, where it has one."""
+    """A plot of each ratio with its interval, and a tick at its aim."""
     figure = Figure(figsize=(6.4, 2.2), layout="constrained")
     axes = figure.subplots()
-    for place, row in enumerate(reversed(results.rows)):
+    for position, row in enumerate(reversed(results.rows)):
         ratio, aim = row.metrics["ratio"], aims[row.id]
         assert isinstance(ratio, Interval)
-        axes.plot([ratio.low, ratio.high], [place, place], color="#0072B2", linewidth=2)
-        axes.plot(ratio.mean, place, "o", color="#0072B2")
+        axes.plot([ratio.low, ratio.high], [position, position], color="#0072B2", linewidth=2)
+        axes.plot(ratio.mean, position, "o", color="#0072B2")
         if aim is not None:
-            axes.plot(aim, place, "|", color="#D55E00", markersize=18, markeredgewidth=2)
+            axes.plot(aim, position, "|", color="#D55E00", markersize=18, markeredgewidth=2)
     axes.set_yticks(range(len(results.rows)), [row.id for row in reversed(results.rows)])
     axes.set_ylim(-0.6, len(results.rows) - 0.4)
     if logarithmic:
@@ -77,7 +77,7 @@ def draw(results: Results, aims: Mapping[str, float | None], axis: str, *, logar
 
 
 def made_aim(label: str, metric: str, aim: tuple[str, float], measured: float | None) -> Aim:
-    """An aim, AT_MOST or AT_LEAST a value, and whether it is met; None is a size that says nothing about it."""
+    """An aim, AT_MOST or AT_LEAST a value, and whether it is met; with None (small models) it is not judged."""
     side, value = aim
     text = f"{label}: {side} {value:g}"
     if measured is None:
@@ -92,13 +92,13 @@ def command(
     benchmark: Callable[[bool, torch.device, Clock], Results],
     aims: Mapping[str, float | None],
 ) -> None:
-    """A benchmark's command line: measure, and write `results.json`, `report.md` and a plot.
+    """The command line of a benchmark: measure, and write `results.json`, `report.md` and a plot.
 
     Args:
-        name: of its results.
-        about: one sentence.
-        benchmark: given whether models are small, the device and the clock.
-        aims: of each row's ratio, for the plot.
+        name: name of the results.
+        about: one sentence for the help.
+        benchmark: called with whether models are small, the device and the clock.
+        aims: the aim of each row's ratio, for the plot.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, default=Path("runs") / name)
