@@ -284,7 +284,8 @@ def _row(name: str, measured: Measured) -> Row:
     pairs = {"mixed_grafts_4": (name, ONE_GRAFT), THEIRS: ("clients_16", THEIRS)}
     over, under = pairs.get(name, (name, SERIAL))
     ratios = [
-        one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(measured[over], measured[under], strict=True)
+        upper["tokens_per_s"] / lower["tokens_per_s"]
+        for upper, lower in zip(measured[over], measured[under], strict=True)
     ]
     metrics: dict[str, Any] = {metric: interval([turn[metric] for turn in own]) for metric in own[0]}
     return Row(id=name, label=ROWS[name][0], metrics={"ratio": interval(ratios)} | metrics)

@@ -33,8 +33,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graftlm import build_graft, graft_config, load_backbone, save_graft
-from graftlm.artifact import put_in_place
 from graftlm.evaluation import Aim, Results, Row, write_report
+from graftlm.io import staged_folder
 
 NAME = "bench-serving-soak"
 TEXT = "The quick brown fox jumps over the lazy dog. Le renard brun saute par-dessus le chien paresseux. "
@@ -155,9 +155,8 @@ async def learn(server: SoakServer, folder: Path, requests: list[dict[str, Any]]
 async def put_state(server: SoakServer, state: Path, client: httpx.AsyncClient) -> None:
     """Replace the graft that changes by a rename, and wait until it is in service."""
     loaded = await loads(client, "loaded")
-    draft = server.grafts / ".draft"
-    shutil.copytree(state, draft)
-    put_in_place(draft, server.grafts / "changing")
+    with staged_folder(server.grafts / "changing") as draft:
+        shutil.copytree(state, draft, dirs_exist_ok=True)
     server.process.send_signal(signal.SIGHUP)
     while await loads(client, "loaded") == loaded:
         await asyncio.sleep(0.02)

@@ -106,7 +106,7 @@ class Clients:
 
     async def several(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         """Request several choices of one text."""
-        request = draw.choice([one for one in self.good if "seed" not in one])
+        request = draw.choice([request for request in self.good if "seed" not in request])
         answer = await client.post("/v1/completions", json=request | {"n": 3})
         if not self._refused(answer.status_code, answer.json(), {429}):
             texts = {choice["text"] for choice in answer.json()["choices"]}
