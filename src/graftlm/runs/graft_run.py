@@ -22,7 +22,7 @@ from graftlm.data.packing import check_boundaries
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting
-from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_class, graft_config
+from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
 from graftlm.training.loop import TrainingSummary
 
@@ -282,7 +282,7 @@ class BackboneEvaluator:
 
 def graft_label(config: GraftConfig) -> str:
     """The name of a kind of graft in tables."""
-    return graft_class(config.kind).label or config.kind
+    return config.graft_class.label or config.kind
 
 
 def count_parameters(parameters: Iterable[Tensor]) -> int:
