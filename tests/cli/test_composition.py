@@ -41,10 +41,10 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
     assert (text.code, text.err) == (0, "")
     assert text.out.startswith("le renard")
 
-    still = graft("inspect", "runs/composed/graft")
-    assert still.code == 0, still.err
+    inspected = graft("inspect", "runs/composed/graft")
+    assert inspected.code == 0, inspected.err
     for shown in ("french: pairs of layers 0 to 0, 1 to 1", "french attention here, new", "french: parameters 23,040"):
-        assert shown in " ".join(still.out.split()), shown
+        assert shown in " ".join(inspected.out.split()), shown
 
     inspected = graft("inspect", "runs/composed/graft", "--backbone", "llama", "--text", "new/test.txt")
     assert inspected.code == 0, inspected.err
@@ -81,7 +81,7 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
 
 def test_methods_tell_what_must_be_said(graft: Graft) -> None:
     listed = json.loads(graft("methods", "--json").out)
-    (composition,) = (one for one in listed if one["kind"] == "composition")
+    (composition,) = (method for method in listed if method["kind"] == "composition")
     assert composition["config"]["augmenting"] is None
     assert composition["config"]["stride"] == 4
 

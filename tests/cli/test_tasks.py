@@ -28,7 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFold
 
 def test_rows_are_measured(graft: Graft, served: Path) -> None:
     rows = [f"{name}={task['test']}" for name, task in tasks_of(served / "rows").items()]
-    arguments = [word for one in rows for word in ("--rows", one)]
+    arguments = [word for row in rows for word in ("--rows", row)]
     measured = graft("eval", str(served / "run/graft"), *arguments, "--json")
     assert measured.code == 0, measured.err
     metrics = json.loads(measured.out)["rows"][0]["metrics"]
@@ -64,7 +64,7 @@ def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Pa
     piped = fresh_graft("predict", folder, "-", "--task", "topic", "--text-column", "text", stdin=rows.read_text())
     assert piped.code == 0, piped.err
     ours, theirs = ([json.loads(line) for line in text.splitlines()] for text in (of_table.out, piped.out))
-    assert [one["label"] for one in ours] == [one["label"] for one in theirs]
+    assert [row["label"] for row in ours] == [row["label"] for row in theirs]
     assert len(ours) == 24
     whole = graft("predict", folder, str(rows), "--task", "topic", "--json")
     assert json.loads(whole.out) == ours

@@ -73,15 +73,15 @@ def test_eval_shows_metrics_down_and_models_across(graft: Graft, trained: str, h
 
 
 def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def tasks(model: Any, tokenizer: Any, names: list[str], *, limit: int | None) -> dict[str, dict[str, float]]:
-        asked.append((type(model).__name__, names, limit))
-        return {"arc_easy": {"acc": 0.25 * len(asked)}}
+        calls.append((type(model).__name__, names, limit))
+        return {"arc_easy": {"acc": 0.25 * len(calls)}}
 
     monkeypatch.setattr("graftlm.evaluation.run_lm_eval", tasks)
     document = json.loads(graft("eval", trained, "--tasks", "arc_easy", "--limit", "3", "--json").out)
-    assert asked == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
+    assert calls == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]
 
 
@@ -93,7 +93,7 @@ def test_eval_measures_examples_beside_the_backbone(graft: Graft, trained: str, 
     common = ("eval", trained, "--examples", "runs/qa.jsonl", "--examples", "again=runs/qa.jsonl", *columns)
     written = graft(*common, "--metric", "chrf", "--limit", "2", "--max-new-tokens", "3", "--stop", "x", "--json")
     document = json.loads(written.out)
-    bare, row = (one["metrics"] for one in document["rows"])
+    bare, row = (row["metrics"] for row in document["rows"])
     assert {"qa_chrf", "again_chrf"} <= bare.keys() & row.keys()
     assert {"qa_chrf_gain", "again_chrf_gain"} <= row.keys()
     assert document["details"]["tasks"]["backbone"]["qa"]["examples"] == 2
@@ -103,7 +103,7 @@ def test_eval_measures_examples_beside_the_backbone(graft: Graft, trained: str, 
     assert "qa log-perplexity gain" in shown
 
 
-def test_generate_is_greedy_unless_asked(graft: Graft, trained: str) -> None:
+def test_generate_is_greedy_by_default(graft: Graft, trained: str) -> None:
     def text(*more: str) -> dict[str, Any]:
         return json.loads(graft("generate", trained, "le renard", "--max-new-tokens", "12", "--json", *more).out)
 
@@ -125,8 +125,8 @@ def test_generate_bare_is_the_backbone(graft: Graft, trained: str, home: Path) -
 
     backbone = load_backbone(home / "llama")
     expected = generate_text(backbone.model, backbone.need_tokenizer(), "a dog", Decoding(max_new_tokens=6))
-    found = graft("generate", trained, "a dog", "--bare", "--max-new-tokens", "6", "--backbone", "llama", "--json")
-    assert json.loads(found.out)["text"] == expected.text
+    plain = graft("generate", trained, "a dog", "--bare", "--max-new-tokens", "6", "--backbone", "llama", "--json")
+    assert json.loads(plain.out)["text"] == expected.text
 
 
 def test_generate_traces_gates(graft: Graft, trained: str, home: Path) -> None:
@@ -185,10 +185,10 @@ def test_inspect_shows_a_report_again(graft: Graft, trained: str, home: Path) ->
 
 
 def test_methods_lists_every_kind_with_its_keys(graft: Graft) -> None:
-    found = {method["kind"]: method for method in json.loads(graft("methods", "--json").out)}
-    assert list(found) == kinds()
-    assert found["neutral-residues"]["config"]["capacity"] == 0.2
-    assert all(method["summary"] and method["label"] for method in found.values())
+    listed = {method["kind"]: method for method in json.loads(graft("methods", "--json").out)}
+    assert list(listed) == kinds()
+    assert listed["neutral-residues"]["config"]["capacity"] == 0.2
+    assert all(method["summary"] and method["label"] for method in listed.values())
     shown = graft("methods").out
     assert all(kind in shown for kind in kinds())
     assert "width" in shown, "keys without a default are named as well"

@@ -55,11 +55,11 @@ def test_answers_equal_a_literal_loop(
 ) -> None:
     chosen = bos_tokenizer if bos else tokenizer
     seen: list[int] = []
-    found = generate_answers(
+    actual = generate_answers(
         model, chosen, PROMPTS, max_new_tokens=NEW, stop=(), batch_size=batch_size, progress=seen.append
     )
-    assert found == [literal_answer(model, tokenizer, prompt, NEW, bos=bos) for prompt in PROMPTS]
-    assert len(set(found)) > 3
+    assert actual == [literal_answer(model, tokenizer, prompt, NEW, bos=bos) for prompt in PROMPTS]
+    assert len(set(actual)) > 3
     assert sum(seen) == len(PROMPTS)
 
 
@@ -72,20 +72,20 @@ def test_a_grafted_model_answers_with_its_graft(tokenizer: Any) -> None:
     bare = generate_answers(backbone.model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
     with GraftedModel(backbone, {"graft": graft}) as grafted:
         grafted.train()
-        found = generate_answers(grafted, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+        actual = generate_answers(grafted, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
         assert grafted.training, "the mode is given back"
         grafted.eval()
-        assert found == [literal_answer(grafted, tokenizer, prompt, NEW) for prompt in PROMPTS]
-    assert found != bare
+        assert actual == [literal_answer(grafted, tokenizer, prompt, NEW) for prompt in PROMPTS]
+    assert actual != bare
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_stop_strings_end_an_answer(model: Any, tokenizer: Any, length: int) -> None:
     whole = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
     stop = next(text[3 : 3 + length] for text in whole if len(text) > 3 + length and "\ufffd" not in text)
-    found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=("never", stop))
-    assert found == [text.partition(stop)[0] for text in whole]
-    assert found != whole
+    actual = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=("never", stop))
+    assert actual == [text.partition(stop)[0] for text in whole]
+    assert actual != whole
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
@@ -93,7 +93,10 @@ def test_a_row_that_is_done_costs_no_more_steps(tokenizer: Any, length: int) -> 
     model, calls = tiny_model("llama"), []
     whole = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
     ids = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
-    new = [model.generate(**one, max_new_tokens=NEW, do_sample=False)[0, one["input_ids"].shape[1] :] for one in ids]
+    new = [
+        model.generate(**encoding, max_new_tokens=NEW, do_sample=False)[0, encoding["input_ids"].shape[1] :]
+        for encoding in ids
+    ]
     model.register_forward_hook(lambda *_: calls.append(1))
     clean = [i for i, text in enumerate(whole) if len(text) > length and "\ufffd" not in text[: length + 1]]
     assert clean
@@ -110,9 +113,9 @@ def test_an_end_of_text_token_ends_an_answer(tokenizer: Any) -> None:
     new = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[:, ids["input_ids"].shape[1] :].tolist()
     ends = new[0][3]
     model.generation_config.eos_token_id = [ends, EOS]  # as models with several have them
-    found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
+    actual = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=NEW, stop=())
     kept = [row[: min((i for i, token in enumerate(row) if token in (ends, EOS)), default=NEW)] for row in new]
-    assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+    assert actual == [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
     assert len(kept[0]) <= 3
 
 
@@ -155,8 +158,8 @@ def literal_score(model: Any, tokenizer: Any, example: Example, *, bos: bool) ->
     answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
     given, answer = (given, answer) if given else (answer[:1], answer[1:])
     logits = model(torch.tensor([[*given, *answer]])).logits[0].double()
-    places = range(len(given) - 1, len(given) + len(answer) - 1)
-    nats = sum(-torch.log_softmax(logits[at], -1)[token].item() for at, token in zip(places, answer, strict=True))
+    positions = range(len(given) - 1, len(given) + len(answer) - 1)
+    nats = sum(-torch.log_softmax(logits[at], -1)[token].item() for at, token in zip(positions, answer, strict=True))
     return nats, len(answer)
 
 
@@ -214,8 +217,8 @@ def test_a_graft_is_told_which_tokens_are_prompts(
 
     monkeypatch.setattr(GraftedModel, "forward", watch)
     with GraftedModel(Backbone.wrap(tiny_model("llama"))) as grafted:
-        found = score_answers(grafted, chosen, EXAMPLES)
-        np.testing.assert_allclose(found.nats, score_answers(model, chosen, EXAMPLES).nats, rtol=1e-5)
+        actual = score_answers(grafted, chosen, EXAMPLES)
+        np.testing.assert_allclose(actual.nats, score_answers(model, chosen, EXAMPLES).nats, rtol=1e-5)
         score(grafted, chosen, ["no prompt at all"])
     assert seen[0] is not None
     expected = [len(chosen(example.prompt)["input_ids"]) if example.prompt else 0 for example in EXAMPLES]
@@ -238,9 +241,9 @@ def test_answers_that_can_not_be_scored(model: Any, tokenizer: Any) -> None:
 
 def test_exact_match_sees_through_white_space_around_the_answer_alone() -> None:
     examples = [Example("", "12"), Example("", " a b\n"), Example("", "a b"), Example("", "A"), Example("", "")]
-    found = exact_match(["12\n", "a b", "a  b", "a", "\n"], examples)
-    assert found.dtype == np.float64
-    assert found.tolist() == [1, 1, 0, 0, 1]
+    actual = exact_match(["12\n", "a b", "a  b", "a", "\n"], examples)
+    assert actual.dtype == np.float64
+    assert actual.tolist() == [1, 1, 0, 0, 1]
 
 
 texts = st.lists(st.tuples(st.text("ab é.", max_size=20), st.text("ab é.", max_size=20)), min_size=1, max_size=5)

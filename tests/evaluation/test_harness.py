@@ -44,10 +44,10 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_local_task_gives_its_metrics(tasks: Path) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    found = run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
-    assert 0 <= found["tiny_choice"]["acc"] <= 1
-    assert "acc_stderr" in found["tiny_choice"]
-    assert found == run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=3)
+    metrics = run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=2)
+    assert 0 <= metrics["tiny_choice"]["acc"] <= 1
+    assert "acc_stderr" in metrics["tiny_choice"]
+    assert metrics == run_lm_eval(model, tokenizer, ["tiny_choice"], include_path=tasks, limit=4, batch_size=3)
 
 
 def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
@@ -58,10 +58,10 @@ def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
             tensor.normal_(0, 0.5)
     bare = [chosen(backbone.model, i) for i in range(6)]
     with GraftedModel(backbone, {"graft": graft}) as model:
-        found = run_lm_eval(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
+        metrics = run_lm_eval(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
         mine = [chosen(model, i) for i in range(6)]
     assert mine != bare, "the graft must change an answer for this test to mean anything"
-    assert found["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
+    assert metrics["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
 
 
 def chosen(model: Any, question: int) -> int:

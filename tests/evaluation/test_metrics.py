@@ -163,8 +163,8 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for seed in range(200):
-        found = scores_of(rng.gamma(4.0, 5.0, size=60)).interval(resamples=300, seed=seed)
-        covered += found.low <= 2.0 <= found.high
+        result = scores_of(rng.gamma(4.0, 5.0, size=60)).interval(resamples=300, seed=seed)
+        covered += result.low <= 2.0 <= result.high
     assert 0.88 <= covered / 200 <= 0.99
 
 
@@ -172,19 +172,19 @@ def test_a_paired_interval_is_narrower_than_two_single_ones() -> None:
     rng = np.random.default_rng(1)
     base = rng.gamma(4.0, 5.0, size=100)
     a, b = scores_of(base + 1 + 0.1 * rng.standard_normal(100)), scores_of(base)
-    found = paired_difference(a, b)
-    assert found.mean == pytest.approx(a.nats_per_token - b.nats_per_token)
-    assert found.low <= found.mean <= found.high
-    assert found.high - found.low < 0.1 * (a.interval().high - a.interval().low)
+    result = paired_difference(a, b)
+    assert result.mean == pytest.approx(a.nats_per_token - b.nats_per_token)
+    assert result.low <= result.mean <= result.high
+    assert result.high - result.low < 0.1 * (a.interval().high - a.interval().low)
     assert paired_difference(a, a).high == 0
 
 
 def test_many_windows_are_resampled_in_runs() -> None:
     rng = np.random.default_rng(2)
     scores = scores_of(rng.gamma(4.0, 5.0, size=10_001))
-    found = scores.interval()
+    result = scores.interval()
     expected = 2 * 1.96 * scores.nats.std() / math.sqrt(10_001) / 10
-    assert found.high - found.low == pytest.approx(expected, rel=0.15)
+    assert result.high - result.low == pytest.approx(expected, rel=0.15)
 
 
 def test_other_windows_do_not_pair() -> None:
@@ -193,7 +193,7 @@ def test_other_windows_do_not_pair() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_broken_weights_are_said(tokenizer: Any, value: float) -> None:
+def test_broken_weights_are_an_error(tokenizer: Any, value: float) -> None:
     broken = tiny_model("llama")
     with torch.no_grad():
         next(broken.parameters()).fill_(value)

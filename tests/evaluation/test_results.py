@@ -84,7 +84,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "words"),
     [
         (b"{", "not valid JSON"),
         (b"\xff\xfe\x00", "not valid JSON"),
@@ -93,10 +93,10 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         (b"{}", "is missing"),
     ],
 )
-def test_bad_files_are_said_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
+def test_bad_files_get_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "results.json"
     path.write_bytes(content)
-    with pytest.raises(GraftError, match=says) as caught:
+    with pytest.raises(GraftError, match=words) as caught:
         Results.read(path)
     assert "\n" not in str(caught.value)
 
@@ -120,13 +120,13 @@ def test_bad_values() -> None:
 
 
 def test_seeds_combine_to_students_interval() -> None:
-    found = combine_seeds([1.0, 2.0, 3.0])
-    assert found.mean == 2
-    assert found.high - found.mean == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    one = Interval(mean=1, low=0, high=2)
-    assert combine_seeds([one]) == one
+    result = combine_seeds([1.0, 2.0, 3.0])
+    assert result.mean == 2
+    assert result.high - result.mean == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    single = Interval(mean=1, low=0, high=2)
+    assert combine_seeds([single]) == single
     assert combine_seeds([3.0]) == Interval(mean=3, low=3, high=3)
-    assert combine_seeds([one, 1.0]) == Interval(mean=1, low=1, high=1)
+    assert combine_seeds([single, 1.0]) == Interval(mean=1, low=1, high=1)
     with pytest.raises(EvaluationError, match="no values"):
         combine_seeds([])
 

@@ -42,16 +42,16 @@ def task_of(path: Path | str, **values: Any) -> Task:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`answering(function)` makes every model answer as the function does, and notes what it was asked."""
-    asked: list[dict[str, Any]] = []
+    """`answering(function)` makes every model answer as the function does, and notes what it was requests."""
+    requests: list[dict[str, Any]] = []
 
     def use(answer: Any) -> list[dict[str, Any]]:
         def generate(model: Any, tokenizer: Any, prompts: list[str], **settings: Any) -> list[str]:
-            asked.append({"prompts": prompts} | settings)
+            requests.append({"prompts": prompts} | settings)
             return [answer(prompt) for prompt in prompts]
 
         monkeypatch.setattr("graftlm.evaluation.tasks.generate_answers", generate)
-        return asked
+        return requests
 
     return use
 
@@ -136,14 +136,14 @@ def test_bad_configs(values: dict, expected: str) -> None:
 
 
 def test_exact_match(file: Path, answering: Any) -> None:
-    asked = answering(solve)
+    requests = answering(solve)
     task = task_of(file, stop=["\n", "."], max_new_tokens=5)
     outcome = measure_task(None, None, task, batch_size=3)
     assert outcome.value == 7 / 8
-    found = outcome.metrics("sums")
-    assert set(found) == {"sums_exact-match"}
-    assert found["sums_exact-match"].low < 7 / 8 < found["sums_exact-match"].high < 1
-    assert asked == [{"prompts": task.prompts(), "max_new_tokens": 5, "stop": ["\n", "."], "batch_size": 3}]
+    metrics = outcome.metrics("sums")
+    assert set(metrics) == {"sums_exact-match"}
+    assert metrics["sums_exact-match"].low < 7 / 8 < metrics["sums_exact-match"].high < 1
+    assert requests == [{"prompts": task.prompts(), "max_new_tokens": 5, "stop": ["\n", "."], "batch_size": 3}]
     described = outcome.describe(task)
     assert described["examples"] == 8
     assert described["samples"][3] == {"prompt": "3+3=", "expected": "6", "answer": " 7"}
@@ -155,9 +155,9 @@ def test_chrf(file: Path, answering: Any) -> None:
     task = task_of(file, metric="chrf")
     outcome = measure_task(None, None, task)
     assert outcome.value == pytest.approx(chrf(outcome.answers, task.examples))
-    found = outcome.metrics("sums")["sums_chrf"]
-    assert found.low <= found.mean == outcome.value <= found.high
-    assert found.low < found.high
+    metrics = outcome.metrics("sums")["sums_chrf"]
+    assert metrics.low <= metrics.mean == outcome.value <= metrics.high
+    assert metrics.low < metrics.high
     assert outcome.describe(task)["signature"].startswith("chrF2|nrefs:1|")
 
 
@@ -165,15 +165,15 @@ def test_log_perplexity(file: Path) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     task = task_of(file, metric="log-perplexity", shots=1)
     outcome = measure_task(model, tokenizer, task, batch_size=3)
-    asked = [Example(prompt, example.answer) for prompt, example in zip(task.prompts(), task.examples, strict=True)]
-    scores = score_answers(model, tokenizer, asked)
-    found = outcome.metrics("sums")
-    assert found["sums_log-perplexity"].mean == outcome.value == pytest.approx(scores.nats_per_token, rel=1e-6)
-    assert found["sums_log-perplexity_bpb"].mean == pytest.approx(scores.bits_per_byte, rel=1e-6)
+    requests = [Example(prompt, example.answer) for prompt, example in zip(task.prompts(), task.examples, strict=True)]
+    scores = score_answers(model, tokenizer, requests)
+    metrics = outcome.metrics("sums")
+    assert metrics["sums_log-perplexity"].mean == outcome.value == pytest.approx(scores.nats_per_token, rel=1e-6)
+    assert metrics["sums_log-perplexity_bpb"].mean == pytest.approx(scores.bits_per_byte, rel=1e-6)
     assert outcome.answers == []
     other = measure_task(tiny_model("llama", seed=1), tokenizer, task)
     gain = other.gain("sums", outcome)["sums_log-perplexity_gain"]
-    expected = paired_difference(scores, score_answers(tiny_model("llama", seed=1), tokenizer, asked))
+    expected = paired_difference(scores, score_answers(tiny_model("llama", seed=1), tokenizer, requests))
     assert gain.mean == pytest.approx(expected.mean, abs=1e-5)
     assert [gain.low, gain.high] == pytest.approx(
         [expected.low, expected.high], abs=0.3 * (expected.high - expected.low)
@@ -213,17 +213,17 @@ def test_pass_at_1(tmp_path: Path, answering: Any) -> None:
     ],
 )
 def test_tests_that_tell_nothing(tmp_path: Path, answering: Any, change: dict, expected: str) -> None:
-    asked = answering(lambda prompt: "")
+    requests = answering(lambda prompt: "")
     path = tmp_path / "code.json"
     path.write_text(json.dumps([TESTED[0] | change]))
     with pytest.raises(EvaluationError) as caught:
         measure_task(None, None, task_of(path, metric="pass@1"))
     assert str(caught.value).startswith(f"{path}: the first example's ")
     assert expected in str(caught.value)
-    assert not asked, "said before anything is generated"
+    assert not requests, "checked before anything is generated"
 
 
-def test_nothing_runs_unless_asked_for(file: Path, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pass_at_1_runs_programs(file: Path, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a program was run")
 
@@ -243,14 +243,14 @@ def shares(right: list[int]) -> TaskResult:
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=60))
 def test_intervals_of_shares_hold_the_share_and_are_never_certain(right: list[int]) -> None:
-    found = shares(right).metrics("a")["a_exact-match"]
-    assert 0 <= found.low <= found.mean == sum(right) / len(right) <= found.high <= 1
-    assert found.high - found.low > 0.01
+    metrics = shares(right).metrics("a")["a_exact-match"]
+    assert 0 <= metrics.low <= metrics.mean == sum(right) / len(right) <= metrics.high <= 1
+    assert metrics.high - metrics.low > 0.01
 
 
 def test_intervals_of_shares_are_wilson_s() -> None:
-    found = shares([1] * 8 + [0] * 2).metrics("a")["a_exact-match"]
-    assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson 1927, by any calculator
+    metrics = shares([1] * 8 + [0] * 2).metrics("a")["a_exact-match"]
+    assert (metrics.low, metrics.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson 1927, by any calculator
     none = shares([0] * 100).metrics("a")["a_exact-match"]
     assert (none.low, none.high) == pytest.approx((0, 0.0370), abs=1e-4)
 
@@ -273,9 +273,9 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     for _ in range(100):
         nats = chance.gamma(4.0, 5.0, size=60)
         sums = np.stack([nats, np.full(60, 10.0), np.full(60, 40.0)], axis=1)
-        found = TaskResult("log-perplexity", sums).metrics("a")
-        covered += found["a_log-perplexity"].low <= 2.0 <= found["a_log-perplexity"].high
-        assert found["a_log-perplexity_bpb"].mean == pytest.approx(nats.sum() / 2400 / math.log(2))
+        metrics = TaskResult("log-perplexity", sums).metrics("a")
+        covered += metrics["a_log-perplexity"].low <= 2.0 <= metrics["a_log-perplexity"].high
+        assert metrics["a_log-perplexity_bpb"].mean == pytest.approx(nats.sum() / 2400 / math.log(2))
     assert 86 <= covered <= 99
 
 
