@@ -8,7 +8,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, Route, expect
 
 from graftlm.backbone import Backbone
-from graftlm.serving.pages import FOLDER
+from graftlm.serving.app import PAGE_FOLDER
 from graftlm.serving.service import open_service
 from graftlm.serving.settings import ServerSettings
 from serving.browsing import begin, column, generate, opened, view
@@ -20,14 +20,14 @@ from tiny import tiny_model, tiny_tokenizer
 
 
 def test_no_file_reads_text_as_html_or_asks_elsewhere() -> None:
-    for file in FOLDER.iterdir():
+    for file in PAGE_FOLDER.iterdir():
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), file
         assert not re.search(r"@import|url\(", text), file
 
 
 def test_the_page_needs_no_inline_script_or_style() -> None:
-    text = (FOLDER / "index.html").read_text(encoding="utf-8")
+    text = (PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", text)
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", text))
     assert "script-src 'self'; style-src 'self'" in text

@@ -55,7 +55,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _MISSING_EXTRA = {status: _ERRORS.pop(status) for status in [501]}
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-_PAGE = Path(__file__).parent / "page"
+PAGE_FOLDER = Path(__file__).parent / "page"
 _CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -170,7 +170,7 @@ def _operations_router(service: Service) -> APIRouter:
     return router
 
 
-def _page_router(folder: Path = _PAGE) -> APIRouter:
+def _page_router(folder: Path = PAGE_FOLDER) -> APIRouter:
     """A route for each file of the page, with index.html at the root. All files are read now."""
     router = APIRouter(include_in_schema=False)
     for file in sorted(folder.rglob("*")):

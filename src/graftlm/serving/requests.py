@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainValidator,
     StringConstraints,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
@@ -31,32 +33,39 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _TEMPLATE_ROLES = {"developer": "system"}
 
 
-def _neutral(*values: Any) -> Any:
-    """The type of a key that is not implemented: None or one of the values that change nothing."""
+class NeutralValue:
+    """The annotation of a key that is not implemented: it accepts None or one of the values that change nothing."""
 
-    def check(value: Any) -> Any:
-        if value is None or any(value == neutral and _same_json_type(value, neutral) for neutral in values):
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.values]}
+
+    def _check(self, value: Any) -> Any:
+        if value is None or any(value == neutral and _same_json_type(value, neutral) for neutral in self.values):
             return value
-        allowed = f", or set it to {values[0]!r}" if values else ""
+        allowed = f", or set it to {self.values[0]!r}" if self.values else ""
         raise UnsupportedValueError(f"this server does not implement it: leave it out{allowed}")
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
 
 
 def _same_json_type(value: Any, neutral: Any) -> bool:
     return type(value) is type(neutral) or (type(neutral) is int and type(value) is float)
 
 
-OnlyNull = _neutral()
-OnlyZero = _neutral(0)
-OnlyOne = _neutral(1)
-OnlyFalse = _neutral(False)
-OnlyEmptyList = _neutral([])
-OnlyEmptyObject = _neutral({})
-OnlyEmptyText = _neutral("")
-OnlyNoTool = _neutral("none", "auto")
-OnlyTextFormat = _neutral({"type": "text"})
-OnlyTextModality = _neutral(["text"])
+OnlyNull = Annotated[Any, NeutralValue()]
+OnlyZero = Annotated[Any, NeutralValue(0)]
+OnlyOne = Annotated[Any, NeutralValue(1)]
+OnlyFalse = Annotated[Any, NeutralValue(False)]
+OnlyEmptyList = Annotated[Any, NeutralValue([])]
+OnlyEmptyObject = Annotated[Any, NeutralValue({})]
+OnlyEmptyText = Annotated[Any, NeutralValue("")]
+OnlyNoTool = Annotated[Any, NeutralValue("none", "auto")]
+OnlyTextFormat = Annotated[Any, NeutralValue({"type": "text"})]
+OnlyTextModality = Annotated[Any, NeutralValue(["text"])]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
