@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
         calls.append((type(model).__name__, names, limit))
         return {"arc_easy": {"acc": 0.25 * len(calls)}}
 
-    monkeypatch.setattr("graftlm.evaluation.run_lm_eval", tasks)
+    monkeypatch.setattr("graftlm.evaluation.harness.run_lm_eval", tasks)
     document = json.loads(graft("eval", trained, "--tasks", "arc_easy", "--limit", "3", "--json").out)
     assert calls == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]
@@ -164,6 +166,15 @@ def test_inspect_says_what_the_files_say(graft: Graft, trained: str, home: Path)
     ranks = next(group["effective_rank"] for group in document["tensors"] if "w_i" in group["name"])
     assert len(ranks) == 2
     assert all(1 < rank < 48 for rank in ranks)
+
+
+def test_inspect_starts_without_what_takes_seconds_to_import() -> None:
+    code = (
+        "import sys, graftlm.generation.inspect, graftlm.grafts.neutral_residues\n"
+        "print(sorted({'torch._dynamo', 'transformers.modeling_utils', 'peft', 'accelerate'} & {*sys.modules}))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "[]\n"
 
 
 def test_inspect_watches_the_graft_on_texts(graft: Graft, trained: str) -> None:

@@ -39,7 +39,9 @@ def learn_against_forget(
     axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
     for index, row in enumerate(complete):
         colour, marker = _style(index)
-        _path(axes, (paths or {}).get(row.id, ()), colour, marker)
+        points = (paths or {}).get(row.id, ())
+        xs, ys = [value_of(forgotten) for forgotten, _ in points], [value_of(learned) for _, learned in points]
+        axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
         _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker, row.label)
     axes.margins(0.16, 0.16)
     axes.text(
@@ -158,11 +160,6 @@ def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], labe
 def _legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9.5, frameon=True, framealpha=0.9, edgecolor="none", loc="best", labelcolor=_INK)
-
-
-def _path(axes: Axes, points: Sequence[Point], colour: str, marker: str) -> None:
-    xs, ys = [value_of(point[0]) for point in points], [value_of(point[1]) for point in points]
-    axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
 
 
 def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str, label: str) -> None:

@@ -85,7 +85,7 @@ class Machine(Config):
     @classmethod
     def here(cls) -> Self:
         """This machine; `cores` counts the cores that the process may use."""
-        import torch  # reports are read and printed without torch
+        import torch
 
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         return cls(cpu=_cpu_name(), cores=_usable_cores(), gpu=gpu, torch=torch.__version__)

@@ -233,7 +233,7 @@ def evaluate_graft(
         BackboneError: the backbone can't be loaded.
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
-    from graftlm.evaluation import run_lm_eval
+    from graftlm.evaluation.harness import run_lm_eval
     from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
