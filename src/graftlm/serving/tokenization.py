@@ -155,8 +155,8 @@ class IncrementalDetokenizer:
         self._start, self._read = 0, len(self._ids)
         self._before = self._decode(self._ids)
         self._shown = len(self._before)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        independent = backend is not None and is_byte_level(tokenizer) and not self._before.endswith(_INCOMPLETE)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        independent = self._backend is not None and is_byte_level(tokenizer) and not self._before.endswith(_INCOMPLETE)
         self._stream = DecodeStream(skip_special_tokens=True) if independent else None
         self._pending: list[int] = []
 
@@ -174,7 +174,7 @@ class IncrementalDetokenizer:
     def _streamed_text(self, token: int) -> str:
         assert self._stream is not None
         self._pending.append(token)
-        text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        text = self._stream.step(self._backend, token) or ""
         if text:
             self._pending.clear()
         return text
