@@ -138,8 +138,8 @@ def test_a_trace_in_the_terminal() -> None:
     print_trace(HOSTILE, console)
     text = console.export_text(styles=False)
     assert "<b></script>é" in text
-    assert "a  55% of the weight, 1 of 2 tokens" in text
-    assert "none  45% of the weight, 1 of 2 tokens" in text
+    assert "a  55% on average, the largest of 1 of 2 tokens" in text
+    assert "none  45% on average, the largest of 1 of 2 tokens" in text
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) ->
         ],
     )
     assert done.exit_code == 0, done.output
-    assert "of the weight" in done.output
+    assert "on average, the largest of" in done.output
     assert "What wrote which token" in page.read_text()
     done = runner.invoke(
         app, ["generate", graft, "The fox", "--max-new-tokens", "5", "--trace", "--json", "--device", "cpu"]
