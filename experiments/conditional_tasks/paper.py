@@ -1,4 +1,4 @@
-"""The published figures: BERT-base on GLUE (the thesis' Tables 3.1 and 3.2), SciTail with few rows (Table 3.3)."""
+"""The thesis' figures: BERT-base on GLUE (Tables 3.1 and 3.2), and SciTail with few rows (Table 3.3)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ TABLE_3_3 = {
 
 
 def rows() -> list[PaperRow]:
-    """All of them."""
+    """All rows."""
     names = ("average", "task_sigma", "data_share")
-    found = [
+    ladder = [
         PaperRow(id=row, metrics=dict(zip(names, values, strict=True)), where="Table 3.1")
         for row, values in TABLE_3_1.items()
     ]
-    found += [
+    test_sets = [
         PaperRow(id=row, metrics={"average": average, "total_parameters_ratio": ratio}, where="Table 3.2, test sets")
         for row, (average, ratio) in TABLE_3_2.items()
     ]
-    scitail = {row: {f"score_{share}": value for share, value in of.items()} for row, of in TABLE_3_3.items()}
-    return found + [PaperRow(id=row, metrics=of, where="Table 3.3, SciTail") for row, of in scitail.items()]
+    scitail = [
+        PaperRow(
+            id=row, metrics={f"score_{share}": value for share, value in scores.items()}, where="Table 3.3, SciTail"
+        )
+        for row, scores in TABLE_3_3.items()
+    ]
+    return ladder + test_sets + scitail

@@ -1,102 +1,89 @@
 """Eight tasks on the real MiniLM: fine-tuning of one task and of all, adapters, and conditional tasks module by module.
 
-Every row trains for the same steps on as many rows. Each has the learning rate that is best on validation rows among
-the same values; all rows of conditional tasks have one. The further tables add a task to a trained graft, and train on
-2, 4 and 8 tasks.
+Every row trains for the same number of steps and rows. Rows have the learning rate that is best on validation rows
+among the same values; all rows of conditional tasks share one. Further tables add a task to a trained graft, and train
+on 2, 4 and 8 tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, pstdev
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.conditional_tasks import further, paper
-from experiments.conditional_tasks.cell import Cell
-from experiments.conditional_tasks.peer import WITHOUT
-from experiments.conditional_tasks.plan import (
-    BY_UNCERTAINTY,
-    PEERS,
-    Choices,
-    Measured,
-    Plan,
-    Tried,
-    scores,
-)
-from experiments.conditional_tasks.setting import LABELS
-from experiments.conditional_tasks.texts import TASKS
-from experiments.study import bars
-from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
+from experiments.conditional_tasks import paper, tables
+from experiments.conditional_tasks.adapters_run import MISSING
+from experiments.conditional_tasks.corpora import FILES, TASKS
+from experiments.conditional_tasks.study import ADAPTERS, BY_UNCERTAINTY, LABELS, ConditionalTasksStudy
+from experiments.study import bars, check_files
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 
 NAME = "conditional-tasks"
 TABLES = ("1", "few", "count")
-MOST_PARAMETERS, MOST_DATA = 1.12, 0.7
+MAX_PARAMETERS, MAX_DATA_SHARE = 1.12, 0.7
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables, and write `results.json`, `report.md` and plots.
+    """Run the chosen tables, and write `results.json`, `report.md` and plots.
 
     Raises:
         RecipeError: there is no such table.
         DataError: the data folder lacks a file, or there is no encoder.
     """
-    tables = options.chosen(TABLES)
-    plan = Plan(options)
-    tried, choices = plan.choose()
+    chosen = options.chosen(TABLES)
+    check_files(options, FILES)
+    study = ConditionalTasksStudy(options)
+    study.choose_rates()
     rows: list[Row] = []
     plots: dict[str, Figure] = {}
-    main = plan.run(main_cells(plan, choices), "rows") if {"1", "count"} & set(tables) else {}
-    if "1" in tables:
-        rows += [_row(plan, main, choices, row) for row in plan.rows]
+    results_aims: list[Aim] = []
+    if {"1", "count"} & set(chosen):
+        pairs = [(row, seed) for seed in study.seeds for row in study.rows if seed in study.row_seeds(row)]
+        study.execute([run for row, seed in pairs for run in study.row_runs(row, seed)], "rows")
+    if "1" in chosen:
+        rows = [_row(study, row) for row in study.rows]
+        results_aims = aims(rows, first=study.average(study.row_runs("ca_mtl", study.seeds[0])))
         plots["scores"] = bars(rows, {"average": "average", "task_sigma": "standard deviation over tasks"}, "score")
-    if "few" in tables:
-        found = further.few(plan, choices)
-        rows, plots["few"] = rows + found, further.draw_few(found)
-    if "count" in tables:
-        found, alike = further.count(plan, choices, main), further.similarity(plan, choices, main)
-        rows += [*found, *alike]
-        plots |= {"count": further.draw_count(found), "similarity": further.draw_similarity(alike)}
-    published = [one for one in paper.rows() if one.id in {row.id for row in rows}]
-    details = _details(plan, tried, choices, main)
-    first = metrics_of(main, plan.row("ca_mtl", choices["ca_mtl"], plan.seeds[0])) if "1" in tables else {}
-    found_aims = aims(rows, value_of(first["average"])) if first else []
-    results = Results.here(NAME, rows, seeds=plan.seeds, aims=found_aims, paper=published, details=details)
+    if "few" in chosen:
+        few = tables.few_rows(study)
+        rows, plots["few"] = rows + few, tables.draw_few(few)
+    if "count" in chosen:
+        counts, similarities = tables.count_rows(study), tables.similarity_rows(study)
+        rows += [*counts, *similarities]
+        plots |= {"count": tables.draw_count(counts), "similarity": tables.draw_similarity(similarities)}
+    ids = {row.id for row in rows}
+    published = [row for row in paper.rows() if row.id in ids]
+    details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=results_aims, paper=published, details=details)
     write_report(results, options.out, plots=plots)
     return results
 
 
-def main_cells(plan: Plan, choices: Choices) -> list[Cell]:
-    """Every row for each of its seeds, at its learning rate."""
-    asked = [(row, seed) for seed in plan.seeds for row in plan.rows if seed in plan.seeds_of(row)]
-    return [cell for row, seed in asked for cell in plan.row(row, choices[row], seed)]
+def _row(study: ConditionalTasksStudy, row: str) -> Row:
+    by_seed = [_metrics(study, row, seed) for seed in study.row_seeds(row)]
+    return Row(id=row, label=LABELS[row], metrics=tables.combine_metrics(by_seed))
 
 
-def _row(plan: Plan, main: Measured, choices: Choices, row: str) -> Row:
-    of_seeds = [metrics_of(main, plan.row(row, choices[row], seed)) for seed in plan.seeds_of(row)]
-    if len(of_seeds) == 1:
-        return Row(id=row, label=LABELS[row], metrics=of_seeds[0])
-    same = {"trained_parameters_ratio", "total_parameters_ratio"}
-    metrics: dict[str, Metric] = {
-        name: value if name in same else combine_seeds([one[name] for one in of_seeds])
-        for name, value in of_seeds[0].items()
-    }
-    return Row(id=row, label=LABELS[row], metrics=metrics)
+def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Metric]:
+    """A row's metrics for one seed. Parameters and seconds of several models are added up."""
+    runs = study.row_runs(row, seed)
+    scores = study.scores(runs)
+    metrics: dict[str, Metric] = scores | {"average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
+    metrics["data_share"] = mean(_by_task(study, row, seed, "data_share_by_task").values())
+    measured = [study.measured[run.id].row.metrics for run in runs]
+    for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds"):
+        metrics[name] = sum(value_of(values[name]) for values in measured)
+    return metrics
 
 
-def metrics_of(found: Measured, cells: Sequence[Cell]) -> dict[str, Metric]:
-    """A row's metrics for one seed: of several models the parameters are added up."""
-    said = scores(found, cells, "test")
-    each = [found[cell.id] for cell in cells]
-    metrics: dict[str, Metric] = dict(said)
-    metrics |= {"average": mean(said.values()), "task_sigma": pstdev(said.values())}
-    metrics["data_share"] = mean(share for one in each for share in one["data_share_by_task"].values())
-    for name in ("trained", "total"):
-        metrics[f"{name}_parameters_ratio"] = sum(one[name] for one in each) / each[0]["backbone"]
-    return metrics | {"seconds": sum(one["seconds"] for one in each)}
+def _by_task(study: ConditionalTasksStudy, row: str, seed: int, detail: str) -> dict[str, Any]:
+    """A detail of all runs of a row, by task."""
+    runs = study.row_runs(row, seed)
+    return {task: value for run in runs for task, value in study.measured[run.id].details[detail].items()}
 
 
 def aims(rows: Sequence[Row], first: float) -> list[Aim]:
@@ -104,57 +91,44 @@ def aims(rows: Sequence[Row], first: float) -> list[Aim]:
 
     Args:
         rows: the table's.
-        first: CA-MTL's average of the first seed, for what has no other.
+        first: CA-MTL's average for the first seed, to compare with rows that have one seed.
     """
-    by_id = {row.id: row for row in rows}
-    ours = {name: value_of(metric) for name, metric in by_id["ca_mtl"].metrics.items()}
-    found = []
-    for other in ("multi_task", *PEERS):
+    by_id = {row.id: row.metrics for row in rows}
+    ours = {name: value_of(metric) for name, metric in by_id["ca_mtl"].items()}
+    average = ours["average"]
+    comparisons = []
+    for other in ("multi_task", *ADAPTERS):
         if other in by_id:
-            metric = by_id[other].metrics["average"]
-            bound, average = value_of(metric), ours["average"] if isinstance(metric, Interval) else first
+            metric = by_id[other]["average"]
+            bound, measured = value_of(metric), average if isinstance(metric, Interval) else first
             text = f"all modules with MT-Uncertainty above {LABELS[other]}"
-            found.append(_aim(text, "average", bound, average, average > bound))
-    ratio = ours["total_parameters_ratio"]
-    found.append(
-        _aim(
-            "parameters over the encoder's", "total_parameters_ratio", MOST_PARAMETERS, ratio, ratio <= MOST_PARAMETERS
-        )
-    )
-    uniform = value_of(by_id["ca_mtl_uniform"].metrics["average"])
+            comparisons.append(Aim(text=text, metric="average", aim=bound, measured=measured, met=measured > bound))
+    uniform = value_of(by_id["ca_mtl_uniform"]["average"])
     text = "MT-Uncertainty no worse than uniform sampling"
-    found.append(_aim(text, "average", uniform, ours["average"], ours["average"] >= uniform))
-    share = ours["data_share"]
     return [
-        *found,
-        _aim("share of the rows that MT-Uncertainty trains on", "data_share", MOST_DATA, share, share <= MOST_DATA),
+        *comparisons,
+        _at_most("parameters over the encoder's", "total_parameters_ratio", MAX_PARAMETERS, ours),
+        Aim(text=text, metric="average", aim=uniform, measured=average, met=average >= uniform),
+        _at_most("share of the rows that MT-Uncertainty trains on", "data_share", MAX_DATA_SHARE, ours),
     ]
 
 
-def _aim(text: str, metric: str, aim: float, measured: float, met: bool) -> Aim:
-    return Aim(text=text, metric=metric, aim=aim, measured=measured, met=met)
+def _at_most(text: str, metric: str, aim: float, metrics: dict[str, float]) -> Aim:
+    return Aim(text=text, metric=metric, aim=aim, measured=metrics[metric], met=metrics[metric] <= aim)
 
 
-def _details(plan: Plan, tried: Tried, choices: Choices, main: Measured) -> dict[str, Any]:
-    seed = plan.seeds[0]
-    chosen = {row: plan.row(row, choices[row], seed) for row in plan.rows} if main else {}
+def _details(study: ConditionalTasksStudy, with_rows: bool) -> dict[str, Any]:
+    seed = study.seeds[0]
+    rows = study.rows if with_rows else []
+    single = {row: runs[0].id for row in rows if len(runs := study.row_runs(row, seed)) == 1}
     return {
-        "setting": plan.setting.model_dump(mode="json"),
-        "learning_rates": choices,
-        "tried": {row: {f"{rate:g}": value for rate, value in sorted(of.items())} for row, of in tried.items()},
+        "size": study.size.model_dump(mode="json"),
+        "learning_rates": study.rates,
+        "tried": {row: {f"{rate:g}": value for rate, value in sorted(of.items())} for row, of in study.tried.items()},
         "labels": {task: source.label for task, source in TASKS.items()},
         "measured_by": {task: source.metric for task, source in TASKS.items()},
-        "losses": {row: main[cells[0].id]["losses"] for row, cells in chosen.items() if len(cells) == 1},
-        "data_share_by_task": {row: _shares(main, cells) for row, cells in chosen.items()},
-        "chosen": {row: _counted(main[cells[0].id]) for row, cells in chosen.items() if row in BY_UNCERTAINTY},
-        "left_out": [] if plan.peer else [WITHOUT],
+        "losses": {row: study.measured[run].details["losses"] for row, run in single.items()},
+        "data_share_by_task": {row: _by_task(study, row, seed, "data_share_by_task") for row in rows},
+        "picked": {row: _by_task(study, row, seed, "picked") for row in rows if row in BY_UNCERTAINTY},
+        "left_out": [] if study.python else [MISSING],
     }
-
-
-def _shares(main: Measured, cells: Sequence[Cell]) -> dict[str, float]:
-    return {task: share for cell in cells for task, share in main[cell.id]["data_share_by_task"].items()}
-
-
-def _counted(one: Mapping[str, Any]) -> dict[str, int]:
-    """Rows of each task that were trained on, with repetition."""
-    return {task: sum(step.get(task, 0) for step in one["steps"]) for task in one["data_share_by_task"]}

@@ -1,9 +1,10 @@
-"""Conditional tasks beside fine-tuning and adapters, at their smallest: files, rows, the peer's exercise, errors."""
+"""The experiment of conditional tasks at its smallest size: files, rows, the script of adapters, errors."""
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,12 +15,29 @@ import pytest
 import torch
 
 from experiments import Options, conditional_tasks, reproduce
-from experiments.conditional_tasks import adapters_peer, peer
-from experiments.conditional_tasks.cell import changed, weights_of
-from experiments.conditional_tasks.plan import BY_UNCERTAINTY, PEERS, ROWS, Plan, next_rates
+from experiments.conditional_tasks import adapters_run, adapters_script
+from experiments.conditional_tasks.adapters_run import AdaptersRun
+from experiments.conditional_tasks.corpora import (
+    FILES,
+    MIN_CLASS_ROWS,
+    SNIPS_INTENTS,
+    TASKS,
+    SplitSizes,
+    draw_splits,
+    write_splits,
+)
 from experiments.conditional_tasks.run import aims
-from experiments.conditional_tasks.setting import FULL, LABELS, MODULES, OFF
-from experiments.conditional_tasks.texts import FEWEST, FILES, SNIPS, TASKS, Sizes, drawn, write_texts
+from experiments.conditional_tasks.runs import count_changed, module_parameters
+from experiments.conditional_tasks.study import (
+    ADAPTERS,
+    BY_UNCERTAINTY,
+    FULL,
+    LABELS,
+    MODULES,
+    OFF,
+    ConditionalTasksStudy,
+    next_rates,
+)
 from graftlm.data.labelled import read_held_out_rows, read_training_rows
 from graftlm.data.labelled_batches import RowEncoder
 from graftlm.errors import DataError, RecipeError, TrainingError
@@ -41,7 +59,7 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight sets in the forms of the real ones."""
+    """Eight small data sets in the formats of the real ones."""
     folder = tmp_path_factory.mktemp("data")
     for file in FILES:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [(f'query, number {n} "{start}"', f"category_{n % 4}") for n in range(start, start + 60)]
         with (cls / "banking77" / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([("text", "category"), *rows])
-    for intent in SNIPS:
+    for intent in SNIPS_INTENTS:
         for name, count in (("train_{}_full", 20), ("validate_{}", 4)):
             rows = [
                 {"data": [{"text": f"{intent} "}, {"text": f"é {name} {n}\n", "entity": "x"}]} for n in range(count)
@@ -84,141 +102,184 @@ def options(data: Path, out: Path, **changes: object) -> Options:
 
 
 @pytest.fixture(autouse=True)
-def _without_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(peer.PYTHON, raising=False)
+def _without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(adapters_run.PYTHON, raising=False)
 
 
 def read_texts(file: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".conll":
-        return [" ".join(line.split("\t")[0] for line in one.splitlines()) for one in text.strip().split("\n\n")]
+        return [
+            " ".join(line.split("\t")[0] for line in sentence.splitlines()) for sentence in text.strip().split("\n\n")
+        ]
     rows = [json.loads(line) for line in text.splitlines()]
     return [row["sentence"] if "sentence" in row else row["text"] for row in rows]
 
 
+def write_task(data: Path, out: Path, task: str, sizes: SplitSizes, seed: int) -> dict[str, list[str]]:
+    """Write a task; gives the texts by split."""
+    files = write_splits(draw_splits(TASKS[task].read(data), sizes, seed), out, task)
+    return {split: read_texts(file) for split, file in files.items()}
+
+
 @pytest.mark.parametrize("task", TASKS)
-def test_nothing_of_a_test_is_read_in_training(data: Path, tmp_path: Path, task: str) -> None:
-    files = write_texts(data, tmp_path, task, Sizes(14, 6, 8), 0)
-    texts = {part: read_texts(file) for part, file in files.items()}
-    assert {part: len(rows) for part, rows in texts.items()} == {"train": 14, "validation": 6, "test": 8}
+def test_no_held_out_text_is_read_in_training(data: Path, tmp_path: Path, task: str) -> None:
+    texts = write_task(data, tmp_path, task, SplitSizes(14, 6, 8), 0)
+    assert {split: len(rows) for split, rows in texts.items()} == {"train": 14, "validation": 6, "test": 8}
     assert not set(texts["train"]) & {*texts["validation"], *texts["test"]}
-    again = write_texts(data, tmp_path / "again", task, Sizes(14, 6, 8), 1)
-    assert read_texts(again["train"]) != texts["train"], "training rows are drawn by the seed"
-    assert read_texts(again["test"]) == texts["test"], "test rows are not"
+    other = write_task(data, tmp_path, task, SplitSizes(14, 6, 8), 1)
+    assert other["train"] != texts["train"], "the seed draws training rows"
+    assert other["test"] == texts["test"], "the seed does not draw test rows"
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_real_sets(data_dir: Path, tmp_path: Path, task: str) -> None:
-    files = write_texts(data_dir, tmp_path, task, Sizes(320, 50, 80), 0)
-    texts = {part: read_texts(file) for part, file in files.items()}
-    assert {part: len(rows) for part, rows in texts.items()} == {"train": 320, "validation": 50, "test": 80}
+    texts = write_task(data_dir, tmp_path, task, SplitSizes(320, 50, 80), 0)
+    assert {split: len(rows) for split, rows in texts.items()} == {"train": 320, "validation": 50, "test": 80}
     assert not set(texts["train"]) & {*texts["validation"], *texts["test"]}
 
 
-def test_every_class_is_drawn_even_a_rare_one() -> None:
+def test_every_class_is_drawn_even_a_rare_class() -> None:
     rows = [{"text": f"{n}", "label": "rare" if n in (50, 70) else "common"} for n in range(100)]
-    train = drawn({"train": rows, "test": [{"text": "t", "label": "rare"}]}, Sizes(10, 5, 1), 0)["train"]
-    assert Counter(row["label"] for row in train)["rare"] == FEWEST
+    splits = {"train": rows, "test": [{"text": "t", "label": "rare"}]}
+    train = draw_splits(splits, SplitSizes(10, 5, 1), 0)["train"]
+    assert Counter(row["label"] for row in train)["rare"] == MIN_CLASS_ROWS
     assert len(train) == 10
+    share = draw_splits(splits, SplitSizes("20%", 5, 1), 0)["train"]
+    assert len(share) == 19, "20% of the 95 rows that are not held out"
+    assert [row for row in share if row in train] == train, "a smaller set is part of a larger one"
 
 
-def test_rows_differ_in_nothing_but_their_difference(
+def test_rows_differ_only_in_what_they_compare(
     data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]
 ) -> None:
-    plan = Plan(options(data, tmp_path, backbone=str(tiny_backbone("bert"))))
-    cells = {row: plan.row(row, 1e-3, 0) for row in plan.rows}
-    assert sum(cell.training.steps for cell in cells["single_task"]) == cells["ca_mtl"][0].training.steps
-    assert [list(cell.tasks) for cell in cells["single_task"]] == [[task] for task in TASKS]
-    together = [of[0] for row, of in cells.items() if row != "single_task"]
-    assert len({str((cell.tasks, cell.training, cell.length)) for cell in together}) == 1
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone=str(tiny_backbone("bert"))))
+    runs = {row: study.row_runs(row, 0, 1e-3) for row in study.rows}
+    assert sum(run.training.steps for run in runs["single_task"]) == runs["ca_mtl"][0].training.steps
+    assert [list(run.tasks) for run in runs["single_task"]] == [[task] for task in TASKS]
+    together = [row_runs[0] for row, row_runs in runs.items() if row != "single_task"]
+    assert len({str((run.tasks, run.training, run.length)) for run in together}) == 1
     ladder = [{key for key, value in MODULES[row].items() if value != OFF[key]} for row in MODULES]
     assert all(before < after for before, after in pairwise(ladder))
-    assert cells["ca_mtl"][0].graft == cells["ca_mtl_uniform"][0].graft == cells["+alignment_cln"][0].graft
-    assert {row: of[0].sampler.policy for row, of in cells.items()} == {
-        row: "uncertainty" if row in BY_UNCERTAINTY else "uniform" for row in cells
+    assert runs["ca_mtl"][0].graft == runs["ca_mtl_uniform"][0].graft == runs["+alignment_cln"][0].graft
+    assert {row: row_runs[0].sampler.policy for row, row_runs in runs.items()} == {
+        row: "uncertainty" if row in BY_UNCERTAINTY else "uniform" for row in runs
     }
 
 
-def test_adapters_have_as_many_weights_as_our_modules(
+def test_adapters_have_as_many_parameters_as_our_modules(
     data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = str(tiny_backbone("bert"))
-    assert set(PEERS) & set(Plan(options(data, tmp_path, backbone=encoder)).rows) == set()
-    monkeypatch.setenv(peer.PYTHON, "some-python")
-    plan = Plan(options(data, tmp_path, backbone=encoder))
-    assert plan.rows == list(ROWS)
-    frozen, half = (plan.row(row, 1e-3, 0)[0].peer or {} for row in PEERS)
-    added, layers, width = weights_of(encoder, plan.row("ca_mtl", 1e-3, 0)[0].graft, len(TASKS))
-    inner = frozen["bottleneck"]
-    theirs = len(TASKS) * layers * (2 * inner * width + inner + width)
-    assert abs(theirs - added) <= len(TASKS) * layers * width
-    assert (frozen["frozen_layers"], half["frozen_layers"]) == (layers, layers // 2)
+    assert set(ADAPTERS) & set(ConditionalTasksStudy(options(data, tmp_path, backbone=encoder)).rows) == set()
+    monkeypatch.setenv(adapters_run.PYTHON, "some-python")
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone=encoder))
+    assert study.rows == list(LABELS)
+    frozen, half = (study.row_runs(row, 0, 1e-3)[0] for row in ADAPTERS)
+    assert isinstance(frozen, AdaptersRun)
+    assert isinstance(half, AdaptersRun)
+    graft = study.row_runs("ca_mtl", 0, 1e-3)[0].graft
+    added, layers, width = module_parameters(study.backbone, graft, len(TASKS))
+    adapters = len(TASKS) * layers * (2 * frozen.bottleneck * width + frozen.bottleneck + width)
+    assert abs(adapters - added) <= len(TASKS) * layers * width
+    assert (frozen.frozen_layers, half.frozen_layers) == (layers, layers // 2)
 
 
-def test_the_peer_is_asked_the_same_rows_and_scored_alike(data: Path, tmp_path: Path) -> None:
-    plan = Plan(options(data, tmp_path, backbone="unused"))
+def test_the_script_gets_the_same_rows_and_its_outputs_the_same_score(data: Path, tmp_path: Path) -> None:
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone="unused"))
     encoder = RowEncoder(tiny_tokenizer(), 40)
     for number, task in enumerate(("clinc150", "wellformed", "wnut17")):
-        config = plan.files(task, 0)
+        config = study.task(task, 0)
         spec = read_training_rows(task, config).spec
         test = TaskTestSet(number, read_held_out_rows(task, config, spec), METRIC[task])
         rows = encoder.encode(test.rows).rows
-        said = list(peer.exam(rows, test))
-        assert [row["ids"] for row in said] == [row.ids.tolist() for row in rows]
-        assert {row["task"] for row in said} == {number}
-        perfect = (right_answer(row["target"], spec.outputs) for row in said)
-        assert peer.score(test, rows, perfect) == pytest.approx(100)
+        plain = list(adapters_run.plain_test_rows(rows, test))
+        assert [row["ids"] for row in plain] == [row.ids.tolist() for row in rows]
+        assert {row["task"] for row in plain} == {number}
+        perfect = (right_answer(row["target"], spec.outputs) for row in plain)
+        assert adapters_run.score(test, rows, perfect).value == pytest.approx(100)
 
 
 METRIC: dict[str, Any] = {"clinc150": "accuracy", "wellformed": "pearson", "wnut17": "entity_f1"}
 
 
 def right_answer(target: Any, outputs: int) -> Any:
-    """Predictions that say what is right."""
+    """Perfect predictions."""
     if isinstance(target, float):
         return target
     if isinstance(target, int):
         return [float(n == target) for n in range(outputs)]
-    return [right_answer(one, outputs) for one in target]
+    return [right_answer(label, outputs) for label in target]
 
 
-def test_the_peers_batches_and_losses() -> None:
+def test_the_scripts_batches_and_losses() -> None:
     rows = [{"ids": [5] * n, "types": [0] * n, "task": n % 2} for n in (7, 2, 9, 3, 8)]
-    found = list(adapters_peer.pieces(rows, 2))
-    assert [[len(row["ids"]) for row in piece] for piece in found] == [[2, 3], [8, 7], [9]]
-    assert [row["task"] for row in found[1]] == [0, 1], "rows of one task stand together"
-    inputs = adapters_peer.padded(found[0])
+    batches = list(adapters_script.micro_batches(rows, 2))
+    assert [[len(row["ids"]) for row in batch] for batch in batches] == [[2, 3], [8, 7], [9]]
+    assert [row["task"] for row in batches[1]] == [0, 1], "rows of one task are adjacent"
+    inputs = adapters_script.pad(batches[0])
     assert inputs["input_ids"].tolist() == [[5, 5, 0], [5, 5, 5]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     tags, number = {"type": "tagging"}, {"type": "regression"}
     logits = torch.tensor([[0.0, 0.0], [9.0, -9.0]])
-    assert adapters_peer.loss_of(tags, logits, [0, -100]).item() == pytest.approx(0.6931, abs=1e-4)
-    assert adapters_peer.loss_of(number, torch.tensor(0.5), 0.2).item() == pytest.approx(0.09)
+    assert adapters_script.row_loss(tags, logits, [0, -100]).item() == pytest.approx(0.6931, abs=1e-4)
+    assert adapters_script.row_loss(number, torch.tensor(0.5), 0.2).item() == pytest.approx(0.09)
 
 
-def test_a_peer_that_stops_is_named(tmp_path: Path) -> None:
+FAKE_PYTHON = """#!{python}
+import json, sys
+job = json.load(open(sys.argv[2]))
+outputs = [task["outputs"] for task in job["tasks"]]
+def output(row):
+    n, target = outputs[row["task"]], row["target"]
+    values = [[float(i == t) for i in range(n)] for t in (target if isinstance(target, list) else [target])]
+    return values if isinstance(target, list) else target if isinstance(target, float) else values[0]
+predictions = {{split: [output(row) for row in rows] for split, rows in job["tests"].items()}}
+result = {{"predictions": predictions, "losses": [1.0] * len(job["batches"]), "seconds": 1, "trained": 5, "total": 9}}
+json.dump(result, open(sys.argv[3], "w"))
+"""
+
+
+def test_an_adapters_run_scores_the_scripts_outputs(
+    data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setenv(adapters_run.PYTHON, str(python))
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone=str(tiny_backbone("bert"))))
+    runs = study.row_runs("adapters", 0, 1e-3)
+    study.execute(runs, "adapters")
+    assert set(study.scores(runs, "validation")) == set(TASKS)
+    # Truncated words of WNUT17 count as outside; every other task is perfect.
+    assert all(score == pytest.approx(100) for task, score in study.scores(runs).items() if task != "wnut17")
+    measurement = study.measured[runs[0].id]
+    assert sum(measurement.details["picked"].values()) == study.size.training.steps * study.size.training.batch_size
+
+
+def test_a_script_that_stops_is_named(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho first >&2\necho 'No module named adapters' >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(TrainingError, match="run by .*python, stopped: No module named adapters"):
-        peer.answers({}, tmp_path, str(script))
+        adapters_run.run_script({}, tmp_path, str(script))
 
 
 def test_changed_predictions_are_counted() -> None:
-    one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
-    assert changed({"a": [one, one]}, {"a": [one, other]}) == 1
-    assert changed({"a": [one]}, {"a": [one.clone()]}) == 0
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
+    assert count_changed({"a": [first, first]}, {"a": [first, second]}) == 1
+    assert count_changed({"a": [first]}, {"a": [first.clone()]}) == 0
 
 
 @pytest.mark.slow
 def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
-    asked = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
-    results = reproduce("conditional-tasks", asked)
-    check_form(results, [row for row in ROWS if row not in PEERS], (2, len(TASKS)))
+    quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
+    results = reproduce("conditional-tasks", quick)
+    check_form(results, [row for row in LABELS if row not in ADAPTERS], (2, len(TASKS)))
     assert results.row("few_added").metrics["old_changed"] == 0
-    assert results.details["left_out"] == [peer.WITHOUT]
+    assert results.details["left_out"] == [adapters_run.MISSING]
     assert {file.stem for file in (tmp_path / "out").glob("*.png")} >= {"scores", "few", "count", "similarity"}
-    assert reproduce("conditional-tasks", asked).rows == results.rows, "what is finished is read back"
+    assert reproduce("conditional-tasks", quick).rows == results.rows, "finished runs are read back"
 
 
 def check_form(results: Results, rows: list[str], counts: tuple[int, ...]) -> None:
@@ -245,10 +306,10 @@ def test_mistakes(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Pat
 def test_without_an_encoder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(DataError, match="The encoder is not in .*: put all-MiniLM-L6-v2 there"):
-        Plan(options(data, tmp_path))
+        ConditionalTasksStudy(options(data, tmp_path))
 
 
-def test_what_has_one_seed_is_held_against_the_first_of_ours() -> None:
+def test_a_row_of_one_seed_is_compared_with_our_first_seed() -> None:
     def row(name: str, average: Any, **more: float) -> Row:
         return Row(id=name, label=name, metrics={"average": average, **more})
 
@@ -258,13 +319,13 @@ def test_what_has_one_seed_is_held_against_the_first_of_ours() -> None:
         row("ca_mtl_uniform", Interval(mean=50, low=49, high=51)),
         row("ca_mtl", Interval(mean=50, low=48, high=52), total_parameters_ratio=1.1, data_share=0.8),
     ]
-    found = [(aim.aim, aim.measured, aim.met) for aim in aims(rows, first=48)]
-    assert found == [(49, 50, True), (49, 48, False), (1.12, 1.1, True), (50, 50, True), (0.7, 0.8, False)]
+    values = [(aim.aim, aim.measured, aim.met) for aim in aims(rows, first=48)]
+    assert values == [(49, 50, True), (49, 48, False), (1.12, 1.1, True), (50, 50, True), (0.7, 0.8, False)]
 
 
 def test_the_committed_results_are_of_this_form() -> None:
     results = Results.read(COMMITTED)
-    check_form(results, list(ROWS), FULL.counts)
+    check_form(results, list(LABELS), FULL.counts)
     assert all(aim.met is not None for aim in results.aims)
     assert results.row("few_added").metrics["old_changed"] == 0
 

@@ -1,0 +1,228 @@
+"""Eight tasks, read from the data folder and written as the files that a recipe of tasks names.
+
+Test and validation rows are the same for every seed. Training rows are drawn by the seed. A set without a test split
+takes it from its training rows; training rows with a held-out text are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graftlm.data.labelled import read_conll
+from graftlm.data.tables import read_values
+from graftlm.io import write_atomically
+
+Record = dict[str, Any]
+Splits = dict[str, list[Record]]
+MIN_CLASS_ROWS = 2  # a class with fewer training rows can't be learned
+SNIPS_INTENTS = (
+    "AddToPlaylist",
+    "BookRestaurant",
+    "GetWeather",
+    "PlayMusic",
+    "RateBook",
+    "SearchCreativeWork",
+    "SearchScreeningEvent",
+)
+FILES = (
+    "cls/clinc150/data_full.json",
+    "cls/banking77/train.csv",
+    "cls/snips/train_AddToPlaylist_full.json",
+    "cls/qnli/dev.tsv",
+    "cls/query_wellformedness/train.tsv",
+    "cls/hucola/cola_train.json",
+    "cls/husst/sst_train.json",
+    "ner/wnut17/wnut17train.conll",
+)
+
+
+class TaskSource(NamedTuple):
+    """A task and its data set.
+
+    Args:
+        label: name for readers.
+        read: reads all rows by split from the data folder.
+        columns: the columns of text and label, as a recipe names them.
+        type: type of the task.
+        metric: the task's score.
+    """
+
+    label: str
+    read: Callable[[Path], Splits]
+    columns: dict[str, Any]
+    type: str = "classification"
+    metric: str = "accuracy"
+
+
+class SplitSizes(NamedTuple):
+    """Number of rows of each split; for training a share such as 1% of all rows as well."""
+
+    train: int | str
+    validation: int
+    test: int
+
+
+def _clinc150(folder: Path) -> Splits:
+    content = json.loads((folder / "cls/clinc150/data_full.json").read_text(encoding="utf-8"))
+    names = {"train": "train", "validation": "val", "test": "test"}
+    return {split: [_labelled(*pair) for pair in content[name]] for split, name in names.items()}
+
+
+def _banking77(folder: Path) -> Splits:
+    def read(name: str) -> list[Record]:
+        return [_labelled(**row) for row in _read_table(folder / "cls/banking77" / name, text="text", label="category")]
+
+    return {"train": read("train.csv"), "test": read("test.csv")}
+
+
+def _snips(folder: Path) -> Splits:
+    def read(pattern: str) -> list[Record]:
+        return [
+            _labelled("".join(span["text"] for span in query["data"]), intent)
+            for intent in SNIPS_INTENTS
+            for query in _read_json(folder / "cls/snips" / pattern.format(intent))[intent]
+        ]
+
+    return {"train": read("train_{}_full.json"), "test": read("validate_{}.json")}
+
+
+def _qnli(folder: Path) -> Splits:
+    names = {name: name for name in ("question", "sentence", "label")}
+    return {"train": _read_table(folder / "cls/qnli/dev.tsv", **names)}
+
+
+def _wellformed(folder: Path) -> Splits:
+    def read(name: str) -> list[Record]:
+        path = folder / f"cls/query_wellformedness/{name}.tsv"
+        rows = _read_table(path, header=("text", "score"), text="text", score="score")
+        return [row | {"score": float(row["score"])} for row in rows]
+
+    return {"train": read("train"), "validation": read("dev"), "test": read("test")}
+
+
+def _hucola(folder: Path) -> Splits:
+    """The development file is the test split, since the test file has no labels."""
+
+    def read(name: str) -> list[Record]:
+        labels = {"0": "unacceptable", "1": "acceptable"}
+        rows = _read_table(folder / f"cls/hucola/cola_{name}.json", text="Sent", label="label")
+        return [_labelled(row["text"], labels[row["label"]]) for row in rows]
+
+    return {"train": read("train"), "test": read("dev")}
+
+
+def _husst(folder: Path) -> Splits:
+    """The training file alone: 3% of the development rows are positive, and 40% of the training rows."""
+    rows = _read_table(folder / "cls/husst/sst_train.json", text="Sent", label="label")
+    return {"train": [_labelled(**row) for row in rows]}
+
+
+def _wnut17(folder: Path) -> Splits:
+    names = {"train": "wnut17train.conll", "validation": "emerging.dev.conll", "test": "emerging.test.annotated"}
+    return {
+        split: [
+            {"words": [word.strip() or "_" for word in words], "tags": tags}
+            for words, tags, _ in read_conll(folder / "ner/wnut17" / name, {})
+        ]
+        for split, name in names.items()
+    }
+
+
+_TEXT = {"text": "text", "label": "label"}
+TASKS: dict[str, TaskSource] = {
+    "clinc150": TaskSource("CLINC150", _clinc150, _TEXT),
+    "qnli": TaskSource("QNLI", _qnli, {"text": ["question", "sentence"], "label": "label"}),
+    "wellformed": TaskSource(
+        "query well-formedness", _wellformed, {"text": "text", "label": "score"}, "regression", "pearson"
+    ),
+    "hucola": TaskSource("HuCOLA", _hucola, _TEXT, metric="matthews"),
+    "banking77": TaskSource("Banking77", _banking77, _TEXT),
+    "snips": TaskSource("SNIPS", _snips, _TEXT),
+    "husst": TaskSource("HuSST", _husst, _TEXT),
+    "wnut17": TaskSource("WNUT17", _wnut17, {}, "tagging", "entity_f1"),
+}
+
+
+def write_splits(splits: Splits, out: Path, task: str) -> dict[str, Path]:
+    """Write the splits of a task as JSON Lines, or CoNLL for tagging; gives the files by split."""
+    suffix = "conll" if TASKS[task].type == "tagging" else "jsonl"
+    files = {split: out / f"{task}-{split}.{suffix}" for split in splits}
+    for split, rows in splits.items():
+        write_atomically(files[split], _format(rows).encode())
+    return files
+
+
+def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int) -> Splits:
+    """Rows of training, validation and test.
+
+    The seed draws training rows only. Training has at least `MIN_CLASS_ROWS` rows of every class, where the set has.
+    """
+    splits = {split: _shuffled(rows, "parts") for split, rows in splits.items()}
+    test, rest = _held_out(splits, "test", sizes.test)
+    validation, rest = _held_out(splits | {"train": rest}, "validation", sizes.validation)
+    train = _with_every_class(_shuffled(rest, f"train {seed}"), sizes.train)
+    return {"train": train, "validation": validation, "test": test}
+
+
+def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], list[Record]]:
+    """The first rows of a split, and the training rows that share no text with them."""
+    held = splits.get(split, splits["train"])[:count]
+    texts = {_text(row) for row in held}
+    return held, [row for row in splits["train"] if _text(row) not in texts]
+
+
+def _with_every_class(rows: Sequence[Record], size: int | str) -> list[Record]:
+    """The first rows, `size` of them, among them the first `MIN_CLASS_ROWS` of every class."""
+    count = size if isinstance(size, int) else round(len(rows) * float(size.rstrip("%")) / 100)
+    seen: Counter[str] = Counter()
+    first, others = [], []
+    for row in rows:
+        classes = set(row.get("tags", [row["label"]] if "label" in row else []))
+        is_rare = any(seen[label] < MIN_CLASS_ROWS for label in classes)
+        seen.update(classes)
+        (first if is_rare else others).append(row)
+    return [*first, *others][: max(len(first), count)]
+
+
+def _text(row: Record) -> str:
+    """The text of a row; of a pair the second, since pairs share it."""
+    if "words" in row:
+        return " ".join(row["words"])
+    return row["sentence"] if "sentence" in row else row["text"]
+
+
+def _shuffled(rows: Sequence[Record], seed: str) -> list[Record]:
+    return random.Random(seed).sample(list(rows), len(rows))
+
+
+def _format(rows: Iterable[Record]) -> str:
+    """A line of JSON for each row; for tagging a line for each word and an empty line after each sentence."""
+    return "".join(
+        "".join(f"{word}\t{tag}\n" for word, tag in zip(row["words"], row["tags"], strict=True)) + "\n"
+        if "words" in row
+        else json.dumps(row, ensure_ascii=False) + "\n"
+        for row in rows
+    )
+
+
+def _labelled(text: str, label: str) -> Record:
+    return {"text": " ".join(text.split()), "label": label}
+
+
+def _read_table(file: Path, header: Sequence[str] = (), **columns: str) -> list[Record]:
+    """The columns of a CSV, TSV or JSON file, by the name that each gets."""
+    return [dict(zip(columns, values, strict=True)) for values, _ in read_values(file, columns, header=header)]
+
+
+def _read_json(file: Path) -> Any:
+    """A JSON file in UTF-8 or, where it is not valid UTF-8, in Latin-1."""
+    content = file.read_bytes()
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return json.loads(content.decode("latin-1"))
