@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,3 +129,19 @@ def test_the_library_imports_nothing_beside_it(name: str) -> None:
                 names = [node.module] if isinstance(node, ast.ImportFrom) else []
                 names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 assert name not in {(module or "").split(".")[0] for module in names}, path
+
+
+def test_the_package_fits_into_a_wheel_of_one_megabyte(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "wheel.zip", "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path in (ROOT / "src").rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                wheel.write(path, path.relative_to(ROOT))
+    assert (tmp_path / "wheel.zip").stat().st_size < 2**20
+
+
+def test_the_source_keeps_its_budget_of_lines() -> None:
+    def lines(folder: Path) -> int:
+        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+    assert lines(ROOT / "src" / "graftlm") <= 30_000
+    assert lines(ROOT / "experiments") <= 8_000
