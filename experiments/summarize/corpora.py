@@ -1,8 +1,7 @@
 """Five collections of technical proposals with human abstracts, split by time within each.
 
-What is summarized is the document without its abstract and without what is no text: front matter, header fields,
-tables of contents and a checklist that all documents of a collection share. The abstract is what a summary is compared
-with; it is read as the document is, so that neither has markup.
+A document is summarized without its abstract, front matter, header fields, table of contents and release checklist. Its
+abstract is the reference. Both are read in the same way, so that neither has markup.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from experiments.jobs import Job
 from graftlm.config import Config
-from graftlm.errors import DataError
-from graftlm.pipelines.summarize import SourceDocument, oracle_extract, read_text
+from graftlm.pipelines.summarize import SourceDocument, read_text
+from graftlm.runs.run import Run
 
 CORPORA = {"peps": ".rst", "rust_rfcs": ".md", "eips": ".md", "ercs": ".md", "keps": ".md"}
 FILES = tuple(f"longdocs/{name}.jsonl" for name in CORPORA)
 Part = Literal["train", "validation", "test"]
 
 _DATED = re.compile(r"^\W*(?:created|start date)\W+(\S+)", re.IGNORECASE | re.MULTILINE)
-_FORMS = ("%Y-%m-%d", "%d-%b-%Y", "%d-%B-%Y")
-_HEAD = 3000  # characters that may hold a date
-_SAME = 80  # characters that tell titles and abstracts apart
-_BESIDE = (
+_DATE_FORMATS = ("%Y-%m-%d", "%d-%b-%Y", "%d-%B-%Y")
+_DATE_CHARACTERS = 3000  # characters that may hold a date
+_KEY_CHARACTERS = 80  # characters that tell titles and abstracts apart
+_NO_TEXT = (
     re.compile(r"\A---\n.*?\n---\n", re.DOTALL),  # front matter
     re.compile(r"\A(?:[A-Z][\w-]*:.*\n(?:[ \t]+\S.*\n)*)+"),  # header fields
     re.compile(r"\A\s*(?:[-*] [A-Z][\w ]+:.*\n)+"),  # the same as a list
@@ -41,18 +39,18 @@ _BESIDE = (
 )
 
 
-class Sizes(Config):
-    """How many documents there are.
+class CorpusSizes(Config):
+    """Number of documents.
 
     Args:
         validation: share of each corpus, between the others in time.
         test: share of each corpus, its newest.
-        most: documents of each corpus, evenly spaced in time; all when absent.
+        max_documents: of each corpus, evenly spaced in time; None takes all.
     """
 
     validation: float = Field(0.03, gt=0, lt=0.5)
     test: float = Field(0.05, gt=0, lt=0.5)
-    most: int | None = Field(None, ge=6)
+    max_documents: int | None = Field(None, ge=6)
 
 
 @dataclass(frozen=True)
@@ -73,48 +71,52 @@ class Sample:
 Parts = dict[Part, list[Sample]]
 
 
-@lru_cache(maxsize=1)
-def load(data: str, sizes: Sizes) -> Parts:
-    """All documents by part, kept for the next jobs of this process.
+class DocumentRun(Run):
+    """A run that reads the documents.
 
-    Raises:
-        DataError: a collection is missing.
+    Args:
+        longdocs: folder of the collections.
     """
+
+    longdocs: str
+    sizes: CorpusSizes
+
+    @property
+    def parts(self) -> Parts:
+        """All documents by part."""
+        return load(self.longdocs, self.sizes)
+
+
+@lru_cache(maxsize=1)
+def load(longdocs: str, sizes: CorpusSizes) -> Parts:
+    """All documents by part. A process reads them once."""
     parts: Parts = {"train": [], "validation": [], "test": []}
     known: set[str] = set()
     for corpus in CORPORA:
-        rows = [row for row in in_time(_rows(Path(data), corpus)) if _is_new(row, known)]
-        if sizes.most is not None:
-            rows = rows[:: max(1, len(rows) // sizes.most)][: sizes.most]
+        lines = (Path(longdocs) / f"{corpus}.jsonl").read_text(encoding="utf-8").split("\n")
+        rows = [row for row in in_time(json.loads(line) for line in lines if line) if _is_new(row, known)]
+        if sizes.max_documents is not None:
+            rows = rows[:: max(1, len(rows) // sizes.max_documents)][: sizes.max_documents]
         ends = _ends(len(rows), sizes)
         for part, (first, end) in ends.items():
             parts[part] += [sample_of(corpus, row) for row in rows[first:end]]
     return parts
 
 
-def _rows(data: Path, corpus: str) -> list[dict[str, Any]]:
-    path = data / "longdocs" / f"{corpus}.jsonl"
-    if not path.exists():
-        names = ", ".join(FILES)
-        raise DataError(f"The data folder {data} lacks longdocs/{path.name}: pass --data with one that holds {names}.")
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def _is_new(row: dict[str, Any], known: set[str]) -> bool:
-    """Whether no document before it, of any collection, has its title or its abstract's beginning.
+    """Whether no earlier document of any collection has its title or the beginning of its abstract.
 
-    So a proposal that moved is taken once.
+    A proposal that moved to another collection is thus taken once.
     """
     texts = (str(row.get("title") or row["id"]), row["abstract"])
-    own = {" ".join(re.findall(r"\w+", text.casefold()))[:_SAME] for text in texts}
+    own = {" ".join(re.findall(r"\w+", text.casefold()))[:_KEY_CHARACTERS] for text in texts}
     is_new = not own & known
     known |= own
     return is_new
 
 
-def _ends(count: int, sizes: Sizes) -> dict[Part, tuple[int, int]]:
-    """From which to which document each part goes; at least one to each."""
+def _ends(count: int, sizes: CorpusSizes) -> dict[Part, tuple[int, int]]:
+    """The first document of each part and the end; a part has at least one document."""
     test = max(1, round(sizes.test * count))
     validation = max(1, round(sizes.validation * count))
     train = count - validation - test
@@ -122,23 +124,23 @@ def _ends(count: int, sizes: Sizes) -> dict[Part, tuple[int, int]]:
 
 
 def in_time(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by date; one without a date goes with the one before it by number."""
+    """Rows by date. A row without a date has the date of the row with the next lower number."""
     dated, last = [], date.min
     for row in sorted(rows, key=_number):
-        last = _date(row["text"][:_HEAD]) or last
+        last = _date(row["text"][:_DATE_CHARACTERS]) or last
         dated.append((last, len(dated), row))
     return [row for _, _, row in sorted(dated, key=lambda item: item[:2])]
 
 
 def _number(row: dict[str, Any]) -> tuple[int, str]:
-    """The number that a proposal got when it was handed in, and its name."""
-    found = re.findall(r"\d+", row["id"])
-    return int(found[0]) if found else 0, row["id"]
+    """The number of a proposal, in the order of submission, and its name."""
+    match = re.search(r"\d+", row["id"])
+    return int(match[0]) if match else 0, row["id"]
 
 
 def _date(head: str) -> date | None:
     match = _DATED.search(head)
-    for form in _FORMS if match else ():
+    for form in _DATE_FORMATS if match else ():
         with suppress(ValueError):
             return datetime.strptime(match[1].strip("().,"), form).date()  # type: ignore[index]  # there is a match
     return None
@@ -148,31 +150,18 @@ def sample_of(corpus: str, row: dict[str, Any]) -> Sample:
     """A row as a document without its abstract, and the abstract."""
     start, end = row["abstract_span"]
     text = f"{row['text'][:start]}\n\n{row['text'][end:]}"
-    for beside in _BESIDE:
-        text = beside.sub("", text)
-    documents = [read_text(one, CORPORA[corpus], row["id"], "en") for one in (text, row["abstract"])]
-    return Sample(row["id"], corpus, documents[0], tuple(sentence.text for sentence in documents[1].sentences))
+    for pattern in _NO_TEXT:
+        text = pattern.sub("", text)
+    document, abstract = (read_text(part, CORPORA[corpus], row["id"], "en") for part in (text, row["abstract"]))
+    return Sample(row["id"], corpus, document, tuple(sentence.text for sentence in abstract.sentences))
 
 
-class Labels(Job):
-    """The oracle's extracts of all documents."""
-
-    data: str
-    sizes: Sizes
-
-
-def label(job: Labels, _: Path) -> dict[str, Any]:
-    """By document, the sentences of its gold extract: for each of the abstract's the two nearest."""
-    parts = load(job.data, job.sizes)
-    return {"gold": {sample.id: _gold(sample) for part in parts.values() for sample in part}}
-
-
-def _gold(sample: Sample) -> list[int]:
-    selectable = sample.document.selectable
-    sentences = [sample.document.sentences[index].text for index in selectable]
-    return [selectable[place] for place in oracle_extract(sentences, sample.abstract)]
+def evenly(samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """At most `limit` samples, evenly spaced."""
+    count = min(limit, len(samples))
+    return [samples[index * len(samples) // count] for index in range(count)]
 
 
 def mean_sentences(samples: Sequence[Sample]) -> int:
-    """How many sentences abstracts have on average, rounded."""
+    """The mean number of sentences of abstracts, rounded."""
     return max(1, round(sum(len(sample.abstract) for sample in samples) / max(len(samples), 1)))

@@ -1,4 +1,4 @@
-"""The published figures: ROUGE on arXiv (Table 2.2 of the thesis), other texts and a writer fifty times as large."""
+"""The figures of the thesis: ROUGE on arXiv (Table 2.2), with other texts and a writer fifty times as large."""
 
 from __future__ import annotations
 

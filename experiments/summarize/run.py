@@ -1,7 +1,7 @@
 """Extracts and written summaries of technical proposals, in the form of Table 2.2, with copy curves as in Figure 2.2.
 
-Documents are split by time within each collection. Selectors are trained on oracle extracts; a small language model
-reads the training documents, and three writers go on from it: given the introduction (I), or the introduction and an
+Documents are split by time within each collection. Selectors are trained on oracle extracts. A small language model
+reads the training documents, and three writers continue it: given the introduction (I), or the introduction and an
 extract (I+E), gold (G) or a selector's (M), in training and in use.
 """
 
@@ -14,18 +14,27 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.study import bars
+from experiments.study import Measurements, bars, check_files, metric
 from experiments.summarize import paper
-from experiments.summarize.corpora import Sample
-from experiments.summarize.measuring import Figures, by_corpus, curve_of, distance, figures_of, paired, row_of
-from experiments.summarize.plan import TABLES, TRAINED, UNTRAINED, Plan, of_part
-from experiments.summarize.selecting import extract_of
-from experiments.summarize.writing import Context
+from experiments.summarize.corpora import FILES, Sample
+from experiments.summarize.scores import (
+    SummaryScores,
+    copy_curve,
+    mean_difference,
+    paired_difference,
+    score_summaries,
+    scores_by_corpus,
+    summary_row,
+)
+from experiments.summarize.selectors import Rankings, extract_of
+from experiments.summarize.study import TRAINED, UNTRAINED, SummarizeStudy
+from experiments.summarize.writers import Context
 from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.plots import PALETTE
 from graftlm.evaluation.report import write_report
 
 NAME = "summarize"
+TABLES = ("extracts", "writers")
 LEAD = 10
 LABELS = {
     "lead_10": "Lead-10",
@@ -43,16 +52,16 @@ LABELS = {
     "tlm_ie_gg": "TLM-I+E (G,G)",
     "human": "human abstracts",
 }
-WRITTEN: dict[str, tuple[Context, Context]] = {  # what each learned with, and what it is given
+WRITTEN: dict[str, tuple[Context, Context]] = {  # contexts in training and in the test
     "tlm_i": ("none", "none"),
     "tlm_ie_gm": ("gold", "model"),
     "tlm_ie_mm": ("model", "model"),
     "tlm_ie_gg": ("gold", "gold"),
 }
-CHOICES = ("sent_ptr", "sent_clf")  # whose extracts writers may be given
-DRAWN = ("human", "tlm_i", "tlm_ie_gm", "sent_ptr")
-Table = dict[str, list[Figures]]  # by row, one for each seed
-Extracts = Mapping[str, str]
+CANDIDATES = ("sent_ptr", "sent_clf")  # selectors whose extracts writers may get
+DRAWN_ROWS = ("human", "tlm_i", "tlm_ie_gm", "sent_ptr")
+Table = dict[str, list[SummaryScores]]  # by row, for each seed
+Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def run(options: Options) -> Results:
@@ -63,151 +72,139 @@ def run(options: Options) -> Results:
         DataError: a collection or the encoder is missing.
     """
     tables = options.chosen(TABLES)
-    plan = Plan(options)
+    check_files(options, FILES)
+    study = SummarizeStudy(options)
     started = time.perf_counter()
-    found = plan.rankings()
-    test = plan.parts["test"]
-    table = {row: _extracted(plan, row, found) for row in (*UNTRAINED, *TRAINED)}
-    gold = {one.id: extract_of(one, plan.gold[one.id], len(plan.gold[one.id])).text for one in test}
-    table["gold_extract"] = [figures_of(test, gold)]
-    table["human"] = [figures_of(test, {one.id: one.summary for one in test}, gold, against_abstract=False)]
-    chosen, tried = choose(plan, found)
-    details: dict[str, Any] = {"chosen_selector": chosen, "validation": tried}
+    selectors = study.selectors()
+    measured = study.execute([study.oracle, *selectors.values()], "selectors")
+    test = study.parts["test"]
+    table: Table = {row: [] for row in (*UNTRAINED, *TRAINED)}
+    for (row, _), selector in selectors.items():
+        amount = LEAD if row == "lead_10" else study.sentences
+        table[row].append(_score_extracts(test, study.rankings(selector), amount))
+    gold = {sample.id: extract_of(sample, study.gold[sample.id], len(study.gold[sample.id])).text for sample in test}
+    table["gold_extract"] = [score_summaries(test, gold)]
+    abstracts = {sample.id: sample.summary for sample in test}
+    table["human"] = [score_summaries(test, abstracts, gold, with_rouge=False)]
+    chosen, validation = choose_selector(study)
+    details: dict[str, Any] = {"chosen_selector": chosen, "validation": validation}
     if "writers" in tables:
-        written, said = _written(plan, chosen, found, gold)
+        written, writer_details = _written(study, chosen, gold)
         table |= written
-        details |= said
-    rows = [row_of(row, label, table[row]) for row, label in LABELS.items() if row in table]
-    curves = {row: curve_of(table[row]) for row in LABELS if row in table}
-    details |= _details(plan, table, found) | {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
-    results = Results.here(
-        NAME, rows, seeds=plan.seeds, aims=aims(rows, curves), paper=paper.rows(table), details=details
-    )
+        details |= writer_details
+    rows = [summary_row(row, label, table[row]) for row, label in LABELS.items() if row in table]
+    curves = {row: copy_curve(table[row]) for row in LABELS if row in table}
+    names = {f"{row}_s{seed}": selector.id for (row, seed), selector in selectors.items()}
+    details |= _details(study, table, measured, names)
+    details |= {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
+    published = paper.rows(table)
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows, curves), paper=published, details=details)
     write_report(results, options.out, plots={"copy": draw_copies(curves), "rouge": _rouge(rows)})
     return results
 
 
-def _extracted(plan: Plan, row: str, found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[Figures]:
-    """The extracts of one row on the test documents, of every seed."""
-    amount = LEAD if row == "lead_10" else plan.sentences
-    seeds = [ranked["ranked"]["test"] for (name, _), ranked in found.items() if name == row]
-    return [_of_ranking(plan.parts["test"], ranked, amount) for ranked in seeds]
+def _score_extracts(samples: Sequence[Sample], rankings: Rankings, amount: int) -> SummaryScores:
+    return score_summaries(samples, {s.id: extract_of(s, rankings[s.id], amount).text for s in samples})
 
 
-def _of_ranking(samples: Sequence[Sample], ranked: Mapping[str, Sequence[int]], amount: int) -> Figures:
-    texts = {one.id: extract_of(one, ranked[one.id], amount).text for one in samples}
-    return figures_of(samples, texts)
+def choose_selector(study: SummarizeStudy) -> tuple[str, dict[str, dict[str, float]]]:
+    """The selector whose extracts writers get, and the scores of both candidates on validation documents.
 
-
-def choose(plan: Plan, found: Mapping[tuple[str, int], Mapping[str, Any]]) -> tuple[str, dict[str, dict[str, float]]]:
-    """Which of the thesis' two selectors writers are given extracts of, and what each has on validation documents.
-
-    The larger sum of ROUGE-1 and 2, with the first seed. The modern one is no choice, as its encoder would have to read
-    all training documents.
+    The larger sum of ROUGE-1 and 2 decides, with the first seed. The modern selector is no candidate: its encoder
+    would have to read all training documents.
     """
-    samples, seed = plan.parts["validation"], plan.seeds[0]
-    tried: dict[str, dict[str, float]] = {}
-    for row in CHOICES:
-        figures = _of_ranking(samples, found[row, seed]["ranked"]["validation"], plan.sentences)
-        metrics = row_of(row, row, [figures]).metrics
-        tried[row] = {name: round(value_of(metrics[name]), 3) for name in ("rouge1", "rouge2")}
-    return max(CHOICES, key=lambda row: sum(tried[row].values())), tried
+    scores: dict[str, dict[str, float]] = {}
+    for row in CANDIDATES:
+        rankings = study.rankings(study.selector(row, study.seeds[0]))
+        extracts = _score_extracts(study.parts["validation"], rankings, study.sentences)
+        metrics = summary_row(row, row, [extracts]).metrics
+        scores[row] = {name: round(value_of(metrics[name]), 3) for name in ("rouge1", "rouge2")}
+    return max(CANDIDATES, key=lambda row: sum(scores[row].values())), scores
 
 
-def _written(
-    plan: Plan, chosen: str, found: Mapping[tuple[str, int], Mapping[str, Any]], gold: Extracts
-) -> tuple[Table, dict[str, Any]]:
-    """The writers' figures, and what else is said of them."""
-    learned = plan.on_training(chosen)
-    rankings = {
-        seed: of_part(learned[seed], "train") | of_part(dict(found[chosen, seed]), "validation", "test")
-        for seed in plan.seeds
-    }
-    common, writers = plan.written(rankings)
-    table: Table = {}
-    for row, (context, given) in WRITTEN.items():
-        table[row] = []
-        for seed in plan.seeds:
-            one = writers[context, seed]["contexts"][given]
-            extracts = _given(plan, given, rankings[seed], gold)
-            table[row].append(figures_of(plan.parts["test"], one["texts"], extracts, one["nll"]))
-    first = plan.seeds[0]
-    pairs = {row: paired(table[row], table["tlm_i"], "abstract_nll") for row in WRITTEN if row != "tlm_i"}
+def _written(study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> tuple[Table, dict[str, Any]]:
+    """The writers' scores and details."""
+    test = study.parts["test"]
+    measured = study.execute(study.writer_runs(chosen), "writers")
+    table: Table = {row: [] for row in WRITTEN}
+    for seed in study.seeds:
+        rankings = study.all_rankings(chosen, seed)
+        extracts = {
+            "none": {sample.id: "" for sample in test},
+            "gold": gold,
+            "model": {sample.id: extract_of(sample, rankings[sample.id], study.extract_size).text for sample in test},
+        }
+        for row, (context, tested) in WRITTEN.items():
+            output = measured[f"writer-{context}_s{seed}"].details["contexts"][tested]
+            table[row].append(score_summaries(test, output["texts"], extracts[tested], output["nll"]))
+    first = study.seeds[0]
+    common = measured[f"common_s{first}"]
+    writers = {context: measured[f"writer-{context}_s{first}"] for context in ("none", "gold", "model")}
+    pairs = {row: paired_difference(table[row], table["tlm_i"], "abstract_nll") for row in WRITTEN if row != "tlm_i"}
     details = {
-        "extract_size": plan.extract_size,
-        "writer_parameters": common[first]["parameters"],
+        "extract_size": study.extract_size,
+        "writer_parameters": metric(common, "parameters"),
         "nll_less_than_tlm_i": {row: interval.model_dump() for row, interval in pairs.items()},
-        "validation_nll": {context: writers[context, first]["validation_nll"] for context, _ in WRITTEN.values()},
-        "writer_cpu_s": {"common": common[first]["training_cpu_s"]}
-        | {context: writers[context, first]["training_cpu_s"] for context, _ in WRITTEN.values()},
-        "losses": {"common model": common[first]["losses"]}
-        | {f"writer, {context}": writers[context, first]["losses"] for context in ("none", "gold", "model")},
+        "validation_nll": {context: metric(writer, "validation_nll") for context, writer in writers.items()},
+        "writer_cpu_s": {name: metric(run, "training_cpu_s") for name, run in ({"common": common} | writers).items()},
+        "losses": {"common model": common.details["losses"]}
+        | {f"writer, {context}": writer.details["losses"] for context, writer in writers.items()},
     }
     return table, details
 
 
-def _given(plan: Plan, given: Context, ranked: Mapping[str, Sequence[int]], gold: Extracts) -> Extracts:
-    """The extracts that a writer was given, as texts."""
-    test = plan.parts["test"]
-    if given == "none":
-        return {one.id: "" for one in test}
-    return (
-        gold if given == "gold" else {one.id: extract_of(one, ranked[one.id], plan.extract_size).text for one in test}
-    )
-
-
-def _details(plan: Plan, table: Table, found: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, Any]:
-    rouge = ("rouge1", "rouge2", "rougeL", "abstract_nll")
-    test = plan.parts["test"]
+def _details(
+    study: SummarizeStudy, table: Table, measured: Measurements, selectors: Mapping[str, str]
+) -> dict[str, Any]:
+    """Details beside the rows; `selectors` has the id of each selector's run."""
+    metrics = ("rouge1", "rouge2", "rougeL", "abstract_nll")
+    losses = {name: measured[run].details["losses"] for name, run in selectors.items()}
+    test = study.parts["test"]
     return {
-        "setting": plan.setting.model_dump(mode="json"),
-        "documents": {part: len(samples) for part, samples in plan.parts.items()},
-        "sentences": plan.sentences,
-        "corpora": {row: by_corpus(test, figures, rouge) for row, figures in table.items() if row != "human"},
-        "selector_cpu_s": {f"{row}_s{seed}": one["training_cpu_s"] for (row, seed), one in found.items()},
-        "selector_losses": {f"{row}_s{seed}": one["losses"] for (row, seed), one in found.items() if one["losses"]},
+        "size": study.size.model_dump(mode="json"),
+        "documents": {part: len(samples) for part, samples in study.parts.items()},
+        "sentences": study.sentences,
+        "corpora": {row: scores_by_corpus(test, scores, metrics) for row, scores in table.items() if row != "human"},
+        "selector_cpu_s": {name: metric(measured[run], "training_cpu_s") for name, run in selectors.items()},
+        "selector_losses": {name: values for name, values in losses.items() if values},
     }
 
 
-def aims(rows: Sequence[Row], curves: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Aim]:
+def aims(rows: Sequence[Row], curves: Curves) -> list[Aim]:
     """Selectors beat Lead-10, LexRank and Lead of their own length; extracts help writers, which copy as people do."""
-    by_id = {row.id: row for row in rows}
-    found = []
-    for metric in ("rouge1", "rouge2"):
-        bound = max(value_of(by_id[row].metrics[metric]) for row in ("lead_10", "lexrank"))
-        for row in TRAINED:
-            text = f"{LABELS[row]} is above Lead-10 and LexRank"
-            found.append(_above(text, metric, bound, value_of(by_id[row].metrics[metric])))
-        best = max(TRAINED, key=lambda row, metric=metric: value_of(by_id[row].metrics[metric]))
+    by_id = {row.id: {name: value_of(value) for name, value in row.metrics.items()} for row in rows}
+    selector_aims: list[Aim] = []
+    for name in ("rouge1", "rouge2"):
+        bound = max(by_id[row][name] for row in ("lead_10", "lexrank"))
+        texts = {row: f"{LABELS[row]} is above Lead-10 and LexRank" for row in TRAINED}
+        selector_aims += [_above(text, name, bound, by_id[row][name]) for row, text in texts.items()]
+        best = max(TRAINED, key=lambda row, name=name: by_id[row][name])
         text = f"the best trained selector ({LABELS[best]}) is above Lead of as many sentences"
-        bound = value_of(by_id["lead_k"].metrics[metric])
-        found.append(_above(text, metric, bound, value_of(by_id[best].metrics[metric])))
-    return [*found, *_writer_aims(by_id, curves)] if WRITTEN.keys() <= by_id.keys() else found
+        selector_aims.append(_above(text, name, by_id["lead_k"][name], by_id[best][name]))
+    return [*selector_aims, *_writer_aims(by_id, curves)] if WRITTEN.keys() <= by_id.keys() else selector_aims
 
 
-def _writer_aims(by_id: Mapping[str, Row], curves: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Aim]:
-    with_i, with_e = by_id["tlm_i"].metrics, by_id["tlm_ie_gm"].metrics
-    found = []
-    for metric in ("rouge1", "rouge2"):
-        text = f"{LABELS['tlm_ie_gm']} is above {LABELS['tlm_i']}"
-        found.append(_above(text, metric, value_of(with_i[metric]), value_of(with_e[metric])))
-    nats, bound = value_of(with_e["abstract_nll"]), value_of(with_i["abstract_nll"])
+def _writer_aims(by_id: Mapping[str, Mapping[str, float]], curves: Curves) -> list[Aim]:
+    without, extract = by_id["tlm_i"], by_id["tlm_ie_gm"]
+    text = f"{LABELS['tlm_ie_gm']} is above {LABELS['tlm_i']}"
+    rouge_aims = [_above(text, name, without[name], extract[name]) for name in ("rouge1", "rouge2")]
+    nats, bound = extract["abstract_nll"], without["abstract_nll"]
     text = "human abstracts are likelier given I+E (G,M) than given I"
-    found.append(Aim(text=text, metric="abstract_nll", aim=bound, measured=nats, met=nats < bound))
+    likelier = Aim(text=text, metric="abstract_nll", aim=bound, measured=nats, met=nats < bound)
     human = curves["human"]["copied"]
-    extracts = min(distance(curves[row]["copied"], human) for row in TRAINED)
-    writer = distance(curves["tlm_ie_gm"]["copied"], human)
+    nearest = min(mean_difference(curves[row]["copied"], human) for row in TRAINED)
+    writer = mean_difference(curves["tlm_ie_gm"]["copied"], human)
     text = "copy curve: points between TLM-I+E (G,M) and human abstracts, beside those of the nearest extracts"
-    return [*found, Aim(text=text, metric="copy", aim=extracts, measured=writer, met=writer < extracts)]
+    return [*rouge_aims, likelier, Aim(text=text, metric="copy", aim=nearest, measured=writer, met=writer < nearest)]
 
 
 def _above(text: str, metric: str, bound: float, value: float) -> Aim:
     return Aim(text=text, metric=metric, aim=bound, measured=value, met=value > bound)
 
 
-def draw_copies(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """A panel for each row that is drawn: percent of n-grams that stand in the document, by where they stand."""
-    shown = [row for row in DRAWN if row in curves]
+def draw_copies(curves: Curves) -> Figure:
+    """A panel for each of `DRAWN_ROWS`: percent of n-grams that occur in the document, by origin."""
+    shown = [row for row in DRAWN_ROWS if row in curves]
     figure = Figure(figsize=(3.2 * len(shown), 3.4), layout="constrained")
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     origins = ("extract", "introduction", "rest")

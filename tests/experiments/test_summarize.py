@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments import Options, reproduce, summarize
-from experiments.jobs import Job
-from experiments.summarize.corpora import CORPORA, FILES, Sizes, in_time, load, sample_of
-from experiments.summarize.measuring import distance
-from experiments.summarize.plan import TRAINED, UNTRAINED, Plan
+from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, in_time, load, sample_of
 from experiments.summarize.run import LABELS, WRITTEN
+from experiments.summarize.scores import mean_difference
+from experiments.summarize.study import TRAINED, UNTRAINED, SummarizeStudy
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 
@@ -29,7 +28,7 @@ def proposal(corpus: str, number: int) -> dict[str, object]:
     abstract = f"The {thing} of {corpus} gets a new handle. It costs {number + 3} coins."
     start = len(f"{head}## Abstract\n\n")
     body = f"Every {thing} has a handle that breaks. The old handle costs {number + 9} coins. People complain. " * 3
-    rest = f"The new handle of {corpus} is made of oak. It costs {number + 3} coins in Paris. Nobody asked. " * 4
+    rest = f"The new handle of {corpus} is made of oak. It costs {number + 3} coins in Paris. Nobody quick. " * 4
     text = f"{head}## Abstract\n\n{abstract}\n\n## Motivation\n\n{body}\n\n## Details\n\n{rest}\n"
     return {
         "id": f"{corpus}/{number:04d}.md",
@@ -71,13 +70,13 @@ def test_documents_have_no_abstract_and_no_header() -> None:
         ("keps", "- [Summary](#summary)\n  - [Goals](#goals)\n"),
     ],
 )
-def test_what_is_no_text_is_left_out(corpus: str, head: str) -> None:
+def test_front_matter_headers_and_contents_are_left_out(corpus: str, head: str) -> None:
     row = {"id": "7", "abstract": "Short.", "abstract_span": [len(head), len(head)], "text": f"{head}A body. With two."}
-    assert [one.text for one in sample_of(corpus, row).document.sentences] == ["A body.", "With two."]
+    assert [sentence.text for sentence in sample_of(corpus, row).document.sentences] == ["A body.", "With two."]
 
 
 def test_time_splits_each_corpus_and_no_document_is_in_two_parts(data: Path) -> None:
-    parts = load(str(data), Sizes(validation=0.2, test=0.2))
+    parts = load(str(data / "longdocs"), CorpusSizes(validation=0.2, test=0.2))
     ids = [sample.id for samples in parts.values() for sample in samples]
     assert len(set(ids)) == len(ids) == 8 * len(CORPORA)
     for corpus in CORPORA:
@@ -86,7 +85,7 @@ def test_time_splits_each_corpus_and_no_document_is_in_two_parts(data: Path) -> 
         assert max(own["train"]) < min(own["validation"]) <= max(own["validation"]) < min(own["test"])
 
 
-def test_time_goes_by_dates_and_where_there_are_none_by_numbers() -> None:
+def test_documents_are_ordered_by_date_and_by_number_without_a_date() -> None:
     dates = {"1": "Created: 2021-05-05\n", "2": "", "3": "Created: 01-Jan-2020\n", "10": "created: (fill me in)\n"}
     rows = [{"id": f"x/{number}.md", "text": text} for number, text in dates.items()]
     assert [row["id"] for row in in_time(rows)] == ["x/3.md", "x/10.md", "x/1.md", "x/2.md"]
@@ -98,23 +97,23 @@ def test_a_proposal_that_moved_is_taken_once(data: Path, tmp_path: Path) -> None
         rows = [proposal(corpus, number) for number in range(8)]
         rows[7]["title"] = "The One"
         (tmp_path / "longdocs" / f"{corpus}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    parts = load(str(tmp_path), Sizes(validation=0.2, test=0.2))
+    parts = load(str(tmp_path / "longdocs"), CorpusSizes(validation=0.2, test=0.2))
     kept = [sample.id for samples in parts.values() for sample in samples if "0007" in sample.id]
     assert kept == [f"{next(iter(CORPORA))}/0007.md"]
 
 
 def test_every_row_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
-    asked = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
-    results = reproduce("summarize", asked)
+    quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
+    results = reproduce("summarize", quick)
     assert [row.id for row in results.rows] == list(LABELS)
     check_metrics(results)
     assert {"copy.png", "rouge.png", "training-loss.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("measurement.json")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs" / "measurements").iterdir()}
     assert len(before) == 13
-    alone = reproduce("summarize", asked.model_copy(update={"tables": ("extracts",)}))
+    alone = reproduce("summarize", quick.model_copy(update={"tables": ("extracts",)}))
     assert [row.id for row in alone.rows] == [*UNTRAINED, *TRAINED, "gold_extract", "human"]
     assert [alone.row(row.id) for row in alone.rows] == [results.row(row.id) for row in alone.rows]
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "what is finished is read back"
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are read back"
     assert len(alone.aims) == 8
 
 
@@ -129,32 +128,30 @@ def check_metrics(results: Results) -> None:
     assert [aim.metric for aim in results.aims[-4:]] == ["rouge1", "rouge2", "abstract_nll", "copy"]
 
 
-def test_a_writer_is_another_one_where_it_is_given_other_extracts(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, keys = Plan(options(data, tmp_path)), []
-    vars(plan).update(gold={"a": [0]}, extract_size=1)
+def test_a_writer_depends_on_its_extracts(data: Path, tmp_path: Path) -> None:
+    study = SummarizeStudy(options(data, tmp_path))
+    vars(study).update(extract_size=1)  # is read from the oracle's extracts otherwise
+    selector = study.selector("sent_clf", 0)
 
-    def note(jobs: Sequence[Job], work: object, title: str) -> dict[str, dict[str, str]]:
-        keys.append({job.id: job.key() for job in jobs})
-        return {job.id: {"folder": ""} for job in jobs}
+    def keys(oracle: str, extracts: str, common: str = "common") -> dict[str, str]:
+        names = {"oracle": oracle, "sent_clf_s0": extracts, "sent_clf_s0-train": extracts, "common_s0": common}
+        return {context: run.key(names) for context, run in study.writers(0, selector).items()}
 
-    monkeypatch.setattr(plan, "_run", note)
-    for place in (1, 1, 2):
-        plan.written({0: {"a": [place]}})
-    first, same, other = keys[1::2]
-    assert first == same
-    assert {job for job in first if first[job] != other[job]} == {"writer-gold_s0", "writer-model_s0"}
+    first, other = keys("oracle", "extracts"), keys("oracle", "other extracts")
+    assert first == keys("oracle", "extracts")
+    assert {context for context in first if first[context] != other[context]} == {"gold", "model"}
+    changed = keys("oracle", "extracts", "other common model")
+    assert all(first[context] != changed[context] for context in first)
 
 
-def test_the_distance_of_curves_is_over_the_lengths_of_both() -> None:
-    assert distance([100, 50, 0], [90, 70]) == 15
+def test_the_difference_of_curves_is_over_the_lengths_of_both() -> None:
+    assert mean_difference([100, 50, 0], [90, 70]) == pytest.approx(15)
 
 
 def test_mistakes(data: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"There is no table 'writer' in this experiment \(did you mean writers\?\)"):
         reproduce("summarize", options(data, tmp_path, tables=("writer",)))
-    with pytest.raises(DataError, match=f"lacks longdocs/peps.jsonl: pass --data with one that holds {FILES[0]}"):
+    with pytest.raises(DataError, match=f"lacks longdocs/peps.jsonl: pass --data with a folder that holds {FILES[0]}"):
         reproduce("summarize", options(tmp_path, tmp_path, backbone="unused"))
 
 
@@ -162,8 +159,8 @@ def test_real_proposals() -> None:
     folder = os.environ.get("GRAFTLM_DATA")
     if not folder or not (Path(folder) / FILES[0]).exists():
         pytest.skip("GRAFTLM_DATA names no folder with longdocs")
-    parts = load(folder, Sizes(most=8))
-    for sample in (one for samples in parts.values() for one in samples):
+    parts = load(str(Path(folder) / "longdocs"), CorpusSizes(max_documents=8))
+    for sample in (sample for samples in parts.values() for sample in samples):
         text = " ".join(sentence.text for sentence in sample.document.sentences)
         assert len(text) > 1000
         assert sample.summary[:200] not in text
