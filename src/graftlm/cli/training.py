@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, configure_logging, logger, print_report
-from graftlm.config import read_yaml
 from graftlm.errors import ForgettingBudgetError
+
+
+def _load(recipe: Path, overrides: list[str] | None) -> Any:
+    """The recipe. A missing or broken file is an error before slow imports."""
+    from graftlm.config import read_yaml
+
+    read_yaml(recipe)
+    configure_logging()
+    from graftlm import load_recipe
+
+    return load_recipe(recipe, overrides or ())
 
 
 def train(
@@ -20,12 +30,10 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe's graft or language model, and report."""
-    read_yaml(recipe)  # a missing file is an error before slow imports
-    configure_logging()
-    from graftlm import load_recipe, run_recipe
+    parsed = _load(recipe, overrides)
+    from graftlm import run_recipe
     from graftlm.evaluation import Results
 
-    parsed = load_recipe(recipe, overrides or ())
     folder = out or Path(parsed.out)
     try:
         results = run_recipe(parsed, folder, progress=not quiet, log=logger(quiet))
@@ -43,11 +51,9 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
-    read_yaml(recipe)
-    configure_logging()
-    from graftlm import compare_recipe, load_recipe
+    parsed = _load(recipe, overrides)
+    from graftlm import compare_recipe
 
-    parsed = load_recipe(recipe, overrides or ())
     folder = out or Path(parsed.out)
     print_report(compare_recipe(parsed, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
 
