@@ -63,32 +63,27 @@ class AdaptersRun(ConditionalTasksRun):
         specs = {name: task.spec for name, task in rows.items()}
         backbone = self.backbone.load(kind="encoder")
         training, tokenizer, encoder = self.training, backbone.need_tokenizer(), row_encoder(backbone, self.length)
-        segments = knows_segments(backbone)
         sizes = training.batch_size, training.seed, self.length
-        mixture = LabelledMixture(rows, tokenizer, self.sampler, *sizes, segments=segments)
-        tests = {split: task_tests(specs, self.tasks, self._held_out(rows, split)) for split in ("test", "validation")}
-        encoded = {
-            split: {name: encoder.encode(test.rows).rows for name, test in by_task.items()}
-            for split, by_task in tests.items()
-        }
-        test_rows = {
-            split: [row for name, test in by_task.items() for row in plain_test_rows(encoded[split][name], test)]
-            for split, by_task in tests.items()
-        }
+        mixture = LabelledMixture(rows, tokenizer, self.sampler, *sizes, segments=knows_segments(backbone))
+        tests = [
+            (split, name, test, encoder.encode(test.rows).rows)
+            for split in ("test", "validation")
+            for name, test in task_tests(specs, self.tasks, self._held_out(rows, split)).items()
+        ]
         batches = [list(plain_rows(mixture.batch(step))) for step in range(training.steps)]
+        test_rows = [row for _, _, test, encoded in tests for row in plain_test_rows(encoded, test)]
         job = self._script_input(specs) | {"batches": batches, "tests": test_rows}
         output = run_script(job, context.folder, self.python)
-        scores: dict[str, dict[str, TaskScore]] = {}
-        for split, by_task in tests.items():
-            outputs = iter(output["predictions"][split])
-            scores[split] = {name: score(test, encoded[split][name], outputs) for name, test in by_task.items()}
-        parameters = count_parameters(backbone.model.parameters())
-        metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
+        predictions = iter(output["predictions"])
+        scores: dict[str, dict[str, TaskScore]] = {"test": {}, "validation": {}}
+        for split, name, test, encoded in tests:
+            scores[split][name] = score(test, encoded, predictions)
+        metrics: dict[str, Any] = {"seconds": output["seconds"]} | summary_metrics(scores["test"])
         metrics |= {f"{name}_validation": value for name, value in summary_metrics(scores["validation"]).items()}
+        parameters = count_parameters(backbone.model.parameters())
         metrics |= {f"{name}_parameters_ratio": output[name] / parameters for name in ("trained", "total")}
         details = {"losses": [[step + 1, loss] for step, loss in enumerate(output["losses"])]}
-        row = Row(id=self.id, label=self.id, metrics=metrics | {"seconds": output["seconds"]})
-        return Measurement(row, details | sampler_details(mixture))
+        return Measurement(Row(id=self.id, label=self.id, metrics=metrics), details | sampler_details(mixture))
 
     def _script_input(self, specs: dict[str, TaskSpec]) -> dict[str, Any]:
         """The settings of the script; its rows are added to them."""

@@ -164,7 +164,7 @@ def main(input_file: str, output_file: str) -> None:
     output = {
         "seconds": time.process_time() - started,
         "losses": losses,
-        "predictions": {split: predict(model, rows, training["precision"]) for split, rows in job["tests"].items()},
+        "predictions": predict(model, job["tests"], training["precision"]),
         "trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         "total": sum(parameter.numel() for parameter in model.parameters()),
     }

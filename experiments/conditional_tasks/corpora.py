@@ -20,15 +20,6 @@ from graftlm.io import write_atomically
 Record = dict[str, Any]
 Splits = dict[str, list[Record]]
 MIN_CLASS_ROWS = 2  # a class with fewer training rows can't be learned
-SNIPS_INTENTS = (
-    "AddToPlaylist",
-    "BookRestaurant",
-    "GetWeather",
-    "PlayMusic",
-    "RateBook",
-    "SearchCreativeWork",
-    "SearchScreeningEvent",
-)
 FILES = (
     "cls/clinc150/data_full.json",
     "cls/banking77/train.csv",
@@ -81,14 +72,21 @@ def _banking77(folder: Path) -> Splits:
 
 
 def _snips(folder: Path) -> Splits:
-    def read(pattern: str) -> list[Record]:
-        return [
-            _labelled("".join(span["text"] for span in query["data"]), intent)
-            for intent in SNIPS_INTENTS
-            for query in _read_json(folder / "cls/snips" / pattern.format(intent))[intent]
-        ]
+    """A file for each intent, in UTF-8 or Latin-1."""
 
-    return {"train": read("train_{}_full.json"), "test": read("validate_{}.json")}
+    def read(pattern: str) -> list[Record]:
+        rows = []
+        for file in sorted((folder / "cls/snips").glob(pattern)):
+            content = file.read_bytes()
+            try:
+                queries = json.loads(content.decode("utf-8"))
+            except UnicodeDecodeError:
+                queries = json.loads(content.decode("latin-1"))
+            for intent, examples in queries.items():
+                rows += [_labelled("".join(span["text"] for span in query["data"]), intent) for query in examples]
+        return rows
+
+    return {"train": read("train_*_full.json"), "test": read("validate_*.json")}
 
 
 def _qnli(folder: Path) -> Splits:
@@ -217,12 +215,3 @@ def _labelled(text: str, label: str) -> Record:
 def _read_table(file: Path, header: Sequence[str] = (), **columns: str) -> list[Record]:
     """The columns of a CSV, TSV or JSON file, by the name that each gets."""
     return [dict(zip(columns, values, strict=True)) for values, _ in read_values(file, columns, header=header)]
-
-
-def _read_json(file: Path) -> Any:
-    """A JSON file in UTF-8 or, where it is not valid UTF-8, in Latin-1."""
-    content = file.read_bytes()
-    try:
-        return json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError:
-        return json.loads(content.decode("latin-1"))
