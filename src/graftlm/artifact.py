@@ -112,7 +112,11 @@ def save_graft(
     _refuse_foreign_folder(folder)
     try:
         with staged_folder(folder) as draft:
-            _write(draft, manifest, tensors, card or default_card(manifest))
+            draft.mkdir()
+            save_file(tensors, draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
+            values = manifest.model_dump(mode="json")
+            (draft / JSON_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            (draft / CARD_NAME).write_text(card or default_card(manifest), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
@@ -289,13 +293,6 @@ def _refuse_foreign_folder(folder: Path) -> None:
         raise ArtifactError(
             f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder."
         )
-
-
-def _write(draft: Path, manifest: Manifest, tensors: Mapping[str, Tensor], card: str) -> None:
-    draft.mkdir()
-    save_file(dict(tensors), draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
-    (draft / JSON_NAME).write_text(json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    (draft / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

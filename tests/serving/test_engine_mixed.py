@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from graftlm.backbone import Call, Site, Tap
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts import Graft, GraftedModel
-from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces, newest_values
+from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces, trace_values
 from graftlm.grafts.row_groups import MixedBatch
 from laws.examples import EXAMPLES, Example
 from laws.tools import graft_onto
@@ -183,7 +183,7 @@ def test_traces_are_those_of_the_row_alone() -> None:
             cache = DynamicCache(config=single.config)
             for ids in ([prompt(length)], [[8]]):
                 _, traces = single.forward_traces(input_ids=torch.tensor(ids), past_key_values=cache, use_cache=True)
-        expected = newest_values(traces, 0)
+        expected = trace_values(traces, 0)
         assert expected
         assert found[row] == pytest.approx(expected, abs=1e-5)
     assert set(found[3]) == {"a: open", "b: english", "b: code", "b: french", "b: none"}

@@ -75,6 +75,33 @@ class Call:
             self.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
         return self.scratch[key]
 
+    def document_numbers(self) -> Tensor | None:
+        """(B, T) the number of each token's document in its row; None for one document per row.
+
+        A document starts where `position_ids` restart. As in transformers, this needs no attention mask and no cache.
+        """
+        positions = self.position_ids
+        if positions is None or self.attention_mask is not None or self.cache is not None:
+            return None
+        starts = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+        return starts.cumsum(-1) if bool(starts.any()) else None
+
+    def positions_in_documents(self) -> Tensor | None:
+        """(B, T) each token's position in its document, from 0 and without padding; None where they are the columns.
+
+        The backbone's own `position_ids` are not used, as some families count from another number.
+        """
+        if self.attention_mask is not None:
+            assert self.input_ids is not None, "their number tells which positions are new"
+            positions = self.attention_mask.long().cumsum(-1) - 1
+            return positions.clamp(min=0)[:, -self.input_ids.shape[1] :]
+        document_BT = self.document_numbers()
+        if document_BT is None:
+            return None
+        columns = torch.arange(document_BT.shape[1], device=document_BT.device).expand_as(document_BT)
+        is_first = torch.diff(document_BT, prepend=document_BT[:, :1] - 1, dim=-1) != 0
+        return columns - torch.where(is_first, columns, 0).cummax(-1).values
+
 
 Action = Literal["add", "replace", "bias"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -18,6 +18,7 @@ from graftlm.backbone import max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError
 from graftlm.grafts import GraftedModel
+from graftlm.grafts.graft_set import trace_values
 
 
 class Decoding(Config):
@@ -166,12 +167,7 @@ def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache
         decoded = str(tokenizer.decode(tokens[prompt_length:end], skip_special_tokens=True))
         if end < len(tokens):
             decoded = decoded.removesuffix("\ufffd")  # a character may take several tokens
-        values = {
-            label: float(value)
-            for trace in traces.values()
-            for label, value in zip(trace.labels, trace.values[0, end - 2].tolist(), strict=True)
-        }
-        entries.append(TracedToken(decoded[len(text) :], values))
+        entries.append(TracedToken(decoded[len(text) :], trace_values(traces, 0, end - 2)))
         text = decoded if len(decoded) > len(text) else text
     return entries
 

@@ -11,7 +11,7 @@ from graftlm.grafts.base import (
     Trace,
     Traceable,
 )
-from graftlm.grafts.model import GraftedModel, GraftedOutput, grafted
+from graftlm.grafts.model import GraftedModel, GraftedOutput
 from graftlm.grafts.registry import build_graft, default_config, graft_class, graft_config, kinds, register_graft
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "default_config",
     "graft_class",
     "graft_config",
-    "grafted",
     "kinds",
     "register_graft",
 ]

@@ -17,7 +17,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
+from graftlm.backbone import (
+    Backbone,
+    Call,
+    JoinError,
+    RowScope,
+    RowScopedHooks,
+    RowScopeError,
+    join,
+    use_growing_layers,
+)
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, ReplacesModel, Trace
@@ -59,18 +68,16 @@ class MultiGraftModel:
 
     Args:
         backbone: a causal language model.
+
+    Attributes:
+        wired: the graft sets whose taps are connected.
     """
 
     def __init__(self, backbone: Backbone) -> None:
         self._bare = GraftedModel(backbone, {})  # freezes the backbone until `detach`
         self._model, self._sites, self._device = backbone.model, backbone.sites, backbone.device
         self._tap_hooks: RowScopedHooks | None = None
-        self._wired: tuple[GraftSet, ...] = ()
-
-    @property
-    def wired(self) -> tuple[GraftSet, ...]:
-        """The graft sets whose taps are connected."""
-        return self._wired
+        self.wired: tuple[GraftSet, ...] = ()
 
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
         """Connect the taps of these graft sets, and of no others.
@@ -78,12 +85,12 @@ class MultiGraftModel:
         Raises:
             GraftError: the grafts of a set conflict, or a graft acts on all rows of a batch.
         """
-        if set(graft_sets) == set(self._wired):
+        if set(graft_sets) == set(self.wired):
             return
         taps: dict[Any, list[Any]] = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
         self._unwire()
         self._tap_hooks = RowScopedHooks(self._model, self._sites, taps, _prepare)
-        self._wired = tuple(graft_sets)
+        self.wired = tuple(graft_sets)
 
     def _taps(self, graft_set: GraftSet) -> list[Any]:
         for name, graft in graft_set.grafts:
@@ -99,7 +106,7 @@ class MultiGraftModel:
     def _unwire(self) -> None:
         if self._tap_hooks is not None:
             self._tap_hooks.remove()
-        self._tap_hooks, self._wired = None, ()
+        self._tap_hooks, self.wired = None, ()
 
     def detach(self) -> Backbone:
         """Remove all taps and return the backbone as it was."""
@@ -115,8 +122,8 @@ class MultiGraftModel:
         Raises:
             RowGroupError: the pass failed.
         """
-        if graft_set not in self._wired:
-            self.wire([*self._wired, graft_set])
+        if graft_set not in self.wired:
+            self.wire([*self.wired, graft_set])
         width = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -152,7 +159,7 @@ class MultiGraftModel:
                 "attention_mask": batch.mask,
                 "position_ids": None if positions is None else positions[:, -ids_BT.shape[1] :],
             }
-        scopes = tuple(group.row_scope() for group in batch.groups)
+        scopes = tuple(RowScope(g.owner, g.span.rows, g.cache, g.span.offset) for g in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:
                 output: Any = self._model(
@@ -175,16 +182,16 @@ def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str,
         if own:
             assert isinstance(group.owner, GraftSet)
             traces = forward_traces(dict(group.owner.grafts), call)
-            traces_by_row |= {row: newest_values(traces, row - span.start) for row in own}
+            traces_by_row |= {row: trace_values(traces, row - span.start) for row in own}
     return traces_by_row
 
 
-def newest_values(traces: Mapping[str, Trace], row: int) -> dict[str, float]:
-    """The trace values of one row's newest token by label; the graft's name precedes it if several grafts trace."""
+def trace_values(traces: Mapping[str, Trace], row: int, token: int = -1) -> dict[str, float]:
+    """The trace values of one token by label. If several grafts trace, the graft's name precedes the label."""
     return {
         f"{name}: {label}" if len(traces) > 1 else label: value
         for name, trace in traces.items()
-        for label, value in zip(trace.labels, trace.values[row, -1].tolist(), strict=True)
+        for label, value in zip(trace.labels, trace.values[row, token].tolist(), strict=True)
     }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakSet
@@ -128,15 +127,16 @@ class GraftedModel(nn.Module):
             GraftError: targets are given, and the number of grafts with heads is not one.
         """
         call_values: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
-        call_values["extras"] = dict(extras or {})
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         if targets is not None:
-            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-            return self._target_output(targets, call_values, inputs | kwargs)
+            heads = self._graft_with_heads()
+            call, hidden = self._last_hidden(extras, call_values, **inputs, **kwargs)
+            return GraftedOutput(**_loss_parts(heads.target_loss(call, hidden, targets), self._auxiliary_loss(call)))
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
-        with self._tap_hooks.announce(**call_values) as calls:
-            output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        with self._tap_hooks.announce(**call_values, extras=dict(extras or {})) as calls:
+            output = self.model(**inputs, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
         return GraftedOutput(
@@ -146,13 +146,6 @@ class GraftedModel(nn.Module):
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )
-
-    def _target_output(
-        self, targets: Sequence[Tensor], call_values: dict[str, Any], inputs: dict[str, Any]
-    ) -> GraftedOutput:
-        heads = self._graft_with_heads()
-        call, hidden = self._last_hidden(call_values, inputs)
-        return GraftedOutput(**_loss_parts(heads.target_loss(call, hidden, targets), self._auxiliary_loss(call)))
 
     def predict(
         self,
@@ -173,8 +166,7 @@ class GraftedModel(nn.Module):
             GraftError: the number of grafts with heads is not one.
         """
         heads = self._graft_with_heads()
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
-        call, hidden = self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)
+        call, hidden = self._last_hidden(extras, input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         return heads.predict(call, hidden)
 
     def encode(
@@ -185,15 +177,16 @@ class GraftedModel(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """(B, T, d): the last hidden states, which heads read; arguments as those of `predict`."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
-        return self._last_hidden({"extras": dict(extras or {})}, inputs | kwargs)[1]
+        return self._last_hidden(extras, input_ids=input_ids, attention_mask=attention_mask, **kwargs)[1]
 
-    def _last_hidden(self, call_values: dict[str, Any], inputs: dict[str, Any]) -> tuple[Call, Tensor]:
+    def _last_hidden(
+        self, extras: Mapping[str, Any] | None, call_values: Mapping[str, Any] | None = None, **inputs: Any
+    ) -> tuple[Call, Tensor]:
         """One pass without the language-model head: its call, and (B, T, d)."""
         mask = inputs.get("attention_mask")
-        if inputs["position_ids"] is None and mask is not None:
+        if inputs.get("position_ids") is None and mask is not None:
             inputs["position_ids"] = self.backbone.sites.positions(mask)
-        with self._tap_hooks.announce(**call_values) as calls:
+        with self._tap_hooks.announce(**(call_values or {}), extras=dict(extras or {})) as calls:
             output = self.model.base_model(**{name: value for name, value in inputs.items() if value is not None})
         return calls[0], output[0]
 
@@ -225,9 +218,7 @@ class GraftedModel(nn.Module):
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
         """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""
-        traceable = {name: graft for name, graft in self._by_name.items() if isinstance(graft, Traceable)}
-        traces = {name: graft.cache_trace(cache) for name, graft in traceable.items()}
-        return {name: trace for name, trace in traces.items() if trace is not None}
+        return _collect_traces(self._by_name, lambda graft: graft.cache_trace(cache))
 
     def forward_traces(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
         """The model's output of one pass, and what each graft did at each of its tokens, by the graft's name."""
@@ -302,8 +293,11 @@ class GraftedModel(nn.Module):
 
 def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
     """What each graft did at each token of a pass, by the graft's name; grafts without a trace are left out."""
-    traceable = {name: graft for name, graft in grafts.items() if isinstance(graft, Traceable)}
-    traces = {name: graft.forward_trace(call) for name, graft in traceable.items()}
+    return _collect_traces(grafts, lambda graft: graft.forward_trace(call))
+
+
+def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Trace | None]) -> dict[str, Trace]:
+    traces = {name: read(graft) for name, graft in grafts.items() if isinstance(graft, Traceable)}
     return {name: trace for name, trace in traces.items() if trace is not None}
 
 
@@ -330,15 +324,3 @@ def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | Non
     nats = functional.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
     count = (targets != -100).sum() if totals is None else totals[0]
     return nats / count.clamp(min=1)
-
-
-@contextmanager
-def grafted(backbone: Backbone, **grafts: Graft) -> Iterator[GraftedModel]:
-    """Attach grafts inside a `with` block."""
-    if not grafts:
-        raise GraftError("No graft was given: name at least one, as in grafted(backbone, danish=graft).")
-    model = GraftedModel(backbone, grafts)
-    try:
-        yield model
-    finally:
-        model.detach()

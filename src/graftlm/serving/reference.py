@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.graft_set import newest_values
+from graftlm.grafts.graft_set import trace_values
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import EngineFinishReason, Finish, GenerationRequest, TokenOutput
 from graftlm.serving.sampling import SampledToken
@@ -81,7 +81,7 @@ class SerialEngine(ThreadedEngine):
             if request.logprobs is not None:
                 logprobs = logits.log_softmax(-1)
                 sampled = SampledToken(token, float(logprobs[token]), most_likely(logprobs, request.logprobs))
-            yield sampled, newest_values(traces, 0) if request.trace else {}
+            yield sampled, trace_values(traces, 0) if request.trace else {}
             ids = torch.tensor([[token]], device=model.device)
 
 

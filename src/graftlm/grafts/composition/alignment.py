@@ -84,7 +84,7 @@ class PositionAlignment:
         inputs = {
             "input_ids": call.input_ids,
             "attention_mask": call.attention_mask,
-            "position_ids": positions_in_document(call),
+            "position_ids": call.positions_in_documents(),
         }
         return AlignedInputs(inputs, self._visibility(call, past), positions)
 
@@ -108,7 +108,7 @@ class PositionAlignment:
         real_BS = token_columns(call, total)
         if real_BS is not None:
             masks.append(real_BS[:, None])
-        document_BT = document_numbers(call)
+        document_BT = call.document_numbers()
         if document_BT is not None:
             masks.append(document_BT[:, :, None] == document_BT[:, None])
         if self.prompt_only and call.prompt is not None:
@@ -125,27 +125,10 @@ class PositionAlignment:
         return Visibility.of(real_BS[:, None].expand(-1, length, -1))
 
 
-def positions_in_document(call: Call) -> Tensor | None:
-    """(B, T) each token's position in its document, from 0; None where they are the columns.
-
-    The anchor's own `position_ids` are not used, as some families count from another number.
-    """
-    assert call.input_ids is not None
-    if call.attention_mask is not None:
-        positions = call.attention_mask.long().cumsum(-1) - 1
-        return positions.clamp(min=0)[:, -call.input_ids.shape[1] :]
-    document_BT = document_numbers(call)
-    if document_BT is None:
-        return None
-    columns = torch.arange(document_BT.shape[1], device=document_BT.device).expand_as(document_BT)
-    is_first = torch.diff(document_BT, prepend=document_BT[:, :1] - 1, dim=-1) != 0
-    return columns - torch.where(is_first, columns, 0).cummax(-1).values
-
-
 def anchor_positions(call: Call, past: int) -> Tensor:
     """(B or 1, T) each token's position in its document, from 0."""
     assert call.input_ids is not None
-    positions = positions_in_document(call)
+    positions = call.positions_in_documents()
     if positions is not None:
         return positions
     return torch.arange(past, past + call.input_ids.shape[1], device=call.input_ids.device)[None]
@@ -158,18 +141,6 @@ def token_columns(call: Call, length: int) -> Tensor | None:
         return None
     mask = mask[:, :length].bool()
     return None if bool(mask.all()) else mask
-
-
-def document_numbers(call: Call) -> Tensor | None:
-    """(B, T) the number of each token's document in its row; None for one document per row.
-
-    A document starts where `position_ids` restart. As in transformers, this needs no attention mask and no cache.
-    """
-    position_ids = call.position_ids
-    if position_ids is None or call.attention_mask is not None or call.cache is not None:
-        return None
-    starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return starts.cumsum(-1) if bool(starts.any()) else None
 
 
 class CharacterAlignment:
@@ -245,7 +216,7 @@ class CharacterAlignment:
     def _read(self, call: Call, past: int, trees: list[TokenTree]) -> list[list[int | None]]:
         """Add this pass's tokens to the trees; returns the node where each token's path ends, None for an empty one."""
         assert call.input_ids is not None
-        documents = document_numbers(call)
+        documents = call.document_numbers()
         is_real, document, is_prompt = (
             None if values is None else values.tolist()
             for values in (call.token_mask, documents, call.prompt if self.prompt_only else None)

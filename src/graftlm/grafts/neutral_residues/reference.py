@@ -110,8 +110,3 @@ def language_modelling_loss(logits_BTV: Tensor, labels_BT: Tensor, targets: floa
                 count += 1
                 total = total - torch.log(torch.softmax(logits_TV[position - 1], 0)[labels_T[position]])
     return total / max(count if targets is None else targets, 1)
-
-
-def total_loss(lm: Tensor, local: Tensor | None, alpha: float) -> Tensor:
-    """l_LM + alpha * l_local."""
-    return lm if local is None else lm + alpha * local

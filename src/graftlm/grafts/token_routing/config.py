@@ -75,11 +75,6 @@ class EmbedderConfig(Config):
             raise ValueError(f"layers selects hidden states of the backbone: remove it for the embedder {self.name}")
         return self
 
-    @property
-    def centres(self) -> bool:
-        """`centre`, or its default for this embedder."""
-        return self.name == "backbone" if self.centre is None else self.centre
-
 
 class TokenRoutingConfig(GraftConfig):
     """Configuration of a routing between LoRA experts.

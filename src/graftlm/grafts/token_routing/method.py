@@ -231,8 +231,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
 
     def _centre(self, centroids_Ed: Tensor) -> Tensor:
         """(d,) the vector that is subtracted from all vectors."""
-        centred = self.config.embedder.centres and len(centroids_Ed) > 1
-        return centroids_Ed.mean(0) if centred else torch.zeros_like(centroids_Ed[0])
+        embedder = self.config.embedder
+        centred = embedder.name == "backbone" if embedder.centre is None else embedder.centre
+        return centroids_Ed.mean(0) if centred and len(centroids_Ed) > 1 else torch.zeros_like(centroids_Ed[0])
 
     def _need_embedder(self) -> Embedder:
         """The embedder, loaded on first use and checked against the one that the centroids were made with."""

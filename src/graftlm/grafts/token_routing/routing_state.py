@@ -164,10 +164,15 @@ def route_spans(
     ids_BT = call.input_ids
     assert ids_BT is not None
     past_ids = state.ids if state is not None else ids_BT[:, :0]
-    start, index, real = _documents(call, past_ids.shape[1])
     ids_BS = torch.cat([past_ids, ids_BT], dim=1)
+    columns = torch.arange(ids_BS.shape[1], device=ids_BS.device)[past_ids.shape[1] :].expand_as(ids_BT)
+    positions = call.positions_in_documents()
+    index = columns if positions is None else positions.to(columns.device).expand_as(columns)
+    start = columns - index
+    mask = call.token_mask if call.attention_mask is None else call.attention_mask[:, -ids_BT.shape[1] :]
+    real = torch.ones_like(ids_BT, dtype=torch.bool) if mask is None else mask.bool().to(ids_BT.device)
     if whole_document:
-        end = _last_columns(start, real, past_ids.shape[1])
+        end = _last_columns(start, real, columns)
         return RouteSpans(ids_BS, start, end, torch.ones_like(start))
     n = _prompt_lengths(call, config, state, start, real, is_prompt)
     generated = index + 1 - n
@@ -175,26 +180,6 @@ def route_spans(
     if config.reads == "prompt":
         b = torch.where((n > 1) & (generated > 0), n - 1, b)
     return RouteSpans(ids_BS, start, start + b, n)
-
-
-def _documents(call: Call, past: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three (B, T) tensors: the column where each token's document starts, its index in it, whether it is a token."""
-    ids = call.input_ids
-    assert ids is not None
-    rows, length = ids.shape
-    columns = torch.arange(past, past + length, device=ids.device).expand(rows, -1)
-    if call.attention_mask is not None:
-        mask = call.attention_mask.to(ids.device)
-        index = (mask.long().cumsum(-1)[:, -length:] - 1).clamp(min=0)
-        return columns - index, index, mask[:, -length:].bool()
-    real = call.token_mask if call.token_mask is not None else torch.ones_like(ids, dtype=torch.bool)
-    if past or call.position_ids is None or call.position_ids.shape[-1] != length:
-        return torch.zeros_like(columns), columns, real
-    positions = call.position_ids.to(ids.device).expand(rows, -1)
-    is_first = torch.ones_like(real)
-    is_first[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    start = torch.where(is_first, columns, 0).cummax(dim=1).values
-    return start, columns - start, real
 
 
 def _prompt_lengths(
@@ -213,17 +198,10 @@ def _prompt_lengths(
     return torch.ones_like(start)
 
 
-def _last_columns(start: Tensor, real: Tensor, past: int) -> Tensor:
+def _last_columns(start: Tensor, real: Tensor, columns: Tensor) -> Tensor:
     """(B, T) the last column of each token's document that is not padding."""
-    columns = torch.arange(past, past + start.shape[1], device=start.device).expand_as(start)
     same_document = start[:, :, None] == start[:, None, :]
     return torch.where(same_document & real[:, None, :], columns[:, None, :], start[:, :, None]).amax(-1)
-
-
-class _ForcedWeights(threading.local):
-    """Weights of a nested pass, per thread."""
-
-    value: Tensor | None = None
 
 
 class Recompute:
@@ -236,11 +214,11 @@ class Recompute:
     def __init__(self, backbone: Backbone) -> None:
         self._model: list[Any] = [backbone.model.base_model]
         self._layers = backbone.sites.n_layers
-        self._forced = _ForcedWeights()
+        self._forced = threading.local()  # the weights of a nested pass
 
     def forced_weights(self) -> Tensor | None:
         """The weights (B, 1, E + 1) of the pass that starts now, if it is a nested one."""
-        return self._forced.value
+        return getattr(self._forced, "weights", None)
 
     def taps(self) -> list[Tap]:
         """The tap that inserts the states of nested passes."""
@@ -293,7 +271,7 @@ class Recompute:
     ) -> Any:
         if mask is not None:
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        outer, self._forced.value = self._forced.value, weights_B1E
+        outer, self._forced.weights = self.forced_weights(), weights_B1E
         try:
             return self._model[0](
                 input_ids=ids,
@@ -303,7 +281,7 @@ class Recompute:
                 use_cache=cache is not None,
             )
         finally:
-            self._forced.value = outer
+            self._forced.weights = outer
 
     def _insert(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
         """Replace the states of tokens whose route is not the newest."""
