@@ -177,7 +177,12 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         config = parse_overridden(lambda values: graft_config(values, where=JSON_NAME), values, changes, JSON_NAME)
     graft = build_graft(config, backbone)
     _check_frozen_models(folder, manifest, graft)
-    _load_tensors(graft, dict(read_tensors(folder)))
+    tensors = dict(read_tensors(folder))
+    if isinstance(graft, HasTensors):
+        graft.load_tensors(tensors)
+    else:
+        check_tensors(graft.state_dict(), tensors)
+        graft.load_state_dict(tensors)
     return graft.eval()
 
 
@@ -186,20 +191,11 @@ def graft_tensors(graft: Graft) -> dict[str, Tensor]:
     return graft.tensors() if isinstance(graft, HasTensors) else dict(graft.state_dict())
 
 
-def _load_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
-    if isinstance(graft, HasTensors):
-        graft.load_tensors(tensors)
-    else:
-        check_tensors(graft.state_dict(), tensors)
-        graft.load_state_dict(dict(tensors))
-
-
 def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
     return graft.frozen_models() if isinstance(graft, ReadsModels) else {}
 
 
 def _check_frozen_models(folder: str | Path, manifest: Manifest, graft: Graft) -> None:
-    """Raise `WrongBackboneError` unless a graft reads the models that it was trained with."""
     for name, live in _frozen_models(graft).items():
         record = manifest.frozen_models.get(name)
         difference = record.matches(live) if record else "it was not there then"

@@ -17,16 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import (
-    Backbone,
-    Call,
-    JoinError,
-    RowScope,
-    RowScopedHooks,
-    RowScopeError,
-    join,
-    use_growing_layers,
-)
+from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, ReplacesModel, Trace
@@ -159,7 +150,7 @@ class MultiGraftModel:
                 "attention_mask": batch.mask,
                 "position_ids": None if positions is None else positions[:, -ids_BT.shape[1] :],
             }
-        scopes = tuple(RowScope(g.owner, g.span.rows, g.cache, g.span.offset) for g in batch.groups)
+        scopes = tuple(group.row_scope() for group in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:
                 output: Any = self._model(
@@ -220,7 +211,6 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _is_joinable(cache: Cache) -> bool:
-    """Whether a cache can be joined with others of its kind."""
     try:
         join([cache], [0])
     except JoinError:
@@ -245,7 +235,11 @@ def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
 def _snapshot(cache: Cache) -> Callable[[], None]:
     """A function that restores a cache to its current state; tensors are assumed never to be written in place."""
     own = {name: copy.copy(value) for name, value in vars(cache).items()}
-    layers = [(layer, _shallow_copies(vars(layer))) for layer in cache.layers if not isinstance(layer, LayerView)]
+    layers = [
+        (layer, {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()})
+        for layer in cache.layers
+        if not isinstance(layer, LayerView)
+    ]
 
     def restore() -> None:
         vars(cache).clear()
@@ -255,7 +249,3 @@ def _snapshot(cache: Cache) -> Callable[[], None]:
             vars(layer).update(values)
 
     return restore
-
-
-def _shallow_copies(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in values.items()}

@@ -70,7 +70,11 @@ class GraftedModel(nn.Module):
         self._replacing: list[ReplacesModel] = []
         self._checkpoints_layers = False
         try:
-            self.model: PreTrainedModel = self._attach(backbone.model)
+            self.model: PreTrainedModel = backbone.model
+            for graft in self._by_name.values():
+                if isinstance(graft, ReplacesModel):
+                    self.model = graft.attach(self.model)
+                    self._replacing.append(graft)
             taps = {name: graft.taps() for name, graft in self._by_name.items()}
             self._tap_hooks = TapHooks(self.model, Sites(self.model), taps, self._prepare)
         except BaseException:
@@ -78,13 +82,6 @@ class GraftedModel(nn.Module):
             raise
         self._with_grafts.add(backbone.model)
         self._detached = False
-
-    def _attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        for graft in self._by_name.values():
-            if isinstance(graft, ReplacesModel):
-                model = graft.attach(model)
-                self._replacing.append(graft)
-        return model
 
     def _prepare(self, call: Call) -> None:
         call.training = self.training and torch.is_grad_enabled()
@@ -302,7 +299,6 @@ def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Tra
 
 
 def _loss_parts(lm_loss: Tensor | None, auxiliary_loss: Tensor | None) -> dict[str, Tensor | None]:
-    """The fields of `GraftedOutput` about the loss."""
     loss = lm_loss if lm_loss is None or auxiliary_loss is None else lm_loss + auxiliary_loss
     return {
         "loss": loss,

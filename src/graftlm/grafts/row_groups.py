@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import Call, JoinError, clone_cache, join
+from graftlm.backbone import Call, JoinError, RowScope, clone_cache, join
 from graftlm.errors import GraftError
 
 
@@ -110,6 +110,10 @@ class RowGroup:
         """A group of new rows at the start of a batch whose backbone has so many layers."""
         span = RowSpan(shared, slice(0, size))
         return cls(owner, size, RowGroupCache(layers=[LayerView(span, index) for index in range(layers)]), span)
+
+    def row_scope(self) -> RowScope:
+        """The group as a forward pass needs it."""
+        return RowScope(self.owner, self.span.rows, self.cache, self.span.offset)
 
     def replace_cache(self, cache: Cache) -> None:
         """Use another cache, and point its layer views at this group's position."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,11 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
             return model
         parameters = dict(model.named_parameters())
         for name in self._originals:
-            self._refuse_quantised(name, parameters[name])
+            if type(parameters[name]) is not nn.Parameter or not parameters[name].is_floating_point():
+                raise BackboneError(
+                    f"The weight {name} is quantised ({type(parameters[name]).__name__}), and training it needs plain "
+                    f"numbers: load the backbone without quantisation, or {self.remedy}."
+                )
         shared = [*(p for name, p in parameters.items() if name not in self._originals), *model.buffers()]
         self._copy = [copy.deepcopy(model, {id(tensor): tensor for tensor in shared})]
         for parameter in self._trained().values():
@@ -52,13 +56,6 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         pending, self._pending = self._pending, None
         self._load_copied(pending or {})
         return self._copy[0]
-
-    def _refuse_quantised(self, name: str, parameter: Any) -> None:
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            raise BackboneError(
-                f"The weight {name} is quantised ({type(parameter).__name__}), and training it needs plain numbers: "
-                f"load the backbone without quantisation, or {self.remedy}."
-            )
 
     def detach(self, model: PreTrainedModel) -> None:
         if self._copy:
@@ -68,7 +65,6 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
                 model.to(copied.device)  # type: ignore[arg-type]  # its decorator hides the overloads
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The copy's weights that train."""
         return {name: p for name, p in self._copy[0].named_parameters() if name in self._originals}
 
     def _copied(self) -> dict[str, Tensor]:

@@ -79,8 +79,12 @@ class PositionAlignment:
         assert call.input_ids is not None
         positions_BT = anchor_positions(call, past)
         positions = AttentionPositions(positions_BT, positions_BT)
-        if self.prompt_only and past:
-            return AlignedInputs(None, self._prompt_visibility(call, cached), positions)
+        if self.prompt_only and past:  # every token after the prompt sees the whole prompt
+            real_BS = token_columns(call, cached)
+            if real_BS is None:
+                real_BS = torch.ones(1, cached, dtype=torch.bool, device=call.input_ids.device)
+            visible_BTS = real_BS[:, None].expand(-1, call.input_ids.shape[1], -1)
+            return AlignedInputs(None, Visibility.of(visible_BTS), positions)
         inputs = {
             "input_ids": call.input_ids,
             "attention_mask": call.attention_mask,
@@ -91,7 +95,13 @@ class PositionAlignment:
     def _visibility(self, call: Call, past: int) -> Visibility:
         assert call.input_ids is not None
         length, device = call.input_ids.shape[1], call.input_ids.device
-        masks = list(self._masks(call, past + length))
+        masks = []  # each (B or 1, 1 or T, S)
+        if (real_BS := token_columns(call, past + length)) is not None:
+            masks.append(real_BS[:, None])
+        if (document_BT := call.document_numbers()) is not None:
+            masks.append(document_BT[:, :, None] == document_BT[:, None])
+        if self.prompt_only and call.prompt is not None:
+            masks.append(call.prompt[:, None])
         if self.causal:
             if not masks and (past == 0 or length == 1):
                 return Visibility()
@@ -101,28 +111,6 @@ class PositionAlignment:
         for mask in masks:
             mask_BTS = mask_BTS & mask
         return Visibility.of(mask_BTS)
-
-    def _masks(self, call: Call, total: int) -> list[Tensor]:
-        """Masks beside the causal one, each (B, 1 or T, S): padding, documents, prompt."""
-        masks = []
-        real_BS = token_columns(call, total)
-        if real_BS is not None:
-            masks.append(real_BS[:, None])
-        document_BT = call.document_numbers()
-        if document_BT is not None:
-            masks.append(document_BT[:, :, None] == document_BT[:, None])
-        if self.prompt_only and call.prompt is not None:
-            masks.append(call.prompt[:, None])
-        return masks
-
-    def _prompt_visibility(self, call: Call, cached: int) -> Visibility:
-        """Every token after the prompt sees the whole prompt."""
-        assert call.input_ids is not None
-        rows, length = call.input_ids.shape
-        real_BS = token_columns(call, cached)
-        if real_BS is None:
-            real_BS = torch.ones(rows, cached, dtype=torch.bool, device=call.input_ids.device)
-        return Visibility.of(real_BS[:, None].expand(-1, length, -1))
 
 
 def anchor_positions(call: Call, past: int) -> Tensor:

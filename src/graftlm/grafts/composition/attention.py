@@ -77,13 +77,7 @@ class CrossAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        augmenting_width: int,
-        heads: int,
-        norm: Norm,
-        init: Init,
-        positions: Positions = "none",
+        self, width: int, augmenting_width: int, heads: int, norm: Norm, init: Init, positions: Positions = "none"
     ) -> None:
         super().__init__()
         self.heads = heads

@@ -142,7 +142,6 @@ class AugmentingModel:
         return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions)
 
     def _run(self, aligned: AlignedInputs, own_cache: Cache | None) -> list[Tensor] | None:
-        """The hidden states of each pair's layer."""
         if aligned.inputs is None:
             return None
         self._check_length(aligned.inputs, own_cache)
@@ -156,7 +155,6 @@ class AugmentingModel:
         return [calls[0].scratch["states", layer] for layer in self._layers]
 
     def _check_length(self, inputs: dict[str, Any], own_cache: Cache | None) -> None:
-        """Raise `GraftError` if the text is longer than the model's context."""
         config = self.backbone.sites.config
         needed = inputs["input_ids"].shape[1] + (0 if own_cache is None else int(own_cache.get_seq_length()))
         limits: list[int | None] = [max_sequence_length(self.backbone)]

@@ -84,8 +84,8 @@ class Composition(Graft, ReadsModels):
     def _tap(self, sources: list[tuple[str, int]]) -> Any:
         def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
             anchor = outputs.to(call.working_dtype(self))
-            updates = [self._cross(call, name, number, anchor) for name, number in sources]
-            updates = [update for update in updates if update is not None]
+            crossed = (self._cross(call, name, number, anchor) for name, number in sources)
+            updates = [update for update in crossed if update is not None]
             return sum(updates[1:], updates[0]).to(outputs.dtype) if updates else None
 
         return add

@@ -54,7 +54,6 @@ def choose_start(
 
 
 def _inputs_of_task(rows: Mapping[str, Any], task: int) -> dict[str, Any]:
-    """The rows' inputs with another task."""
     extras = dict(rows.get("extras") or {}) | {"task": torch.full((len(rows["input_ids"]),), task)}
     return {key: value for key, value in rows.items() if key != "targets"} | {"extras": extras}
 
@@ -87,7 +86,6 @@ def _pairs(
 
 
 def _as_numbers(spec: TaskSpec, target: Tensor) -> Tensor:
-    """Targets as (n, C) numbers."""
     if spec.type == "multi-label":
         return target.float()
     return target.float()[:, None] if spec.type == "regression" else functional.one_hot(target, spec.outputs).float()

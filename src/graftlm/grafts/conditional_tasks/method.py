@@ -311,12 +311,9 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return choices
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
-        if not self._copy:
-            return ()
-        copied = self._copy[0]
-        return (
-            [copied] if self._fixed is not None else modules_outside(copied, trained_roots(copied, self.config.frozen))
-        )
+        if not self._copy or self._fixed is not None:
+            return self._copy
+        return modules_outside(self._copy[0], trained_roots(self._copy[0], self.config.frozen))
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         live = super().attach(model)

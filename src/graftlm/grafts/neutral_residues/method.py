@@ -205,15 +205,13 @@ class NeutralResidues(Graft, Traceable):
         kind = self.config.loss_kind()
         if call.domain is None or self.config.alpha == 0 or kind == "none":
             return None
-        terms = self._l1_terms(call) if kind == "l1" else self._cross_entropy_terms(call)
+        keys = [(self, "l1", layer) for layer in range(len(self.blocks))]
+        l1_terms = [call.scratch[key] for key in keys if key in call.scratch]
+        terms = l1_terms if kind == "l1" else self._cross_entropy_terms(call)
         if not terms:
             return None
         count = _count(call, (0,) if kind == "l1" else (0, 1))
         return self.config.alpha * torch.stack(terms).sum() / (count * len(self.blocks)).clamp(min=1)
-
-    def _l1_terms(self, call: Call) -> list[Tensor]:
-        keys = [(self, "l1", layer) for layer in range(len(self.blocks))]
-        return [call.scratch[key] for key in keys if key in call.scratch]
 
     def _cross_entropy_terms(self, call: Call) -> list[Tensor]:
         new = _tokens_of(call, 1)

@@ -31,16 +31,12 @@ class Embedder(Protocol):
         """(texts, d) float32 embeddings."""
         ...
 
-    def prefixes(
-        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
-    ) -> Tensor:
-        """(B, T, d) float32 embeddings of prefixes: each wanted token's document up to and including that token.
+    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
+        """(B, T, d) float32 embeddings of prefixes: the document of each update up to and including that token.
 
         Args:
             call: the pass; an embedder may keep layers in its cache.
-            spans: of the pass.
-            wanted_BT: True where an embedding is needed; elsewhere the result is arbitrary.
-            window: only this many last tokens of each prefix; None for all.
+            spans: of the pass. Where `updates` is False, the result is arbitrary.
             running_sum: kept from step to step of a generation; None without a cache.
         """
         ...
@@ -61,18 +57,18 @@ class _BackboneEmbedder:
             self._special = self._special.to(ids.device)
         return torch.isin(ids, self._special, invert=True)
 
-    def _means(self, spans: RouteSpans, wanted_BT: Tensor, window: int | None, vectors_BSd: Iterable[Tensor]) -> Tensor:
-        """(B, T, d) the mean over each wanted token's prefix, of one matrix (S, d) per row."""
+    def _means(self, spans: RouteSpans, vectors_BSd: Iterable[Tensor]) -> Tensor:
+        """(B, T, d) the mean over the prefix of each update, of one matrix (S, d) per row."""
         columns = torch.arange(spans.ids.shape[1], device=spans.ids.device)
         content_BS = self._not_special(spans.ids)
         rows = []
-        for row, (wanted_T, vectors_Sd) in enumerate(zip(wanted_BT, vectors_BSd, strict=True)):
-            last = columns[spans.past :][wanted_T]
-            start = spans.start[row][wanted_T]
-            first = start if window is None else torch.maximum(start, last - window + 1)
+        for row, (updates_T, vectors_Sd) in enumerate(zip(spans.updates, vectors_BSd, strict=True)):
+            last = columns[spans.past :][updates_T]
+            start = spans.start[row][updates_T]
+            first = start if spans.window is None else torch.maximum(start, last - spans.window + 1)
             mask = ((columns >= first[:, None]) & (columns <= last[:, None]) & content_BS[row]).float()
             means = (mask @ vectors_Sd.float()) / mask.sum(-1, keepdim=True).clamp(min=1)
-            rows.append(means.new_zeros(len(wanted_T), means.shape[-1]).masked_scatter(wanted_T[:, None], means))
+            rows.append(means.new_zeros(len(updates_T), means.shape[-1]).masked_scatter(updates_T[:, None], means))
         return torch.stack(rows)
 
 
@@ -89,12 +85,10 @@ class TokenEmbedder(_BackboneEmbedder):
             embeddings.append((content @ self._embed(tokens)) / content.sum().clamp(min=1))
         return torch.stack(embeddings)
 
-    def prefixes(
-        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
-    ) -> Tensor:
-        if running_sum is not None and window is None and wanted_BT.shape[1] == 1:
+    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
+        if running_sum is not None and spans.window is None and spans.end.shape[1] == 1:
             return self._from_running_sum(spans, running_sum)[:, None]
-        return self._means(spans, wanted_BT, window, (self._embed(row) for row in spans.ids))
+        return self._means(spans, (self._embed(row) for row in spans.ids))
 
     def _from_running_sum(self, spans: RouteSpans, running_sum: RunningSum) -> Tensor:
         """(B, d) the mean up to the newest token; `running_sum` is updated."""
@@ -156,11 +150,9 @@ class HiddenStateEmbedder(_BackboneEmbedder):
                 embeddings.append(torch.zeros(self._backbone.sites.width, device=ids.device))
         return torch.stack(embeddings)
 
-    def prefixes(
-        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
-    ) -> Tensor:
+    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         states_BSd = self._run(call, spans) if call.cache is None else self._run_cached(call, spans, call.cache)
-        return self._means(spans, wanted_BT, window, states_BSd)
+        return self._means(spans, states_BSd)
 
     def _run_cached(self, call: Call, spans: RouteSpans, cache: Cache) -> Tensor:
         """(B, S, d) the states of all tokens so far; only those absent from the cache are computed."""
@@ -295,17 +287,15 @@ class SentenceEmbedder:
     def texts(self, texts: Sequence[str]) -> Tensor:
         return self._model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False).float()
 
-    def prefixes(
-        self, call: Call, spans: RouteSpans, wanted_BT: Tensor, window: int | None, running_sum: RunningSum | None
-    ) -> Tensor:
+    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         texts = []
-        for row, token in wanted_BT.nonzero().tolist():
+        for row, token in spans.updates.nonzero().tolist():
             start, stop = int(spans.start[row, token]), spans.past + token + 1
-            first = start if window is None else max(start, stop - window)
+            first = start if spans.window is None else max(start, stop - spans.window)
             texts.append(self._tokenizer.decode(spans.ids[row, first:stop], skip_special_tokens=True))
-        vectors = self.texts(texts).to(wanted_BT.device)
-        embeddings = vectors.new_zeros(*wanted_BT.shape, vectors.shape[-1])
-        embeddings[wanted_BT] = vectors
+        vectors = self.texts(texts).to(spans.ids.device)
+        embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
+        embeddings[spans.updates] = vectors
         return embeddings
 
 

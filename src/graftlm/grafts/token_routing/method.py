@@ -158,19 +158,18 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         """(B, T, E + 1) the weights of every token: those computed at the end of its span."""
         new_BTE = self._updated_weights(call, spans, running_sum)
         last_B1E = torch.zeros_like(new_BTE[:, :1]) if state is None else state.weights[:, -1:]
-        columns = (spans.end - spans.past).clamp(min=-1) + 1  # 0: the span ends before this pass
         weights = torch.cat([last_B1E, new_BTE], dim=1)
-        return weights.gather(1, columns[..., None].expand(-1, -1, weights.shape[-1]))
+        return weights.gather(1, spans.columns[..., None].expand(-1, -1, weights.shape[-1]))
 
     def _updated_weights(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         """(B, T, E + 1) new weights at the ends of spans; in training, 1 for the nearest expert."""
-        wanted_BT, experts = spans.updates, len(self.names)
-        if not wanted_BT.any():
-            return torch.zeros(*wanted_BT.shape, experts + 1, device=wanted_BT.device)
+        updates_BT, experts = spans.updates, len(self.names)
+        if not updates_BT.any():
+            return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
         if experts == 1 and (self.config.threshold is None or call.training):
-            return torch.tensor([1.0, 0.0], device=wanted_BT.device).expand(*wanted_BT.shape, 2)
+            return torch.tensor([1.0, 0.0], device=updates_BT.device).expand(*updates_BT.shape, 2)
         self._need_centroids()
-        vectors = self._need_embedder().prefixes(call, spans, wanted_BT, self.config.window, running_sum)
+        vectors = self._need_embedder().prefixes(call, spans, running_sum)
         whitener = self.whitener if self.config.embedder.whiten else None
         cosines = cosines_to(self.centroids, vectors, self._centre(self.centroids), whitener)
         if call.training:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap
@@ -124,12 +125,14 @@ class RouteSpans:
         start: (B, T) column in S of the first token of each token's document.
         end: (B, T) last column, inclusive, that each token's route depends on.
         prompt_length: (B, T) n of the module's equations.
+        window: the route depends on this many last tokens of the span only; None for all.
     """
 
     ids: Tensor
     start: Tensor
     end: Tensor
     prompt_length: Tensor
+    window: int | None
 
     @property
     def past(self) -> int:
@@ -137,11 +140,15 @@ class RouteSpans:
         return self.ids.shape[1] - self.end.shape[1]
 
     @property
+    def columns(self) -> Tensor:
+        """(B, T) the column in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
+        return (self.end - self.past).clamp(min=-1) + 1
+
+    @cached_property
     def updates(self) -> Tensor:
         """(B, T) True at tokens of this pass where new weights are computed: the ends of spans."""
-        columns = (self.end - self.past).clamp(min=-1) + 1  # spans that end before this pass share column 0
-        updates = torch.zeros(len(columns), self.end.shape[1] + 1, dtype=torch.bool, device=columns.device)
-        return updates.scatter(1, columns, True)[:, 1:]
+        updates = torch.zeros(len(self.end), self.end.shape[1] + 1, dtype=torch.bool, device=self.end.device)
+        return updates.scatter(1, self.columns, True)[:, 1:]
 
 
 def route_spans(
@@ -173,13 +180,13 @@ def route_spans(
     real = torch.ones_like(ids_BT, dtype=torch.bool) if mask is None else mask.bool().to(ids_BT.device)
     if whole_document:
         end = _last_columns(start, real, columns)
-        return RouteSpans(ids_BS, start, end, torch.ones_like(start))
+        return RouteSpans(ids_BS, start, end, torch.ones_like(start), config.window)
     n = _prompt_lengths(call, config, state, start, real, is_prompt)
     generated = index + 1 - n
     b = torch.where(generated <= 0, n - 1, index - generated % config.every)
     if config.reads == "prompt":
         b = torch.where((n > 1) & (generated > 0), n - 1, b)
-    return RouteSpans(ids_BS, start, start + b, n)
+    return RouteSpans(ids_BS, start, start + b, n, config.window)
 
 
 def _prompt_lengths(
@@ -226,8 +233,8 @@ class Recompute:
 
     def __call__(self, call: Call, spans: RouteSpans, weights_BTE: Tensor, state: RoutingState | None) -> Tensor:
         """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights."""
-        route_BT = spans.updates.long().cumsum(1)  # the number of each token's route within this pass
-        route_BT = torch.where(spans.end < spans.past, 0, route_BT.gather(1, (spans.end - spans.past).clamp(min=0)))
+        # The number of each token's route within this pass.
+        route_BT = nn.functional.pad(spans.updates.long().cumsum(1), (1, 0)).gather(1, spans.columns)
         newest_B1E = weights_BTE[:, -1:]
         self._recompute_cache(call, spans, newest_B1E, state)
         older = []
@@ -241,7 +248,6 @@ class Recompute:
         return newest_B1E
 
     def _recompute_cache(self, call: Call, spans: RouteSpans, newest_B1E: Tensor, state: RoutingState | None) -> None:
-        """Replace the cached keys and values by those of the newest weights."""
         if state is None or call.cache is None or torch.equal(state.weights[:, -1:], newest_B1E):
             return
         past = spans.past
@@ -284,7 +290,6 @@ class Recompute:
             self._forced.weights = outer
 
     def _insert(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-        """Replace the states of tokens whose route is not the newest."""
         for mask_BT, states_BTd in call.scratch.get(self, ()):
             outputs = torch.where(mask_BT[..., None], states_BTd, outputs)
         return outputs
