@@ -54,7 +54,8 @@ def run(options: Options) -> Results:
     if "count" in chosen:
         counts, similarities = tables.count_rows(study), tables.similarity_rows(study)
         rows += [*counts, *similarities]
-        plots |= {"count": tables.draw_count(counts), "similarity": tables.draw_similarity(similarities)}
+        plots["count"] = bars(counts, {"average_first": "average over the first tasks"}, "score")
+        plots["similarity"] = tables.draw_similarity(similarities)
     ids = {row.id for row in rows}
     published = [row for row in paper.rows() if row.id in ids]
     details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.conditional_tasks.corpora import TASKS
 from experiments.conditional_tasks.runs import ConditionalTasksRun
 from experiments.conditional_tasks.study import ALL_MODULES, FINE_TUNING, ConditionalTasksStudy
+from experiments.study import bars
 from graftlm.evaluation import Metric, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
 
@@ -98,50 +98,22 @@ def combine_metrics(by_seed: Sequence[Mapping[str, Metric]]) -> dict[str, Metric
 
 def draw_few(rows: Sequence[Row]) -> Figure:
     """Score by share of the rows."""
-    scores = {
-        row.label: {name.removeprefix("score_"): value for name, value in row.metrics.items() if "score_" in name}
-        for row in rows
-    }
-    return _draw_lines(scores, "share of the held-out task's rows", "score")
-
-
-def draw_count(rows: Sequence[Row]) -> Figure:
-    """Average over the smallest set of tasks by number of tasks."""
-    averages = {
-        label: {
-            row.id.rpartition("_")[2]: row.metrics["average_first"] for row in rows if row.id.rpartition("_")[0] == name
-        }
-        for name, label in COUNT_LABELS.items()
-    }
-    return _draw_lines(averages, "tasks", "average over the first tasks")
+    names = [name for name in rows[0].metrics if name.startswith("score_")]
+    return bars(rows, {name: name.removeprefix("score_") for name in names}, "score by share of the task's rows")
 
 
 def draw_similarity(rows: Sequence[Row]) -> Figure:
     """Each task's gain over single-task fine-tuning by its covariance similarity."""
-    figure, axes = _figure("covariance similarity to the other tasks", "score over single-task fine-tuning's")
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
     axes.axhline(0, color="#8A8A8A", linewidth=0.9)
     for number, row in enumerate(rows):
         x, y = ([value_of(row.metrics[f"{name}_{task}"]) for task in TASKS] for name in ("similarity", "gain"))
         axes.plot(x, y, MARKERS[number], color=PALETTE[number], label=row.label)
         for task, *point in zip(TASKS, x, y, strict=True):
             axes.annotate(task, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _draw_lines(lines: Mapping[str, Mapping[str, Metric]], x_label: str, y_label: str) -> Figure:
-    figure, axes = _figure(x_label, y_label)
-    for number, (label, points) in enumerate(lines.items()):
-        values = [value_of(value) for value in points.values()]
-        axes.plot(list(points), values, MARKERS[number] + "-", color=PALETTE[number], label=label)
-    axes.legend(frameon=False)
-    return figure
-
-
-def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_xlabel("covariance similarity to the other tasks")
+    axes.set_ylabel("score over single-task fine-tuning's")
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    axes.legend(frameon=False)
+    return figure
