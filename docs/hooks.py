@@ -11,7 +11,8 @@ from __future__ import annotations
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,7 +22,8 @@ from pydantic.fields import FieldInfo
 
 from graftlm.config import Config
 
-_PLACEHOLDER = re.compile(r"<!-- (keys of (?P<config>[\w.]+)|verbs|grafts|extras) -->")
+_PLACEHOLDER = re.compile(r"<!-- (keys of (?P<config>[\w.]+)|verbs|grafts|extras|experiments|memory|time) -->")
+GB = 1e9
 
 
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
@@ -31,7 +33,7 @@ def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     def fill(placeholder: re.Match[str]) -> str:
         if placeholder["config"]:
             return _keys(placeholder["config"])
-        return {"verbs": _verbs, "grafts": _grafts, "extras": _extras}[placeholder[1]](folder)
+        return _LISTS[placeholder[1]](folder)
 
     return _PLACEHOLDER.sub(fill, markdown)
 
@@ -63,6 +65,143 @@ def _extras(folder: str) -> str:
         packages = ", ".join(re.split(r"[<>=~!\[ ;]", requirement)[0] for requirement in requirements)
         rows.append([f"`graftlm[{extra}]`", comment[1] if comment else "", packages])
     return _table(["extra", "for", "packages"], rows)
+
+
+def _experiments(folder: str) -> str:
+    """Experiments with the titles of their READMEs."""
+    rows = []
+    for readme in sorted((Path(__file__).parents[1] / "experiments").glob("*/README.md")):
+        title = readme.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        rows.append([f"`{readme.parent.name.replace('_', '-')}`", title])
+    return _table(["experiment", "subject"], rows)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama-like backbone; `kv_width` is the width of all key-value heads together."""
+
+    name: str
+    layers: int
+    width: int
+    ffn_width: int
+    kv_width: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """N: embedding, output layer, and per layer four attention matrices, three FFN matrices and two norms."""
+        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
+        attention = 2 * self.width * (self.width + self.kv_width)
+        layer = attention + 3 * self.width * self.ffn_width + 2 * self.width
+        return embeddings + self.layers * layer + self.width
+
+    def saved_activations(self, graft_parameters: int) -> tuple[float, float]:
+        """Numbers saved for backward per token: in the layers, and in the logits.
+
+        The backbone is frozen. A graft of gated adapters stands beside the FFN of every layer, and every gate is open.
+        The first layer's attention and FFN need no gradient.
+        """
+        layer = 3 * self.ffn_width + 5 * self.width + 2 * self.kv_width
+        adapters = 4 * graft_parameters / (3 * self.width)  # 4 w per layer; the graft has 3 d w parameters per layer
+        return (self.layers - 1) * layer + 2 * self.width + adapters, self.vocabulary
+
+
+SHAPES = (
+    Shape("0.1B (SmolLM2-135M)", 30, 576, 1536, 192, 49_152, True),
+    Shape("0.5B (Qwen2.5-0.5B)", 24, 896, 4864, 128, 151_936, True),
+    Shape("1B (Llama-3.2-1B)", 16, 2048, 8192, 512, 128_256, True),
+    Shape("3B (Llama-3.2-3B)", 28, 3072, 8192, 1024, 128_256, True),
+    Shape("8B (Llama-3.1-8B)", 32, 4096, 14_336, 1024, 128_256, False),
+)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Memory in bytes and time in seconds of one graft on one backbone."""
+
+    backbone: float
+    graft_training: float
+    activations: float
+    graft: float
+    cache: float
+    flops_per_token: float
+
+    @property
+    def training(self) -> float:
+        """Bytes of weights, optimiser state and saved activations."""
+        return self.backbone + self.graft_training + self.activations
+
+    @property
+    def serving(self) -> float:
+        """Bytes of weights and cache."""
+        return self.backbone + self.graft + self.cache
+
+    def decode_rate(self, bandwidth: float) -> float:
+        """Upper bound of tokens per second of one row: each token reads all weights once."""
+        return bandwidth / (self.backbone + self.graft)
+
+
+def requirements(
+    shape: Shape, *, capacity: float = 0.2, tokens: int = 2048, context: int = 4096, number: int = 2
+) -> Requirements:
+    """The arithmetic of the page "What it needs".
+
+    Args:
+        shape: the backbone.
+        capacity: the graft's parameters over the backbone's.
+        tokens: tokens of one forward pass in training: rows of a micro-batch times their length.
+        context: tokens in the cache of one row in serving.
+        number: bytes of a number of the backbone and of the layers' activations; logits and graft have 4.
+    """
+    backbone = shape.parameters
+    graft = capacity * backbone
+    layers, logits = shape.saved_activations(int(graft))
+    return Requirements(
+        backbone=number * backbone,
+        graft_training=16 * graft,  # float32: weight, gradient and two moments of AdamW
+        activations=tokens * (number * layers + 4 * logits),
+        graft=4 * graft,
+        cache=context * number * 2 * shape.layers * shape.kv_width,
+        flops_per_token=4 * backbone + 6 * graft,
+    )
+
+
+def _memory(folder: str) -> str:
+    head = ["backbone", "weights", "graft in training", "activations", "training, sum", "cache", "serving, sum"]
+    rows = []
+    for shape in SHAPES:
+        needs = requirements(shape)
+        sizes = (needs.backbone, needs.graft_training, needs.activations, needs.training, needs.cache, needs.serving)
+        rows.append([shape.name, *(f"{size / GB:.1f}" for size in sizes)])
+    return _table(head, rows)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+
+
+def _time(folder: str) -> str:
+    head = ["backbone", "GFLOP per token", "10M tokens at 0.1 TFLOP/s", "at 100 TFLOP/s"]
+    head += ["decoding at 50 GB/s", "at 1,000 GB/s"]
+    rows = []
+    for shape in SHAPES:
+        needs = requirements(shape)
+        hours = [1e7 * needs.flops_per_token / rate / 3600 for rate in (1e11, 1e14)]
+        rates = [needs.decode_rate(bandwidth) for bandwidth in (50 * GB, 1000 * GB)]
+        cells = [f"{needs.flops_per_token / 1e9:.1f}", *map(_hours, hours)]
+        rows.append([shape.name, *cells, *(f"{rate:,.0f} tokens/s" for rate in rates)])
+    return _table(head, rows)
+
+
+_LISTS: dict[str, Callable[[str], str]] = {
+    "verbs": _verbs,
+    "grafts": _grafts,
+    "extras": _extras,
+    "experiments": _experiments,
+    "memory": _memory,
+    "time": _time,
+}
 
 
 def _keys(name: str) -> str:
