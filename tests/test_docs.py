@@ -127,7 +127,9 @@ def test_the_architecture_page_lists_the_layers_and_existing_files() -> None:
     assert {
         (file, name)
         for file, name in names
-        if not re.search(rf"^ *(def|class|async def) {name}\b|^{name}\b", (source / file).read_text("utf-8"), re.M)
+        if not re.search(
+            rf"^ *(def|class|async def) {name}\b|^{name}\b", (source / file).read_text("utf-8"), re.MULTILINE
+        )
     } == set()
 
 
