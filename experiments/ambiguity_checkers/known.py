@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from graftlm.config import read_yaml
+from graftlm.errors import DataError, did_you_mean
 from graftlm.pipelines.clarify.datasets import (
     AmbiguityKind,
     AmbiguousExample,
+    ParallelDocument,
     SentencePair,
     english_gender,
-    read_bible,
-    read_ntrex,
+    parallel_documents,
+    read_aligned,
+    read_lines,
 )
 
 _READ = Path(__file__).with_name("read.yaml")
 _DANISH_SINGULAR = re.compile(r"\b(?:du|dig|din|dit|dine)\b", re.IGNORECASE)
 # I is the plural you except at the start of a sentence, where it may be the preposition.
 _DANISH_PLURAL = re.compile(r"(?<=\w )I\b|(?<=, )I\b|\b(?:[Ee]der|[Ee]ders|[Jj]er|[Jj]eres)\b")
+_VERSE = re.compile(r"\[(\d+:\d+)\] ?(.*)")
+_NTREX = {"de": "deu", "fr": "fra", "es": "spa", "ja": "jpn", "it": "ita", "pt": "por"}
 GENDER_LANGUAGES = ("de", "es", "fr")
 
 
@@ -78,3 +83,35 @@ def _ntrex(parallel: Path, language: str) -> Iterator[SentencePair]:
 def _example(kind: AmbiguityKind, language: str, pair: SentencePair, label: str) -> AmbiguousExample:
     """An example whose whole reference counts as marked."""
     return AmbiguousExample(pair.id, kind, language, pair.source, (), pair.target, label, marks=(pair.target,))
+
+
+def read_ntrex(folder: str | Path, language: str) -> list[ParallelDocument]:
+    """NTREX-128: news in English and another language, with document ids."""
+    if language not in _NTREX:
+        raise DataError(f"There is no code of NTREX for the language {language!r}{did_you_mean(language, _NTREX)}.")
+    names = ("DOCUMENT_IDS.tsv", "newstest2019-src.eng.txt", f"newstest2019-ref.{_NTREX[language]}.txt")
+    return parallel_documents("ntrex", read_aligned(*(Path(folder) / name for name in names)))
+
+
+def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]:
+    """Two Bibles with one verse per line, `[chapter:verse] text` below `### Book`; a book is a document.
+
+    Verses that one Bible lacks are omitted. Some verses hold several sentences.
+    """
+    english, other = _verses(Path(source)), _verses(Path(target))
+    rows = [(key[0], text, other[key]) for key, text in english.items() if other.get(key)]
+    if not rows:
+        raise DataError(
+            f"{source} and {target} share no verse: name two Bibles with lines such as [1:1] under ### Genesis."
+        )
+    return parallel_documents("bible", [row for row in rows if row[1]])
+
+
+def _verses(path: Path) -> dict[tuple[str, str], str]:
+    book, verses = "", {}
+    for line in read_lines(path):
+        if line.startswith("### "):
+            book = line[4:].strip()
+        elif match := _VERSE.fullmatch(line):
+            verses[book, match[1]] = match[2].strip()
+    return verses

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from experiments.clarify.builder import read_examples
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.builder import read_examples
 from graftlm.pipelines.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_ambigmt, read_discevalmt
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
@@ -43,7 +43,7 @@ def _other_sets(data: Path) -> Iterable[AmbiguousExample]:
     for path in sorted((data / "sets").glob("*.jsonl")):
         yield from read_examples(path)
     if (data / "ambig" / "discevalmt").is_dir():
-        yield from (example for example in read_discevalmt(data / "ambig" / "discevalmt") if example.kind == "it")
+        yield from read_discevalmt(data / "ambig" / "discevalmt")
     for language in ("es", "fr", "de"):
         if list((data / "ambig" / "mt_geneval").glob(f"geneval-context-*2to1-test.en_{language}.en")):
             yield from mt_geneval_contexts(data / "ambig" / "mt_geneval", language)

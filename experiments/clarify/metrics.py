@@ -12,9 +12,9 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest
 from scipy.stats import binomtest
 
+from experiments.clarify.builder import CHECKERS
 from graftlm.evaluation import Interval, Metric
 from graftlm.pipelines.clarify.ambiguity import detect
-from graftlm.pipelines.clarify.builder import CHECKERS
 from graftlm.pipelines.clarify.checkers import checker, languages
 from graftlm.pipelines.clarify.datasets import AmbiguousExample
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.ambiguity import detect, polysemous_words, unisex_names, word_list
+from graftlm.pipelines.clarify.ambiguity import detect, polysemous_words, word_list
 from graftlm.pipelines.clarify.parsing import from_spacy, from_stanza, load_parser
 
 CHEAP = [
@@ -177,14 +177,3 @@ def test_word_tables_are_complete() -> None:
             sense.cues and all(sense.translations(code) for code in ("es", "fr", "de", "ja")) for sense in senses
         )
     assert "riley" in word_list("names")
-
-
-def test_unisex_names_by_share(tmp_path) -> None:
-    (tmp_path / "yob2000.txt").write_text("Riley,F,600\nRiley,M,500\nAnna,F,5000\nAnna,M,9\nRare,F,1\nRare,M,1\n")
-    assert unisex_names(tmp_path) == {"riley"}
-    assert unisex_names(tmp_path, share=0.49) == set()
-    (tmp_path / "yob2001.txt").write_text("Riley;F;1\n")
-    with pytest.raises(DataError, match="yob2001.txt:1 is 'Riley;F;1', but a line such as Riley,F,4000 is expected"):
-        unisex_names(tmp_path)
-    with pytest.raises(DataError, match="holds no files yobYEAR.txt"):
-        unisex_names(tmp_path / "none")

@@ -7,7 +7,6 @@ neighbours; `Detection.limitations` lists what they miss. A text without detecti
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from pydantic import RootModel
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, did_you_mean
-from graftlm.pipelines.clarify.datasets import KINDS, AmbiguityKind, english_gender, read_lines
+from graftlm.pipelines.clarify.datasets import KINDS, AmbiguityKind, english_gender
 from graftlm.pipelines.clarify.parsing import Parser, Token
 
 _FOLDER = Path(__file__).parent / "word_lists"
@@ -83,34 +82,6 @@ def word_pattern(name: str) -> re.Pattern[str]:
         return "|".join(map(re.escape, sorted(word_list(match[1]), key=len, reverse=True)))
 
     return re.compile(re.sub(r"\{([a-z_]+)\}", fill, patterns[name]), re.IGNORECASE)
-
-
-def unisex_names(folder: str | Path, share: float = 0.4, least: int = 1000) -> frozenset[str]:
-    """First names of both women and men, from the files of the US Social Security Administration.
-
-    Args:
-        folder: with files yobYEAR.txt, whose lines are name,F or M,number.
-        share: the smallest share of each gender.
-        least: the smallest number of bearers.
-
-    Raises:
-        DataError: there are no such files, or a line has another form.
-    """
-    files = sorted(Path(folder).glob("yob*.txt"))
-    if not files:
-        raise DataError(
-            f"{folder} holds no files yobYEAR.txt: fetch the national data of baby names, or leave them out."
-        )
-    counts = {"F": Counter[str](), "M": Counter[str]()}
-    for path in files:
-        for number, line in enumerate(read_lines(path), start=1):
-            match = re.fullmatch(r"([^,]+),([FM]),(\d+)", line)
-            if match is None:
-                raise DataError(f"{path}:{number} is {line!r}, but a line such as Riley,F,4000 is expected.")
-            counts[match[2]][match[1].lower()] += int(match[3])
-    women, men = counts["F"], counts["M"]
-    totals = (women + men).items()
-    return frozenset(name for name, total in totals if total >= least and min(women[name], men[name]) >= share * total)
 
 
 @dataclass(frozen=True)

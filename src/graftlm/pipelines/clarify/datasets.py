@@ -6,8 +6,8 @@
 | CoCoA-MT | a formal and an informal translation of each sentence, with the words that differ marked |
 | MT-GenEval | a feminine and a masculine translation of each sentence; part of them with context |
 | WinoMT | English sentences in which a pronoun shows the gender of an occupation |
-| discourse-mt-test-sets | English-French pairs of sentences: the first decides how to translate the second |
-| NTREX-128, Bibles, TSV files | parallel sentences in the order of their documents |
+| discourse-mt-test-sets | English-French pairs of sentences: the first has the antecedent of the second's "it" |
+| TSV files | parallel sentences in the order of their documents |
 
 All readers raise DataError if a file is missing, can't be read, is not aligned with the others, or has another form.
 """
@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from graftlm.errors import DataError, did_you_mean
+from graftlm.errors import DataError
 
 AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
 KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
@@ -31,8 +31,6 @@ _FEMININE = re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE)
 _MASCULINE = re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE)
 _IT = re.compile(r"\bit\b", re.IGNORECASE)
 _MARKED = re.compile(r"\[F\](.*?)\[/F\]")
-_VERSE = re.compile(r"\[(\d+:\d+)\] ?(.*)")
-_NTREX = {"de": "deu", "fr": "fra", "es": "spa", "ja": "jpn", "it": "ita", "pt": "por"}
 # The columns as they are. The header of the formality files names four of the five.
 _AMBIGMT: dict[str, tuple[AmbiguityKind, tuple[str, ...]]] = {
     "formality": ("formality", ("label", "", "context", "source", "reference")),
@@ -255,53 +253,31 @@ def read_winomt(path: str | Path) -> list[AmbiguousExample]:
 
 
 def read_discevalmt(folder: str | Path) -> list[AmbiguousExample]:
-    """The English-French contrastive pairs: "it" by its antecedent, and words by their neighbour sentence.
+    """The English-French contrastive pairs of "it", whose antecedent is in the sentence before.
 
     Only correct translations are references; those that follow a wrong antecedent are omitted. So are the sentences
     about "they", which is another ambiguity than "it".
     """
     try:
-        names = ("anaphora.json", "lexical-choice.json")
-        anaphora, lexical = (json.loads("\n".join(read_lines(Path(folder) / name))) for name in names)
-        rows = [
-            (f"anaphora:{key}:{number}", "it", item["src"], target)
+        anaphora = json.loads("\n".join(read_lines(Path(folder) / "anaphora.json")))
+        return [
+            _contrastive(f"anaphora:{key}:{number}", item["src"], target)
             for key, item in anaphora.items()
             if _IT.search(item["src"][1])
             for number, target in enumerate(item["trg"], start=1)
             if "correct" in target and target["type"].endswith("sg")
         ]
-        rows += [
-            (f"lexical:{key}:{number}", "polysemy", example["src"], example["trg"])
-            for key, item in lexical.items()
-            for number, example in enumerate(item["examples"], start=1)
-        ]
-        return [_contrastive(*row) for row in rows]
     except (KeyError, TypeError, AttributeError, ValueError):
         raise DataError(f"The files in {folder} are not those of discourse-mt-test-sets: fetch them again.") from None
 
 
-def _contrastive(name: str, kind: AmbiguityKind, source: Sequence[str], target: dict[str, Any]) -> AmbiguousExample:
+def _contrastive(name: str, source: Sequence[str], target: dict[str, Any]) -> AmbiguousExample:
     """An example of two sentences, the first of which is the context."""
     (before, reference), contrast = target["correct"], target["incorrect"][1]
+    label = {"f": "feminine", "m": "masculine"}.get(target["type"][:1])
     return AmbiguousExample(
-        id=name,
-        kind=kind,
-        language="fr",
-        source=source[1],
-        context=(source[0],),
-        reference=reference,
-        label={"f": "feminine", "m": "masculine"}.get(target.get("type", "")[:1]),
-        contrast=contrast,
-        reference_context=(before,),
+        name, "it", "fr", source[1], (source[0],), reference, label, contrast, reference_context=(before,)
     )
-
-
-def read_ntrex(folder: str | Path, language: str) -> list[ParallelDocument]:
-    """NTREX-128: news in English and another language, with document ids."""
-    if language not in _NTREX:
-        raise DataError(f"There is no code of NTREX for the language {language!r}{did_you_mean(language, _NTREX)}.")
-    names = ("DOCUMENT_IDS.tsv", "newstest2019-src.eng.txt", f"newstest2019-ref.{_NTREX[language]}.txt")
-    return _documents("ntrex", read_aligned(*(Path(folder) / name for name in names)))
 
 
 def read_tsv(path: str | Path) -> list[ParallelDocument]:
@@ -312,34 +288,10 @@ def read_tsv(path: str | Path) -> list[ParallelDocument]:
             raise DataError(
                 f"{path}:{number} has {len(fields)} columns, but document, source and translation are three."
             )
-    return _documents(Path(path).stem, rows)
+    return parallel_documents(Path(path).stem, rows)
 
 
-def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]:
-    """Two Bibles with one verse per line, `[chapter:verse] text` below `### Book`; a book is a document.
-
-    Verses that one Bible lacks are omitted. Some verses hold several sentences.
-    """
-    english, other = _verses(Path(source)), _verses(Path(target))
-    rows = [(key[0], text, other[key]) for key, text in english.items() if other.get(key)]
-    if not rows:
-        raise DataError(
-            f"{source} and {target} share no verse: name two Bibles with lines such as [1:1] under ### Genesis."
-        )
-    return _documents("bible", [row for row in rows if row[1]])
-
-
-def _verses(path: Path) -> dict[tuple[str, str], str]:
-    book, verses = "", {}
-    for line in read_lines(path):
-        if line.startswith("### "):
-            book = line[4:].strip()
-        elif match := _VERSE.fullmatch(line):
-            verses[book, match[1]] = match[2].strip()
-    return verses
-
-
-def _documents(name: str, rows: Sequence[tuple[str, ...]]) -> list[ParallelDocument]:
+def parallel_documents(name: str, rows: Sequence[tuple[str, ...]]) -> list[ParallelDocument]:
     """Groups consecutive rows by document. Pairs are numbered from 1 over the whole corpus."""
     groups = groupby(enumerate(rows, start=1), key=lambda numbered: numbered[1][0])
     return [

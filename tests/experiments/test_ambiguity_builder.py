@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from graftlm.pipelines.clarify.builder import AmbiguitySet, build_ambiguity_set
+from experiments.clarify.builder import AmbiguitySet, build_ambiguity_set
 from graftlm.pipelines.clarify.checkers import checker
 from graftlm.pipelines.clarify.datasets import ParallelDocument, SentencePair
 from graftlm.pipelines.clarify.parsing import Token
