@@ -1,9 +1,10 @@
-"""One way to mix the experts, for one seed: loaded, asked, and kept in a cell."""
+"""Measurement of one mixture of experts: on questions, on documents that change domain, and under both cache modes.
+
+Shape suffixes: T predicted tokens, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,182 +13,200 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
+from accelerate.utils import set_seed
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from experiments.token_routing import drift
-from experiments.token_routing.lessons import Lesson
-from experiments.token_routing.peers import load_arrow, train_xlora
-from experiments.token_routing.texts import DOMAINS, Item, read_changing, read_items
+from experiments.token_routing.experts import RoutingRun, TrainablePeftModel, build_routing, load_arrow, load_xlora
+from experiments.token_routing.texts import DOMAINS, RoutingQuestion, read_changing, read_questions
 from graftlm.backbone import Backbone, leading_bos
+from graftlm.evaluation import Row
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.io import write_atomically
+from graftlm.grafts import GraftedModel
+from graftlm.runs.run import Measurement, RunContext
+from graftlm.training import train
 
-MEASURED = "measurement.json"
+CENTROIDS = "centroids.safetensors"
+FIRST, SECOND = "code", "reading"  # domains of the halves of a document that changes domain
+STABLE_TOKENS = 8  # a route has switched when the second half's expert leads for so many tokens
 
-Trace = np.ndarray
+PromptedIds = tuple[Sequence[int], int]
+"""Token ids, and the number of given tokens; the tokens after those are predicted."""
+Documents = Sequence[Mapping[str, Any]]
 
 
-class Cell(Lesson):
-    """What is measured of one row for one seed.
+class CentroidRun(RoutingRun):
+    """Embed the training examples of all experts. It depends on their runs; the artefact holds the router's tensors.
 
     Args:
-        id: its folder's name.
-        mixes: `none` for the bare backbone, a `routing` of ours, or a peer of PEFT's.
-        adapters: the experts' folders, by domain.
-        routing: of the graft's config, what is not its experts; and `examples`, what the centroids are of: `whole`
-            examples, as in the paper, their `prompt`, or `both`.
-        part: which questions are asked.
-        traced: measure whether the right expert has the largest weight.
-        asks: questions of the domains, documents that change domain, or how far `cache: keep` is from `recompute` on
-            either: `drift` and `drift of documents`.
+        embedder: of the graft's config.
+        examples: the text of the centroids: `whole` examples as in the paper, their `prompt`, or `both`.
     """
 
-    id: str
-    mixes: Literal["none", "routing", "xlora", "arrow"] = "routing"
-    adapters: dict[str, str] = {}
+    embedder: dict[str, Any] = {}
+    examples: Literal["whole", "prompt", "both"] = "whole"
+
+    def artefacts(self) -> tuple[str, ...]:
+        return (CENTROIDS,)
+
+    def measure(self, context: RunContext) -> Measurement:
+        adapters = dict(zip(self.domains, context.dependencies.values(), strict=True))
+        experts = {domain: {"path": str(path)} for domain, path in adapters.items()}
+        graft = build_routing(self.load_backbone(), experts, **({"embedder": self.embedder} if self.embedder else {}))
+        graft.fit({domain: self._draw_examples(domain) for domain in self.domains})
+        context.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in graft.tensors().items()}
+        save_file(tensors, context.folder / CENTROIDS)
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
+
+    def _draw_examples(self, domain: str) -> list[str]:
+        """Texts for a centroid, of training examples alone, drawn by the seed."""
+        questions = read_questions(Path(self.texts), domain, "train")
+        count = min(self.sizes.centroids, len(questions))
+        drawn = random.Random(f"{domain} {self.seed}").sample(questions, count)
+        texts = [question.text for question in drawn] if self.examples != "prompt" else []
+        return texts + ([question.prompt for question in drawn] if self.examples != "whole" else [])
+
+
+class MixtureRun(RoutingRun):
+    """Measure one mixture of experts. It depends on the experts' runs, in the order of `domains`.
+
+    A routing of several experts depends on a `CentroidRun` as well.
+
+    Args:
+        mixture_kind: `none` for the bare backbone, our `routing`, or a method of PEFT.
+        routing: the graft's config without its experts.
+        router_learning_rate: of X-LoRA's router.
+        part: the questions to answer.
+        trace: measure the fraction of prompts at which the right expert has the largest weight.
+        reads: questions, documents that change domain, or how far `cache: keep` is from `recompute` on either.
+    """
+
+    mixture_kind: Literal["none", "routing", "xlora", "arrow"] = "routing"
     routing: dict[str, Any] = {}
+    router_learning_rate: float = 0.0
     part: Literal["validation", "test"] = "test"
-    traced: bool = False
-    asks: Literal["questions", "documents", "drift", "drift of documents"] = "questions"
+    trace: bool = False
+    reads: Literal["questions", "documents", "cache-questions", "cache-documents"] = "questions"
 
-    def cell_key(self) -> str:
-        """SHA-256 over the settings and all that is read."""
-        digest = hashlib.sha256(self.key().encode())
-        names = [f"{domain}-{self.part}.jsonl" for domain in DOMAINS] + [f"changing-{self.part}.jsonl"]
-        files = [Path(self.texts) / name for name in names]
-        files += [Path(folder) / "adapter_model.safetensors" for folder in self.adapters.values()]
-        for file in files:
-            digest.update(file.read_bytes())
-        return digest.hexdigest()
+    def measure(self, context: RunContext) -> Measurement:
+        details: dict[str, Any] = {}
+        if self.reads.startswith("cache"):
+            metrics = self._compare_caches(context)
+        else:
+            with self.open_model(context) as (model, graft, backbone):
+                if self.reads == "questions":
+                    metrics = self._answer_questions(model, graft, backbone)
+                else:
+                    details = self._read_documents(model, graft, backbone)
+                    metrics = document_metrics(details["documents"], details["names"])
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics), details)
 
+    @contextmanager
+    def open_model(self, context: RunContext, **routing: Any) -> Iterator[tuple[Any, Any, Backbone]]:
+        """The model, its graft where it has one, and the backbone. `routing` overrides the run's own."""
+        backbone = self.load_backbone()
+        adapters = dict(zip(self.domains, context.dependencies.values(), strict=False))
+        if self.mixture_kind == "xlora":
+            yield self._train_xlora(backbone, list(adapters.values()), context), None, backbone
+        elif self.mixture_kind == "arrow":
+            yield load_arrow(backbone, list(adapters.values()), self.seed), None, backbone
+        elif self.mixture_kind == "none":
+            yield backbone.model, None, backbone
+        else:
+            experts = {domain: {"path": str(path)} for domain, path in adapters.items()}
+            graft = build_routing(backbone, experts, **self.routing | routing)
+            for folder in list(context.dependencies.values())[len(self.domains) :]:
+                graft.load_tensors(load_file(folder / CENTROIDS))
+            with GraftedModel(backbone, {"graft": graft}) as model:
+                yield model, graft, backbone
 
-def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
-    """Measure one cell; one that was measured in `out` with the same settings is read back."""
-    file, key = out / cell.id / MEASURED, cell.cell_key()
-    kept = _read(file)
-    if kept is not None and kept["key"] == key:
-        return kept
-    if cell.asks.startswith("drift"):
-        found = read_twice(cell, out)
-    else:
-        with opened(cell, out) as (model, graft, backbone):
-            ask = ask_questions if cell.asks == "questions" else read_documents
-            found = ask(cell, model, graft, backbone)
-    write_atomically(file, json.dumps({"key": key} | found).encode())
-    return found
+    def _train_xlora(self, backbone: Backbone, adapters: Sequence[Path], context: RunContext) -> Any:
+        """X-LoRA with a router trained on all domains, for as many steps and rows as one expert."""
+        mixture = self.mixture(backbone)
+        set_seed(self.seed)
+        model = load_xlora(backbone, adapters)
+        training, folder = self.training(self.router_learning_rate), context.folder / "training"
+        train(TrainablePeftModel(model), mixture, training, folder, identity={"run": self.settings()}, progress=False)
+        return model
 
+    def _questions(self, domain: str) -> list[RoutingQuestion]:
+        return read_questions(Path(self.texts), domain, self.part)
 
-@contextmanager
-def opened(cell: Cell, out: Path) -> Iterator[tuple[Any, Any, Backbone]]:
-    """The model of a cell, its graft where it has one, and the backbone, whose tokenizer it reads with."""
-    backbone = cell.load()
-    if cell.mixes == "xlora":
-        yield train_xlora(cell, cell.adapters, out / cell.id), None, backbone
-    elif cell.mixes == "arrow":
-        yield load_arrow(cell, cell.adapters), None, backbone
-    elif cell.mixes == "none":
-        yield backbone.model, None, backbone
-    else:
-        experts = {name: {"path": path} for name, path in cell.adapters.items()}
-        routing = {key: value for key, value in cell.routing.items() if key != "examples"}
-        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, **routing}), backbone)
-        _fit(graft, cell, out)
-        with GraftedModel(backbone, {"graft": graft}) as model:
-            yield model, graft, backbone
+    def _answer_questions(self, model: Any, graft: Any, backbone: Backbone) -> dict[str, float]:
+        """Nats per token of the right answers, by domain, and accuracy on ARC."""
+        amounts, tokenizer = self.sizes.amounts, backbone.need_tokenizer()
+        questions = {domain: self._questions(domain)[: amounts.tested] for domain in DOMAINS}
+        metrics: dict[str, float] = {}
+        for domain, of_domain in questions.items():
+            scores = score_answers(model, tokenizer, [Example(q.prompt, q.answer) for q in of_domain])
+            metrics[f"nll_{domain}"] = scores.nats_per_token
+        metrics["nll_average"] = float(np.mean([metrics[f"nll_{domain}"] for domain in DOMAINS]))
+        if self.part == "test":
+            multiple_choice = [question for question in self._questions("science") if question.choices]
+            metrics["arc_accuracy"] = choice_accuracy(model, tokenizer, multiple_choice[: amounts.chosen])
+        if self.trace:
+            metrics["routing_accuracy"] = routing_accuracy(model, graft, backbone, questions)
+        return metrics
 
+    def _read_documents(self, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:
+        """Nats and expert weights of every token of the documents that change domain."""
+        documents = []
+        for halves in read_changing(Path(self.texts), self.part):
+            nats, weights = read_tokens(model, graft, backbone, halves)
+            first = len(token_ids(backbone, halves[:1]))
+            documents.append({"nats": nats.tolist(), "first": first, "weights": np.round(weights, 4).tolist()})
+        return {"documents": documents, "names": list(graft.names) if graft is not None else []}
 
-def _fit(graft: Any, cell: Cell, out: Path) -> None:
-    """Give a graft its centroids; those of the same texts and embedder are made once, and kept in `out`."""
-    texts = {name: _examples_of(cell, name) for name in cell.adapters}
-    said = [cell.key(), graft.config.embedder.model_dump(mode="json"), texts]
-    file = out / "centroids" / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]}.safetensors"
-    if file.exists():
-        graft.load_tensors(load_file(file))
-        return
-    graft.fit(texts)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, save({name: tensor.cpu() for name, tensor in graft.tensors().items()}))
+    def _compare_caches(self, context: RunContext) -> dict[str, float]:
+        """Distance of `keep` from `recompute`: on right answers after their prompts, or on documents."""
+        logits, texts, prompts = [], [], self.reads == "cache-questions"
+        for cache in ("keep", "recompute"):
+            with self.open_model(context, cache=cache) as (model, _, backbone):
+                texts = self._prompted_answers(backbone) if prompts else self._unprompted_documents(backbone)
+                logits.append(predicted_logits(model, backbone, texts, prompts=prompts))
+        return cache_distance(logits[0], logits[1], texts)
 
+    def _prompted_answers(self, backbone: Backbone) -> list[PromptedIds]:
+        """A sixth of the questions with their right answers: `recompute` takes a pass for each route."""
+        count = max(1, self.sizes.amounts.tested // 6)
+        questions = [question for domain in DOMAINS for question in self._questions(domain)[:count]]
+        return [(token_ids(backbone, [q.prompt, q.answer]), len(token_ids(backbone, [q.prompt]))) for q in questions]
 
-def read_twice(cell: Cell, out: Path) -> dict[str, Any]:
-    """How far `keep` is from `recompute`: on right answers after their prompts, or on documents that change domain."""
-    said, texts = [], []
-    for cache in ("keep", "recompute"):
-        with opened(cell.model_copy(update={"routing": {**cell.routing, "cache": cache}}), out) as (model, _, backbone):
-            texts = _answers(cell, backbone) if cell.asks == "drift" else _documents(cell, backbone)
-            said.append(drift.say(model, backbone, texts, prompts=cell.asks == "drift"))
-    return {"metrics": drift.apart(said[0], said[1], texts)}
-
-
-def _answers(cell: Cell, backbone: Backbone) -> list[drift.Text]:
-    """Questions with their right answers, a sixth of those that are asked: `recompute` takes a pass for each route."""
-    items = [
-        one
-        for domain in DOMAINS
-        for one in read_items(Path(cell.texts), domain, cell.part)[: max(1, cell.setting.amounts.tested // 6)]
-    ]
-    return [(_ids(backbone, [one.prompt, one.answer]), len(_ids(backbone, [one.prompt]))) for one in items]
-
-
-def _documents(cell: Cell, backbone: Backbone) -> list[drift.Text]:
-    return [(_ids(backbone, halves), 1) for halves in read_changing(Path(cell.texts), cell.part)]
-
-
-def ask_questions(cell: Cell, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:
-    """Log-perplexity of the right answers in nats per token, by domain, and the share of ARC that is chosen right."""
-    amounts, tokenizer = cell.setting.amounts, backbone.need_tokenizer()
-    asked = {domain: read_items(Path(cell.texts), domain, cell.part)[: amounts.tested] for domain in DOMAINS}
-    found: dict[str, float] = {}
-    for domain, items in asked.items():
-        scores = score_answers(model, tokenizer, [Example(one.prompt, one.answer) for one in items])
-        found[f"nll_{domain}"] = scores.nats_per_token
-    found["nll_average"] = float(np.mean([found[f"nll_{domain}"] for domain in DOMAINS]))
-    if cell.part == "test":
-        choices = [one for one in read_items(Path(cell.texts), "science", cell.part) if one.choices]
-        found["arc_accuracy"] = choose(model, tokenizer, choices[: amounts.chosen])
-    if cell.traced:
-        found["routing_accuracy"] = right_share(model, graft, backbone, asked)
-    return {"metrics": found}
+    def _unprompted_documents(self, backbone: Backbone) -> list[PromptedIds]:
+        return [(token_ids(backbone, halves), 1) for halves in read_changing(Path(self.texts), self.part)]
 
 
-def choose(model: Any, tokenizer: Any, items: Sequence[Item]) -> float:
-    """The share of items whose right answer is the likeliest of its choices, in nats per byte."""
-    scores = score_answers(model, tokenizer, [Example(one.prompt, choice) for one in items for choice in one.choices])
+def choice_accuracy(model: Any, tokenizer: Any, questions: Sequence[RoutingQuestion]) -> float:
+    """The fraction of questions whose right answer is the likeliest of its choices, in nats per byte."""
+    examples = [Example(question.prompt, choice) for question in questions for choice in question.choices]
+    scores = score_answers(model, tokenizer, examples)
     nats, right, start = scores.nats / scores.bytes, 0, 0
-    for one in items:
-        own = nats[start : start + len(one.choices)]
-        right += one.choices[int(own.argmin())] == one.answer
-        start += len(one.choices)
-    return right / len(items)
+    for question in questions:
+        of_question = nats[start : start + len(question.choices)]
+        right += question.choices[int(of_question.argmin())] == question.answer
+        start += len(question.choices)
+    return right / len(questions)
 
 
-def right_share(model: Any, graft: Any, backbone: Backbone, asked: Mapping[str, Sequence[Item]]) -> float:
-    """The share of prompts at whose end the domain's own expert has the largest weight."""
-    marks = []
-    for domain, items in asked.items():
-        for one in items:
-            _, weights = read_through(model, graft, backbone, [one.prompt])
-            marks.append(graft.names[int(weights[-1, :-1].argmax())] == domain)
-    return float(np.mean(marks))
+def routing_accuracy(
+    model: Any, graft: Any, backbone: Backbone, questions: Mapping[str, Sequence[RoutingQuestion]]
+) -> float:
+    """The fraction of prompts whose last token gives the domain's own expert the largest weight."""
+    correct = []
+    for domain, of_domain in questions.items():
+        for question in of_domain:
+            _, weights = read_tokens(model, graft, backbone, [question.prompt])
+            correct.append(graft.names[int(weights[-1, :-1].argmax())] == domain)
+    return float(np.mean(correct))
 
 
-def read_documents(cell: Cell, model: Any, graft: Any, backbone: Backbone) -> dict[str, Any]:
-    """Nats of every token of the documents that change domain, and the weights of every token."""
-    found = []
-    for halves in read_changing(Path(cell.texts), cell.part):
-        nats, weights = read_through(model, graft, backbone, halves)
-        first = len(_ids(backbone, halves[:1]))
-        found.append({"nats": nats.tolist(), "first": first, "weights": np.round(weights, 4).tolist()})
-    return {"documents": found, "names": graft.names if graft is not None else []}
-
-
-def read_through(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str]) -> tuple[np.ndarray, Trace]:
-    """(T - 1,) nats of every token but the first of some texts in one row, and (T, experts + 1) weights."""
-    ids = torch.tensor([_ids(backbone, texts)], device=backbone.device)
+def read_tokens(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Nats (T - 1,) of every token but the first of the joined texts, and weights (T, experts + 1)."""
+    ids = torch.tensor([token_ids(backbone, texts)], device=backbone.device)
     cache = DynamicCache(config=backbone.model.config)
     with evaluation_mode(model), torch.inference_mode():
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, :-1].float()
@@ -196,26 +215,73 @@ def read_through(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str
     return nats, np.zeros((ids.shape[1], 0)) if trace is None else trace.values[0].cpu().numpy()
 
 
-def _ids(backbone: Backbone, texts: Sequence[str]) -> list[int]:
-    """The tokens of texts, each tokenised apart, behind the BOS that belongs there."""
+def token_ids(backbone: Backbone, texts: Sequence[str]) -> list[int]:
+    """The tokens of texts, each tokenised separately, after the BOS token that the tokenizer expects."""
     tokenizer = backbone.need_tokenizer()
     bos = leading_bos(tokenizer)
-    pieces = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    return [*([] if bos is None else [bos]), *(token for piece in pieces for token in piece)]
+    parts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    return [*([] if bos is None else [bos]), *(token for part in parts for token in part)]
 
 
-def _examples_of(cell: Cell, domain: str) -> list[str]:
-    """Examples for a centroid, of training alone, drawn by the seed."""
-    items = read_items(Path(cell.texts), domain, "train")
-    count = min(cell.setting.centroids, len(items))
-    drawn = random.Random(f"{domain} {cell.seed}").sample(items, count)
-    texts = {"whole": [one.whole for one in drawn], "prompt": [one.prompt for one in drawn]}
-    texts["both"] = [*texts["whole"], *texts["prompt"]]
-    return texts[cell.routing.get("examples", "whole")]
+def predicted_logits(model: Any, backbone: Backbone, texts: Sequence[PromptedIds], *, prompts: bool) -> list[Tensor]:
+    """(T, V) logits of each text's predicted tokens. With `prompts`, the given tokens are a prompt."""
+    of_texts = []
+    for ids, given in texts:
+        ids_1S = torch.tensor([ids], device=backbone.device)
+        prompt_1S = (torch.arange(len(ids), device=backbone.device) < given)[None] if prompts else None
+        with evaluation_mode(model), torch.inference_mode():
+            logits = model(ids_1S, prompt=prompt_1S, use_cache=False).logits[0, given - 1 : -1]
+        of_texts.append(logits.float().cpu())
+    return of_texts
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def cache_distance(kept: Sequence[Tensor], again: Sequence[Tensor], texts: Sequence[PromptedIds]) -> dict[str, float]:
+    """Distance between the logits of `keep` and `recompute`, over all predicted tokens.
+
+    Gives nats per token of both, the mean distance of a token's nats, the largest distance of a logit, and the
+    fraction of tokens whose likeliest token differs.
+    """
+    targets = torch.cat([torch.tensor(ids[given:]) for ids, given in texts])[:, None]
+    kept_TV, again_TV = torch.cat(list(kept)), torch.cat(list(again))
+    nats_keep, nats_again = (-logits.log_softmax(-1).gather(-1, targets) for logits in (kept_TV, again_TV))
+    return {
+        "nats_keep": float(nats_keep.mean()),
+        "nats_recompute": float(nats_again.mean()),
+        "nats_apart": float((nats_keep - nats_again).abs().mean()),
+        "largest_logit": float((kept_TV - again_TV).abs().max()),
+        "changed_tokens": float((kept_TV.argmax(-1) != again_TV.argmax(-1)).float().mean()),
+    }
+
+
+def document_metrics(documents: Documents, names: Sequence[str]) -> dict[str, float]:
+    """Nats per token of both halves and of whole documents; for routes also when they switch."""
+    metrics = _half_nats(documents, documents)
+    if len(names) > 1:
+        tokens = [switched_after(document, names) for document in documents]
+        metrics["switch_tokens"] = float(np.median(tokens))
+        metrics["switched_within_32"] = float(np.mean([count <= 32 for count in tokens]))
+    return metrics
+
+
+def switch_by_hand(first: Documents, second: Documents) -> dict[str, float]:
+    """Nats of one expert before the boundary and of another after it, as if the boundary were known."""
+    return _half_nats(first, second)
+
+
+def _half_nats(first: Documents, second: Documents) -> dict[str, float]:
+    """Nats of tokens before the boundary in `first`, without the first token, and after it in `second`."""
+    before = np.concatenate([np.array(document["nats"])[: document["first"] - 1] for document in first])
+    after = np.concatenate([np.array(document["nats"])[document["first"] - 1 :] for document in second])
+    both = np.concatenate([before, after])
+    means = {"nll_code_half": before.mean(), "nll_prose_half": after.mean(), "nll_document": both.mean()}
+    return {name: float(value) for name, value in means.items()}
+
+
+def switched_after(document: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Tokens after the boundary until the second half's expert leads and stays; all of them where it never does."""
+    weights = np.array(document["weights"])[document["first"] :, : len(names)]
+    right = weights.argmax(-1) == names.index(SECOND)
+    for token in range(len(right)):
+        if right[token : token + STABLE_TOKENS].all():
+            return token
+    return len(right)

@@ -1,8 +1,7 @@
 """Four LoRA experts on one backbone, mixed in every way of the table, for every seed.
 
-All choices were made on validation text, with the first seed (`choose.py`): how routes are embedded and weighed and,
-for documents that change domain, their window, in every run; the experts' targets and all learning rates by
-`--table choices`, which stand in `plan.py`.
+All choices are made on validation text with the first seed (`choices.py`). Every run chooses the routing's policy and
+the window for documents. `--table choices` compares targets and learning rates; `experts.py` and `study.py` hold them.
 """
 
 from __future__ import annotations
@@ -13,124 +12,107 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
+from safetensors.torch import load_file
 
 from experiments import Options
-from experiments.study import bars, check_files
-from experiments.token_routing import paper, switch
-from experiments.token_routing.aims import EVERY, LABELS, MINI_LM, aims
-from experiments.token_routing.choose import causal, choices, choose_policy, choose_window
-from experiments.token_routing.measure import Cell
-from experiments.token_routing.plan import Plan, embedder_folder, setting_of, trained_of
-from experiments.token_routing.summed import update_error
+from experiments.study import check_files
+from experiments.token_routing.choices import choice_rows, choose_policy, choose_window, document_routing
+from experiments.token_routing.measure import FIRST, SECOND, MixtureRun, switch_by_hand
+from experiments.token_routing.results import INTERVALS, LABELS, aims, paper_rows, switch_plot, table_1_plot
+from experiments.token_routing.study import XLORA_RATE, TokenRoutingStudy, embedder_folder, numbers_of
 from experiments.token_routing.texts import DOMAINS, FILES
-from graftlm.evaluation import Metric, Results, Row, combine_seeds
+from graftlm.evaluation import Results, Row, combine_seeds
 from graftlm.evaluation.report import write_report
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
-FURTHER = ("minilm", "choices")
-DRIFT_WINDOW = 16
+OPTIONAL_TABLES = ("minilm", "choices")
+CACHE_WINDOW = 16
 UNIFORM = {"temperature": 1e6}
-# The paper's weighting, without centring; by the backbone's token embeddings but in `minilm_k2`.
+# The paper's weighting, without centring, by the backbone's token embeddings. `minilm_k2` has the paper's embedder.
 PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False}}
+
+Metrics = dict[str, float]
+Policy = Mapping[str, Any]
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables, by default all but `minilm` and `choices`, and write `results.json`, `report.md` and plots.
+    """Run tables, by default all but `minilm` and `choices`, and write `results.json`, `report.md` and plots.
 
     Raises:
-        RecipeError: there is no such table.
+        RecipeError: a table is not known.
         DataError: the data folder lacks a file.
     """
-    wanted = options.chosen((*TABLES, *FURTHER), TABLES)
+    tables = options.chosen((*TABLES, *OPTIONAL_TABLES), TABLES)
     check_files(options, FILES)
-    embedder = embedder_folder(options) if "minilm" in wanted else ""
-    plan = Plan(options)
-    adapters = train_experts(plan)
-    if wanted == ("choices",):
-        rows = choices(plan, adapters[plan.seeds[0]])
-        results = Results.here(NAME, rows, seeds=plan.seeds[:1], details=setting_of(plan))
+    embedder = embedder_folder(options) if "minilm" in tables else ""
+    study = TokenRoutingStudy(options)
+    if tables == ("choices",):
+        results = Results.here(NAME, choice_rows(study), seeds=study.seeds[:1], details=study.details())
         write_report(results, options.out)
         return results
-    policy, tried = choose_policy(plan, adapters[plan.seeds[0]])
-    details = setting_of(plan) | {"policy": policy} | tried | trained_of(plan, adapters)
+    policy, candidates = choose_policy(study)
+    details = study.details() | {"policy": policy} | candidates | study.expert_details()
     rows: list[Row] = []
     plots: dict[str, Figure] = {}
-    if "1" in wanted:
-        rows += table_1(plan, adapters, policy)
-        plots["log-perplexity"] = draw_table_1(rows)
-    if "switch" in wanted:
-        found, figure, windows = table_switch(plan, adapters, policy)
-        rows, plots["switch"] = [*rows, *found], figure
+    if "1" in tables:
+        rows += table_1(study, policy)
+        plots["log-perplexity"] = table_1_plot(rows)
+    if "switch" in tables:
+        switch_rows, plots["switch"], windows = table_switch(study, policy)
+        rows += switch_rows
         details |= windows
-    if "cache" in wanted:
-        rows += table_cache(plan, adapters[plan.seeds[0]], policy)
-    if "minilm" in wanted:
-        rows.append(row_of_minilm(plan, adapters[plan.seeds[0]], embedder))
-    if "choices" in wanted:
-        rows += choices(plan, adapters[plan.seeds[0]])
-    aimed, published = aims(rows), paper.rows()
-    results = Results.here(NAME, rows, seeds=plan.seeds, aims=aimed, paper=published, details=details)
+    if "cache" in tables:
+        rows += table_cache(study, policy)
+    if "minilm" in tables:
+        rows.append(minilm_row(study, embedder))
+    if "choices" in tables:
+        rows += choice_rows(study)
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper_rows(), details=details)
     write_report(results, options.out, plots=plots)
     return results
 
 
-def train_experts(plan: Plan) -> dict[int, dict[str, Path]]:
-    """The experts' folders, by seed and domain."""
-    lessons = {
-        f"adapter-{domain}_s{seed}": lesson for seed in plan.seeds for domain, lesson in plan.experts(seed).items()
-    }
-    folders = plan.train(lessons)
-    return {seed: {domain: folders[f"adapter-{domain}_s{seed}"] for domain in DOMAINS} for seed in plan.seeds}
+def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
+    """Every row for every seed; the backbone's row has no seed."""
+    runs = {(row, seed): run for seed in study.seeds for row, run in _table_1_runs(study, policy, seed)}
+    base = study.mixture("base", (), 0, mixture_kind="none")
+    measured = study.measure([base, *runs.values()], "rows")
+    rows = {"base": [numbers_of(measured, base)]}
+    for (row, _), mixture in runs.items():
+        rows.setdefault(row, []).append(numbers_of(measured, mixture))
+    rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(study.seeds))]
+    for seed, metrics in zip(study.seeds, rows["linear_k2"], strict=True):
+        metrics["update_error"] = update_error([study.runs / expert.id for expert in study.experts(seed)])
+    _copy_routing_accuracy(rows)
+    return _rows(rows)
 
 
-def table_1(plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapping[str, Any]) -> list[Row]:
-    """Every row for every seed; what the backbone does is the same for all."""
-    cells = {(row, seed): cell for seed in plan.seeds for row, cell in _cells_of(plan, adapters[seed], policy, seed)}
-    base = plan.cell("base", {}, 0, mixes="none")
-    measured = plan.run([base, *cells.values()], "rows")
-    rows = {"base": [measured[base.id]["metrics"]]}
-    for (row, _), cell in cells.items():
-        rows.setdefault(row, []).append(measured[cell.id]["metrics"])
-    rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(plan.seeds))]
-    for seed, metrics in zip(plan.seeds, rows["linear_k2"], strict=True):
-        metrics["update_error"] = update_error(adapters[seed])
-    _same_routes(rows)
-    return [_row(name, rows[name]) for name in LABELS if name in rows]
-
-
-def draw_table_1(rows: Sequence[Row]) -> Figure:
-    """Log-perplexity by row and domain."""
-    figure = bars(rows, {f"nll_{domain}": domain for domain in DOMAINS}, "nats per answer token")
-    figure.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)  # beside the bars, which fill it
-    return figure
-
-
-def _cells_of(
-    plan: Plan, adapters: Mapping[str, Path], policy: Mapping[str, Any], seed: int
-) -> Iterable[tuple[str, Cell]]:
-    """The cells of one seed by row; where only k differs, the prompts' routes are measured once."""
-    for domain in DOMAINS:
-        yield f"expert_{domain}", plan.cell(f"expert_{domain}", {domain: adapters[domain]}, seed)
+def _table_1_runs(study: TokenRoutingStudy, policy: Policy, seed: int) -> Iterable[tuple[str, MixtureRun]]:
+    """The runs of one seed by row. Where only k differs, routing accuracy is measured once, at k = 2."""
+    experts = study.experts(seed)
+    for domain, expert in zip(DOMAINS, experts, strict=True):
+        yield f"expert_{domain}", study.mixture(f"expert_{domain}", [expert], seed)
     routings: dict[str, dict[str, Any]] = {"uniform": UNIFORM}
-    routings |= {f"routed_k{k}": {**policy, "every": k} for k in EVERY}
-    routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in EVERY}
+    routings |= {f"routed_k{k}": {**policy, "every": k} for k in INTERVALS}
+    routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in INTERVALS}
     routings["linear_k2"] = {**policy, "every": 2, "combination": "linear"}
     routings["prompt_only"] = {**policy, "every": 2, "reads": "prompt"}
     for row, routing in routings.items():
-        yield row, plan.cell(row, adapters, seed, routing=routing, traced=row.endswith("_k2"))
-    yield "xlora", plan.cell("xlora", adapters, seed, mixes="xlora")
-    yield "arrow", plan.cell("arrow", adapters, seed, mixes="arrow")
+        yield row, study.mixture(row, experts, seed, routing=routing, trace=row.endswith("_k2"))
+    yield "xlora", study.mixture("xlora", experts, seed, mixture_kind="xlora", router_learning_rate=XLORA_RATE)
+    yield "arrow", study.mixture("arrow", experts, seed, mixture_kind="arrow")
 
 
-def _oracle(experts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    found = {f"nll_{domain}": metrics[f"nll_{domain}"] for domain, metrics in experts.items()}
-    found["nll_average"] = mean(found.values())
-    return found | {"arc_accuracy": experts["science"]["arc_accuracy"]}
+def _oracle(experts: Mapping[str, Metrics]) -> Metrics:
+    """Metrics of the domain's own expert for each domain."""
+    metrics = {f"nll_{domain}": of_expert[f"nll_{domain}"] for domain, of_expert in experts.items()}
+    metrics["nll_average"] = mean(metrics.values())
+    return metrics | {"arc_accuracy": experts["science"]["arc_accuracy"]}
 
 
-def _same_routes(rows: Mapping[str, Sequence[dict[str, float]]]) -> None:
-    """Give all rows of a routing the share of right prompts that was measured at k = 2: a prompt's route has no k."""
+def _copy_routing_accuracy(rows: Mapping[str, Sequence[Metrics]]) -> None:
+    """Copy the accuracy at k = 2 to all rows of the same routing: a prompt's route does not depend on k."""
     for row, measured in rows.items():
         source = "routed_k2" if row == "prompt_only" else f"{row.partition('_k')[0]}_k2"
         if source in rows:
@@ -138,54 +120,84 @@ def _same_routes(rows: Mapping[str, Sequence[dict[str, float]]]) -> None:
                 metrics["routing_accuracy"] = other["routing_accuracy"]
 
 
-def table_switch(
-    plan: Plan, adapters: Mapping[int, Mapping[str, Path]], policy: Mapping[str, Any]
-) -> tuple[list[Row], Figure, dict[str, Any]]:
-    """Documents of code and then prose: every single expert, and the route by the last tokens and by all."""
-    window, tried = choose_window(plan, adapters[plan.seeds[0]], policy)
-    cells: dict[tuple[str, int], Cell] = {}
-    for seed in plan.seeds:
-        said: dict[str, Any] = {"seed": seed, "asks": "documents"}
-        for domain in DOMAINS:
-            one = {domain: adapters[seed][domain]}
-            cells[f"expert_{domain}", seed] = plan.cell(f"switch_expert_{domain}", one, **said)
-        for row, size in (("routed", window), ("routed_all", None)):
-            routing = causal(policy, size)
-            cells[row, seed] = plan.cell(f"switch_{row}", adapters[seed], routing=routing, **said)
-    base = plan.cell("switch_base", {}, 0, mixes="none", asks="documents")
-    found = plan.run([base, *cells.values()], "documents")
-    rows = {"switch_base": [switch.metrics_of(found[base.id]["documents"], [])]}
-    for (row, _), cell in cells.items():
-        one = found[cell.id]
-        rows.setdefault(f"switch_{row}", []).append(switch.metrics_of(one["documents"], one["names"]))
-    halves = (f"expert_{switch.FIRST}", f"expert_{switch.SECOND}")
+def update_error(adapters: Sequence[Path]) -> float:
+    """Distance of the published combination, which sums factors before their product, from the sum of the updates.
+
+    The mean over modules of |(sum of B_e) (sum of A_e) - sum of B_e A_e| / |sum of B_e A_e|, in Frobenius norms.
+    Experts of one rank and scale with equal weights give it in both combinations.
+    """
+    experts = [load_file(folder / "adapter_model.safetensors") for folder in adapters]
+    errors = []
+    for key in experts[0]:
+        if not key.endswith(".lora_A.weight"):
+            continue
+        factors = [(expert[key], expert[key.replace("lora_A", "lora_B")]) for expert in experts]
+        exact: Any = sum(b @ a for a, b in factors)
+        published: Any = sum(b for _, b in factors) @ sum(a for a, _ in factors)
+        errors.append(float((published - exact).norm() / exact.norm()))
+    return mean(errors)
+
+
+def table_switch(study: TokenRoutingStudy, policy: Policy) -> tuple[list[Row], Figure, dict[str, Any]]:
+    """Documents of code and then prose: every single expert, and routes by the last tokens and by all tokens."""
+    window, windows = choose_window(study, policy)
+    runs: dict[tuple[str, int], MixtureRun] = {}
+    for seed in study.seeds:
+        experts = study.experts(seed)
+        for domain, expert in zip(DOMAINS, experts, strict=True):
+            row = f"switch_expert_{domain}"
+            runs[row, seed] = study.mixture(row, [expert], seed, reads="documents")
+        for row, size in (("switch_routed", window), ("switch_routed_all", None)):
+            runs[row, seed] = study.mixture(
+                row, experts, seed, routing=document_routing(policy, size), reads="documents"
+            )
+    base = study.mixture("switch_base", (), 0, mixture_kind="none", reads="documents")
+    measured = study.measure([base, *runs.values()], "documents")
+    rows = {"switch_base": [numbers_of(measured, base)]}
+    for (row, _), mixture in runs.items():
+        rows.setdefault(row, []).append(numbers_of(measured, mixture))
+    details = {key: measured[mixture.id].details for key, mixture in runs.items()}
     rows["switch_by_hand"] = [
-        switch.by_hand(*(found[cells[half, seed].id]["documents"] for half in halves)) for seed in plan.seeds
+        switch_by_hand(*(details[f"switch_expert_{half}", seed]["documents"] for half in (FIRST, SECOND)))
+        for seed in study.seeds
     ]
-    shown = {LABELS[f"switch_{row}"]: found[cells[row, plan.seeds[0]].id] for row in ("routed", "routed_all")}
-    figure = switch.draw({label: (one["documents"], one["names"]) for label, one in shown.items()})
-    details = {"window": window, "windows_on_validation": tried}
-    return [_row(name, rows[name]) for name in LABELS if name in rows], figure, details
+    figure = switch_plot({LABELS[row]: details[row, study.seeds[0]] for row in ("switch_routed", "switch_routed_all")})
+    return _rows(rows), figure, {"window": window, "windows_on_validation": windows}
 
 
-def table_cache(plan: Plan, adapters: Mapping[str, Path], policy: Mapping[str, Any]) -> list[Row]:
-    """How far `cache: keep` is from `recompute`, with the first seed: on right answers, and on documents."""
-    seed = plan.seeds[0]
-    cells = [plan.cell(f"cache_k{k}", adapters, seed, routing={**policy, "every": k}, asks="drift") for k in EVERY]
-    documents = {"routing": causal(policy, DRIFT_WINDOW), "asks": "drift of documents"}
-    cells.append(plan.cell("cache_documents", adapters, seed, **documents))
-    found = plan.run(cells, "keys and values")
-    return [_row(cell.id.rpartition("_s")[0], [found[cell.id]["metrics"]]) for cell in cells]
+def table_cache(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
+    """Distance of `cache: keep` from `recompute` with the first seed: on right answers, and on documents."""
+    seed = study.seeds[0]
+    experts = study.experts(seed)
+    runs = {
+        f"cache_k{k}": study.mixture(
+            f"cache_k{k}", experts, seed, routing={**policy, "every": k}, reads="cache-questions"
+        )
+        for k in INTERVALS
+    }
+    routing = document_routing(policy, CACHE_WINDOW)
+    runs["cache_documents"] = study.mixture("cache_documents", experts, seed, routing=routing, reads="cache-documents")
+    measured = study.measure(runs.values(), "keys and values")
+    return _rows({row: [numbers_of(measured, mixture)] for row, mixture in runs.items()})
 
 
-def row_of_minilm(plan: Plan, adapters: Mapping[str, Path], embedder: str) -> Row:
-    """The paper's weighting by the paper's embedder, with the first seed alone: it reads all text at every renewal."""
-    ((name, label),) = MINI_LM.items()
+def minilm_row(study: TokenRoutingStudy, embedder: str) -> Row:
+    """The paper's weighting by the paper's embedder with the first seed alone: each renewal reads all text again."""
+    seed = study.seeds[0]
     routing = {**PUBLISHED, "embedder": {"name": embedder, "centre": False}, "every": 2}
-    cell = plan.cell(name, adapters, plan.seeds[0], routing=routing, traced=True)
-    return Row(id=name, label=label, metrics=plan.run([cell], "MiniLM")[cell.id]["metrics"])
+    mixture = study.mixture("minilm_k2", study.experts(seed), seed, routing=routing, trace=True)
+    metrics = numbers_of(study.measure([mixture], "MiniLM"), mixture)
+    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=metrics)
 
 
-def _row(name: str, measured: Sequence[Mapping[str, float]]) -> Row:
-    metrics: dict[str, Metric] = {key: combine_seeds([one[key] for one in measured]) for key in measured[0]}
-    return Row(id=name, label=LABELS[name], metrics=metrics)
+def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:
+    """Rows over seeds, in the order of the labels."""
+    return [
+        Row(
+            id=name,
+            label=label,
+            metrics={key: combine_seeds([metrics[key] for metrics in rows[name]]) for key in rows[name][0]},
+        )
+        for name, label in LABELS.items()
+        if name in rows
+    ]

@@ -1,8 +1,8 @@
-"""Four domains as prompts and right answers, what the backbone reads, and documents that change domain in the middle.
+"""Questions with right answers of four domains, the backbone's training text, and documents that change domain.
 
-Every prompt ends in the same way, so that nothing but its content tells the domains apart. Training, validation and
-test are other questions; of reading comprehension also other articles. A question of validation or test that shares
-`SHINGLE` words in a row with any training text, the backbone's among them, is left out.
+Every prompt ends in the same way, so that only its content tells the domains apart. Training, validation and test
+have different questions, and reading comprehension different articles. Validation and test leave out every question
+that shares `SHINGLE` consecutive words with a training text, the backbone's included.
 """
 
 from __future__ import annotations
@@ -39,33 +39,34 @@ _CHOICE = re.compile(r"Answer(\d): ")
 _QUESTION = "Please choose the correct answer to the question: "
 
 
-class Item(NamedTuple):
-    """A question with its right answer, and all answers to choose from where there are some."""
+class RoutingQuestion(NamedTuple):
+    """A question with its right answer. `choices` holds all answers of a multiple-choice question."""
 
     prompt: str
     answer: str
     choices: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> str:
+    def text(self) -> str:
         """Prompt and answer."""
         return self.prompt + self.answer
 
 
-Parts = Mapping[str, list[Item]]
+Parts = Mapping[str, list[RoutingQuestion]]
 
 
-class Amounts(Config):
-    """How much of each text.
+class RoutingTextSizes(Config):
+    """Amount of each text.
 
     Args:
-        novels, novel: English novels that the backbone reads, and the characters of each.
-        wikipedia, code: characters that it reads of these.
-        trained: examples that an expert is trained on, at most.
+        novels: number of English novels that the backbone reads.
+        novel: characters of each novel.
+        wikipedia, code: characters of each that the backbone reads.
+        trained: maximum number of training examples of an expert.
         validated, tested: questions of each domain.
-        chosen: test questions with answers to choose from.
-        documents: that change domain in the middle, as many for validation.
-        half: tokens of each half of theirs, at most; at least half as many.
+        chosen: multiple-choice test questions.
+        documents: number of documents that change domain, for validation and for test.
+        half: maximum number of tokens of a half of such a document; the minimum is half as many.
     """
 
     novels: int = 23
@@ -80,20 +81,20 @@ class Amounts(Config):
     half: int = Field(96, ge=8)
 
 
-QUICK = Amounts(
+QUICK_TEXT_SIZES = RoutingTextSizes(
     novels=2, novel=3_000, wikipedia=3_000, code=3_000, trained=12, validated=2, tested=3, chosen=3, documents=2, half=8
 )
 
 
-def ask(question: str) -> str:
-    """The prompt of a question."""
+def format_prompt(question: str) -> str:
+    """Write a question as a prompt."""
     return f"{question.strip()}\nAnswer:"
 
 
-def write_corpus(data: Path, file: Path, amounts: Amounts) -> None:
-    """Write what the backbone reads: English novels, Wikipedia, Python."""
+def write_corpus(data: Path, file: Path, amounts: RoutingTextSizes) -> None:
+    """Write the backbone's training text: English novels, Wikipedia, Python."""
     novels = (text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels])
-    modules = deal(_modules(data), {"backbone": 2, "expert": 1})["backbone"]
+    modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["backbone"]
     write_documents(file, [*novels, *up_to(_articles(data), amounts.wikipedia), *up_to(modules, amounts.code)])
 
 
@@ -103,23 +104,23 @@ def read_domains(data: Path) -> dict[str, Parts]:
 
 
 def write_texts(
-    data: Path, corpora: Iterable[Path], folder: Path, amounts: Amounts, tokenizer: Any, length: int
+    data: Path, corpora: Iterable[Path], folder: Path, amounts: RoutingTextSizes, tokenizer: Any, length: int
 ) -> dict[str, int]:
-    """Write the chosen questions of every domain and part, and the documents; gives how many were left out, by domain.
+    """Write questions of every domain and part, and the documents; gives the number left out by domain.
 
     Args:
-        corpora: files of what the backbone has read.
-        tokenizer, length: only what fits into so many tokens is taken.
+        corpora: files of the backbone's training text.
+        tokenizer, length: only questions that fit into `length` tokens are taken.
     """
     domains = {
         domain: {part: _fitting(items, tokenizer, length) for part, items in parts.items()}
         for domain, parts in read_domains(data).items()
     }
-    trained = [one.whole for parts in domains.values() for one in parts["train"]]
+    trained = [entry.text for parts in domains.values() for entry in parts["train"]]
     known = shingles([*(text for file in corpora for text in read_texts(file)), *trained])
     left_out = {}
     for domain, parts in domains.items():
-        clean = {part: [one for one in parts[part] if not known & shingles([one.whole])] for part in PARTS[1:]}
+        clean = {part: [entry for entry in parts[part] if not known & shingles([entry.text])] for part in PARTS[1:]}
         left_out[domain] = sum(len(parts[part]) - len(items) for part, items in clean.items())
         _write(folder / f"{domain}-train.jsonl", spaced(_shuffled(parts["train"]), amounts.trained))
         for part, count in {"validation": amounts.validated, "test": max(amounts.tested, amounts.chosen)}.items():
@@ -131,135 +132,141 @@ def write_texts(
     return left_out
 
 
-def read_items(folder: Path, domain: str, part: str) -> list[Item]:
-    """What `write_texts` wrote of one domain and part."""
+def read_questions(folder: Path, domain: str, part: str) -> list[RoutingQuestion]:
+    """The written questions of one domain and part."""
     with (folder / f"{domain}-{part}.jsonl").open(encoding="utf-8") as lines:
-        return [Item(one["prompt"], one["answer"], tuple(one["choices"])) for one in map(json.loads, lines)]
+        return [
+            RoutingQuestion(entry["prompt"], entry["answer"], tuple(entry["choices"]))
+            for entry in map(json.loads, lines)
+        ]
 
 
 def read_changing(folder: Path, part: str) -> list[tuple[str, str]]:
-    """The documents that change domain, (code, prose)."""
+    """The documents that change domain, as pairs of code and prose."""
     with (folder / f"changing-{part}.jsonl").open(encoding="utf-8") as lines:
         return [(first, second) for first, second in map(json.loads, lines)]
 
 
 def shingles(texts: Iterable[str]) -> set[int]:
-    """The hashes of all runs of `SHINGLE` words, whatever stands between them."""
-    found = set()
+    """Hashes of all sequences of `SHINGLE` consecutive words; punctuation does not count."""
+    hashes = set()
     for text in texts:
         words = re.findall(r"\w+", text.lower())
-        found |= {hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1)}
-    return found
+        hashes |= {hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1)}
+    return hashes
 
 
 # The domains
 
 
 def _math(data: Path) -> Parts:
-    """GSM8K; the end of its training part is for validation."""
+    """GSM8K. The last twentieth of its training part is validation."""
 
-    def read(file: str) -> list[Item]:
-        return [Item(ask(one["question"]), f" {one['answer']}\n") for one in _json_lines(data / file)]
+    def read(file: str) -> list[RoutingQuestion]:
+        return [
+            RoutingQuestion(format_prompt(entry["question"]), f" {entry['answer']}\n")
+            for entry in _json_lines(data / file)
+        ]
 
-    train, test = map(read, GSM8K)
-    cut = len(train) - max(1, len(train) // 20)
-    return {"train": train[:cut], "validation": train[cut:], "test": test}
+    return _split_validation(*map(read, GSM8K))
 
 
 def _science(data: Path) -> Parts:
-    """ARC, easy and challenge in turn, as questions without their choices; the end of training is for validation."""
-    train, test = ([_cloze(one) for one in _alternating(data, ARC[part])] for part in ("train", "test"))
+    """ARC, easy and challenge in turn, as questions without choices. The last twentieth of training is validation."""
+    train, test = ([_cloze(entry) for entry in _alternating(data, ARC[part])] for part in ("train", "test"))
+    return _split_validation(train, test)
+
+
+def _split_validation(train: list[RoutingQuestion], test: list[RoutingQuestion]) -> Parts:
     cut = len(train) - max(1, len(train) // 20)
     return {"train": train[:cut], "validation": train[cut:], "test": test}
 
 
-def _cloze(one: Mapping[str, str]) -> Item:
-    question, _, rest = one["instruction"].removeprefix(_QUESTION).partition("\n\nAnswer1: ")
+def _cloze(entry: Mapping[str, str]) -> RoutingQuestion:
+    question, _, rest = entry["instruction"].removeprefix(_QUESTION).partition("\n\nAnswer1: ")
     parts = _CHOICE.split("Answer1: " + rest.partition("\n\nAnswer format")[0])
     choices = {f"answer{number}": f" {text.strip()}\n" for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-    return Item(ask(question), choices[one["answer"]], tuple(choices.values()))
+    return RoutingQuestion(format_prompt(question), choices[entry["answer"]], tuple(choices.values()))
 
 
 def _code(data: Path) -> Parts:
-    """MBPP in its published parts; for training also functions of The Algorithms, in files that the backbone lacks."""
-    parts: dict[str, list[Item]] = {part: [] for part in PARTS}
-    for one in _json_lines(data / MBPP):
+    """MBPP in its published parts. Training adds functions of The Algorithms that the backbone does not read."""
+    parts: dict[str, list[RoutingQuestion]] = {part: [] for part in PARTS}
+    for entry in _json_lines(data / MBPP):
         for part, numbers in MBPP_PARTS.items():
-            if one["task_id"] in numbers:
-                parts[part].append(Item(ask(one["text"]), "\n" + one["code"].replace("\r\n", "\n").strip() + "\n"))
-    modules = deal(_modules(data), {"backbone": 2, "expert": 1})["expert"]
-    parts["train"] += [Item(ask(one.doc), f"\n{one.code}\n") for one in functions(modules)]
+            if entry["task_id"] in numbers:
+                parts[part].append(
+                    RoutingQuestion(
+                        format_prompt(entry["text"]), "\n" + entry["code"].replace("\r\n", "\n").strip() + "\n"
+                    )
+                )
+    modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["expert"]
+    parts["train"] += [RoutingQuestion(format_prompt(entry.doc), f"\n{entry.code}\n") for entry in functions(modules)]
     return parts
 
 
 def _reading(data: Path) -> Parts:
-    """XQuAD and QED, their articles dealt out."""
-    articles: dict[str, list[Item]] = {}
+    """XQuAD and QED, split by article."""
+    articles: dict[str, list[RoutingQuestion]] = {}
     for article in json.loads((data / XQUAD).read_text(encoding="utf-8"))["data"]:
         for paragraph in article["paragraphs"]:
-            for one in paragraph["qas"]:
-                item = _about(paragraph["context"], one["question"], one["answers"][0]["text"])
-                articles.setdefault(_title(article["title"]), []).append(item)
-    for one in _json_lines(data / QED):
-        answers = [span["string"] for found in one["original_nq_answers"] for span in found]
+            for entry in paragraph["qas"]:
+                item = _reading_question(paragraph["context"], entry["question"], entry["answers"][0]["text"])
+                articles.setdefault(article["title"].replace("_", " ").lower(), []).append(item)
+    for entry in _json_lines(data / QED):
+        answers = [span["string"] for spans in entry["original_nq_answers"] for span in spans]
         if answers:
-            item = _about(one["paragraph_text"], one["question_text"], min(answers, key=len))
-            articles.setdefault(_title(one["title_text"]), []).append(item)
+            item = _reading_question(entry["paragraph_text"], entry["question_text"], min(answers, key=len))
+            articles.setdefault(entry["title_text"].replace("_", " ").lower(), []).append(item)
     dealt = deal(list(articles), {"train": 8, "validation": 1, "test": 2})
     return {part: [item for title in titles for item in articles[title]] for part, titles in dealt.items()}
 
 
-def _about(passage: str, question: str, answer: str) -> Item:
-    return Item(ask(f"{passage.strip()}\n{question}"), f" {answer.strip()}\n")
-
-
-def _title(title: str) -> str:
-    return title.replace("_", " ").lower()
+def _reading_question(passage: str, question: str, answer: str) -> RoutingQuestion:
+    return RoutingQuestion(format_prompt(f"{passage.strip()}\n{question}"), f" {answer.strip()}\n")
 
 
 # Documents that change domain
 
 
-def _changing(code: Sequence[Item], prose: Sequence[Item], tokenizer: Any, amounts: Amounts) -> list[tuple[str, str]]:
+def _changing(
+    code: Sequence[RoutingQuestion], prose: Sequence[RoutingQuestion], tokenizer: Any, amounts: RoutingTextSizes
+) -> list[tuple[str, str]]:
     """Pairs of a program and a passage, each cut to its first tokens."""
-    programs = _cut([one.answer.lstrip("\n") for one in _shuffled(code)], tokenizer, amounts.half)
-    passages = _cut([one.prompt.partition("\n")[0] for one in _shuffled(prose)], tokenizer, amounts.half)
+    programs = _cut([entry.answer.lstrip("\n") for entry in _shuffled(code)], tokenizer, amounts.half)
+    passages = _cut([entry.prompt.partition("\n")[0] for entry in _shuffled(prose)], tokenizer, amounts.half)
     return list(zip(programs, passages, strict=False))[: amounts.documents]
 
 
 def _cut(texts: Sequence[str], tokenizer: Any, half: int) -> list[str]:
-    """The first `half` tokens of every different text of at least half as many."""
-    found = []
+    """The first `half` tokens of every distinct text that has at least half as many."""
+    halves = []
     for text in dict.fromkeys(texts):
         starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
         if len(starts) >= half // 2:
-            found.append(text[: starts[half]] if len(starts) > half else text)
-    return [text if text.endswith("\n") else text + "\n" for text in found]
+            halves.append(text[: starts[half]] if len(starts) > half else text)
+    return [text if text.endswith("\n") else text + "\n" for text in halves]
 
 
 # Files
 
 
 def _articles(data: Path) -> list[str]:
-    """Wikipedia's articles, with the blanks around its punctuation taken out again."""
-    found = []
+    """Wikipedia's articles, without the spaces that WikiText puts around punctuation."""
+    articles = []
     for name in WIKIPEDIA:
         text = (data / name).read_text(encoding="utf-8").replace(" <unk>", "")
         text = re.sub(r" @(\W)@ ", r"\1", text)
         text = re.sub(r" ([,.;:!?)\]]|'s\b)", r"\1", text).replace("( ", "(").replace("[ ", "[")
-        found += [one.strip() for one in re.split(r"\n (?== [^=])", text) if one.strip()]
-    return found
-
-
-def _modules(data: Path) -> list[str]:
-    return read_texts(data / ALGORITHMS)
+        articles += [entry.strip() for entry in re.split(r"\n (?== [^=])", text) if entry.strip()]
+    return articles
 
 
 def _alternating(data: Path, files: Sequence[str]) -> Iterator[Mapping[str, str]]:
-    """The questions of several files in turn, until the shortest ends, then the others' rest."""
+    """The questions of several files in turn. The rest of the longer files follows at the end."""
     lists = [json.loads((data / file).read_text(encoding="utf-8")) for file in files]
     for index in range(max(map(len, lists))):
-        yield from (one[index] for one in lists if index < len(one))
+        yield from (entry[index] for entry in lists if index < len(entry))
 
 
 def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -267,17 +274,17 @@ def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line) for line in lines if line.strip())
 
 
-def _write(file: Path, items: Iterable[Item]) -> None:
+def _write(file: Path, items: Iterable[RoutingQuestion]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(one._asdict() | {"text": one.whole}) + "\n" for one in items)
+    lines = (json.dumps(entry._asdict() | {"text": entry.text}) + "\n" for entry in items)
     file.write_text("".join(lines), encoding="utf-8")
 
 
-def _fitting(items: Sequence[Item], tokenizer: Any, length: int) -> list[Item]:
-    sizes = tokenizer([one.whole for one in items], verbose=False)["input_ids"] if items else []
-    return [one for one, ids in zip(items, sizes, strict=True) if len(ids) + 4 < length]
+def _fitting(items: Sequence[RoutingQuestion], tokenizer: Any, length: int) -> list[RoutingQuestion]:
+    sizes = tokenizer([entry.text for entry in items], verbose=False)["input_ids"] if items else []
+    return [entry for entry, ids in zip(items, sizes, strict=True) if len(ids) + 4 < length]
 
 
-def _shuffled(items: Sequence[Item]) -> list[Item]:
-    """In another order, always the same."""
+def _shuffled(items: Sequence[RoutingQuestion]) -> list[RoutingQuestion]:
+    """The same items in a random order that does not change between runs."""
     return random.Random("items").sample(list(items), len(items))
