@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import experiments.__main__ as command
+from experiments import EXPERIMENTS
 from graftlm.evaluation import Results, Row
 
 
@@ -59,3 +60,10 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_mistake_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys, arguments, sentence: str) -> None:
     assert run(monkeypatch, *arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_table_of_experiments_matches_the_folders() -> None:
+    folders = {path.parent for path in Path(command.__file__).parent.glob("*/__init__.py")}
+    assert {f"experiments.{folder.name}" for folder in folders} == set(EXPERIMENTS.values())
+    required = ("run.py", "README.md", "results.json", "report.md")
+    assert [str(folder / name) for folder in folders for name in required if not (folder / name).is_file()] == []
