@@ -258,7 +258,7 @@ def small_disk(home: Path) -> Iterator[Callable[[int], Path]]:
     [
         (
             4,
-            r"disk/run/measurements/backbone.json can't be written \(No space left on device\): free some space or name",
+            r"disk/run/measurements/backbone.json can't be written \(No space left on device\): free some space",
         ),
         (
             64,
