@@ -301,4 +301,5 @@ def _family(model: PreTrainedModel) -> Family:
             "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
             "print(model.base_model) shows."
         )
-    return Family(**declared | {name: Sublayer(declared[name]) for name in ("attention", "ffn")})
+    sublayers: dict[str, Any] = {name: Sublayer(declared[name]) for name in ("attention", "ffn")}
+    return Family(**(declared | sublayers))

@@ -158,7 +158,7 @@ def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = 
         model: a backbone or a model; its config may name `max_position_embeddings`.
         tokenizer: also apply the limit of this tokenizer.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED

@@ -154,7 +154,7 @@ def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[
 def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """The marked ids of each chunk, of shape (its tokens,)."""
     texts = [chunk.text for chunk in group]
-    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
     encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
     bos_id, eos_id = leading_bos(tokenizer), tokenizer.eos_token_id
     streams, starts = [], False
@@ -231,7 +231,7 @@ class RowPacker:
             self._tokenise(group)
         if not len(self.tail):
             return None
-        starts = np.flatnonzero(is_start(self.tail[:needed])) if self.boundaries == "whole" else None
+        starts = np.flatnonzero(is_start(self.tail[:needed])).tolist() if self.boundaries == "whole" else None
         _, stop = next(window_bounds(len(self.tail), self.length, starts=starts))
         row, self.tail = pad_row(self.tail[:stop], self.length), self.tail[stop:]
         return row
@@ -524,7 +524,8 @@ class Mixture:
             raise DataError(
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
             )
-        ((self.length, self.boundaries, self.pad_id),) = forms
+        first = next(iter(self.domains.values()))
+        self.length, self.boundaries, self.pad_id = first.length, first.boundaries, first.pad_id
 
     def counts(self, rows: int) -> dict[int, int]:
         """Number of rows of each domain among the first `rows` rows."""

@@ -62,7 +62,7 @@ class Measurement:
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row."""
-        self.row = self.row.model_copy(update={"metrics": self.row.metrics | metrics})
+        self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})
 
     def add_training(self, summary: TrainingSummary, peak_memory: int) -> None:
         """Add the cost of training to the row, and the losses to the details."""

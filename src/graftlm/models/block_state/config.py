@@ -76,10 +76,10 @@ class BlockStateConfig(PreTrainedConfig):
     context: Literal["sh", "mh", "mf"] = "sh"
     kernel: Literal["s4d", "unstructured"] = "s4d"
     state_size: int = 16
-    state_width: int | None = None
+    state_width: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     filters: int = 32
     positional_ssm: bool = True
-    recurrent_states: int | None = None
+    recurrent_states: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     memory_windows: int = 1
     kernel_length: int = 4096
     kernel_limit: int = 131_072
