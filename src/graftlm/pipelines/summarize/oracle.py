@@ -23,9 +23,7 @@ TokenLists = Sequence[Sequence[str]]
 FloatArray = NDArray[np.float64]
 
 
-def oracle_labels(
-    document: Sequence[str], summary: Sequence[str], per_sentence: int = 2, *, stem: bool = True
-) -> list[list[int]]:
+def oracle_labels(document: Sequence[str], summary: Sequence[str], per_sentence: int = 2) -> list[list[int]]:
     """Return for each sentence of the summary the `per_sentence` best sentences of the document.
 
     Ties go to the earlier sentence. A document with fewer sentences gives all of them.
@@ -33,22 +31,20 @@ def oracle_labels(
     Returns:
         M lists of indices, best first.
     """
-    scores_NM = rouge_scores(document, summary, stem=stem)
+    scores_NM = rouge_scores(document, summary)
     best_NM = np.argsort(-scores_NM, axis=0, kind="stable")[:per_sentence]
     return [[int(index) for index in column] for column in best_NM.T]
 
 
-def oracle_extract(
-    document: Sequence[str], summary: Sequence[str], per_sentence: int = 2, *, stem: bool = True
-) -> list[int]:
+def oracle_extract(document: Sequence[str], summary: Sequence[str], per_sentence: int = 2) -> list[int]:
     """Return the distinct sentences of `oracle_labels` in document order."""
-    return sorted({index for labels in oracle_labels(document, summary, per_sentence, stem=stem) for index in labels})
+    return sorted({index for labels in oracle_labels(document, summary, per_sentence) for index in labels})
 
 
-def rouge_scores(document: Sequence[str], summary: Sequence[str], *, stem: bool = True) -> FloatArray:
+def rouge_scores(document: Sequence[str], summary: Sequence[str]) -> FloatArray:
     """Return the mean of ROUGE-1, 2 and L (F1) of each pair of sentences, shape (N, M)."""
-    tokens_N = [rouge_tokens(sentence, stem) for sentence in document]
-    tokens_M = [rouge_tokens(sentence, stem) for sentence in summary]
+    tokens_N = [rouge_tokens(sentence) for sentence in document]
+    tokens_M = [rouge_tokens(sentence) for sentence in summary]
     if not tokens_N or not tokens_M:
         return np.zeros((len(tokens_N), len(tokens_M)))
     unigrams, bigrams = (_ngram_f1(tokens_N, tokens_M, n) for n in (1, 2))

@@ -81,13 +81,10 @@ def _stemmer() -> Callable[[str], str]:
     return lru_cache(_STEM_CACHE)(porter.PorterStemmer().stem)
 
 
-def rouge_tokens(text: str, stem: bool = True) -> list[str]:
+def rouge_tokens(text: str) -> list[str]:
     """Tokenize as rouge-score does: runs of a–z and 0–9 in lower case; tokens above three characters are stemmed."""
-    tokens = _ROUGE_TOKEN.findall(text.lower())
-    if not stem:
-        return tokens
     stemmed = _stemmer()
-    return [stemmed(token) if len(token) > 3 else token for token in tokens]
+    return [stemmed(token) if len(token) > 3 else token for token in _ROUGE_TOKEN.findall(text.lower())]
 
 
 def split_words(text: str) -> list[str]:
