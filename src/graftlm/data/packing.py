@@ -525,7 +525,8 @@ class Mixture:
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
             )
         first = next(iter(self.domains.values()))
-        self.length, self.boundaries, self.pad_id = first.length, first.boundaries, first.pad_id
+        self.length, self.pad_id = first.length, first.pad_id
+        self.boundaries: Boundaries = first.boundaries
 
     def counts(self, rows: int) -> dict[int, int]:
         """Number of rows of each domain among the first `rows` rows."""

@@ -67,7 +67,9 @@ class StreamingBlocks:
     def _draw(self, key: tuple[int, int]) -> np.ndarray:
         at = np.random.Generator(np.random.Philox([*key, self._drawn])).integers(self._buffer_rows)
         row = self._buffer[at].copy()
-        self._buffer[at] = self._packer.next_row()
+        row_after = self._packer.next_row()
+        assert row_after is not None, "a packer that repeats has no last row"
+        self._buffer[at] = row_after
         self._drawn += 1
         return row
 

@@ -118,7 +118,8 @@ class FilterStateAttention(nn.Module):
 
     def _next_window_states(self, u: Tensor, grid: WindowGrid) -> Tensor:
         """(B, I, S, E): outputs of the backward models at the first token of the next window."""
-        assert self.backward_ssm is not None and self.final_states is not None
+        assert self.backward_ssm is not None
+        assert self.final_states is not None
         flipped = (u * grid.occupied[..., None]).flip(1)
         ends = self.backward_ssm(flipped, grid.reversed(), None).to(u.dtype).flip(1)
         after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
