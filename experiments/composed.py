@@ -196,11 +196,11 @@ def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
 
 def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Measurement) -> Row:
     """One row over seeds, with what was forgotten in bits per byte as well."""
-    for one in measured:
-        if "forgotten" in one.row.metrics:
-            lost = total(one, ["old_bpb"]) - total(anchor, ["old_bpb"])
+    for measurement in measured:
+        if "forgotten" in measurement.row.metrics:
+            lost = total(measurement, ["old_bpb"]) - total(anchor, ["old_bpb"])
             more = {"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)}
-            one.row = one.row.model_copy(update={"metrics": one.row.metrics | more})
+            measurement.row = measurement.row.model_copy(update={"metrics": measurement.row.metrics | more})
     return over_seeds(measured, row_id, label)
 
 
@@ -209,7 +209,7 @@ def rows_of(
 ) -> list[Row]:
     """The rows of all tables: the bare models, the anchor `m_b` among them, and what was trained."""
     anchor = bare["m_b"]
-    rows = [row_of([one], name, labels[name], anchor) for name, one in bare.items()]
+    rows = [row_of([measurement], name, labels[name], anchor) for name, measurement in bare.items()]
     return rows + [row_of(measured, name, labels[name], anchor) for name, measured in main.items()]
 
 
@@ -222,7 +222,7 @@ def details_of(
     """What stands beside the rows: rates and what chose them, and the first seed's statistics and losses."""
     return {
         "rates": dict(rates),
-        "validation": {cell: plain(one, ("validation",)) for cell, one in tuning.items()},
+        "validation": {cell: plain(measurement, ("validation",)) for cell, measurement in tuning.items()},
         "statistics": {row_id: measured[0].details.get("statistics", {}) for row_id, measured in main.items()},
         "losses": {row_id: measured[0].details.get("losses", []) for row_id, measured in main.items()},
         "setting": dict(setting),
@@ -241,10 +241,10 @@ def only(row: Row, *endings: str) -> Row:
 
 def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
     """The aim that a composition forgets no more than LoRA; a difference, for either may have gained."""
-    found = {row.id: value_of(row.metrics["forgotten"]) for row in rows if "forgotten" in row.metrics}
-    if not {"composition", "lora"} <= found.keys():
+    forgotten = {row.id: value_of(row.metrics["forgotten"]) for row in rows if "forgotten" in row.metrics}
+    if not {"composition", "lora"} <= forgotten.keys():
         return []
-    more = found["composition"] - found["lora"]
+    more = forgotten["composition"] - forgotten["lora"]
     text = "English forgotten beyond LoRA's, nats per token"
     return [Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0)]
 

@@ -172,7 +172,11 @@ def prose(text: str) -> str:
     text = re.sub(r"```.*?(```|\Z)", "", text, flags=re.DOTALL)
     blocks = [block.strip("\n").split("\n") for block in re.split(r"\n\s*\n", text)]
     kept = [" ".join(line.strip() for line in lines) for lines in blocks if not any(map(_NO_PROSE.match, lines))]
-    return "\n".join(one for one in kept if len(one) > 80 and len(_LETTERS.findall(one)) > 0.93 * len(one))
+    return "\n".join(
+        paragraph
+        for paragraph in kept
+        if len(paragraph) > 80 and len(_LETTERS.findall(paragraph)) > 0.93 * len(paragraph)
+    )
 
 
 def _english(novels: Sequence[str], docs: Sequence[str], size: Size, share: float) -> list[str]:
@@ -195,8 +199,8 @@ def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str],
 def _documentation(data: Path, modules: Sequence[str]) -> Iterator[str]:
     """Documents' prose, and between them the docstrings and comments of modules."""
     collections = zip(*(read_texts(data / name) for name in DOCUMENTS), strict=False)
-    proses = (found for documents in collections for one in documents if (found := prose(one)))
-    words = (found[0] for path in modules if (found := split_source(Path(path).read_bytes())) and found[0])
+    proses = (text for documents in collections for document in documents if (text := prose(document)))
+    words = (split[0] for path in modules if (split := split_source(Path(path).read_bytes())) and split[0])
     for pair in zip(proses, words, strict=False):
         yield from pair
 

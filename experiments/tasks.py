@@ -36,24 +36,28 @@ def measure_task(model: Any, tokenizer: Any, task: PromptTask) -> dict[str, Any]
     """The metrics of one task."""
     examples = read_examples(task.path)
     scores = score_answers(model, tokenizer, examples)
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         task.name: scores.interval("nats_per_token"),
         f"{task.name}_bpb": scores.interval("bits_per_byte"),
         f"{task.name}_answer": float(scores.nats.sum()) / len(examples),
     }
     if task.answers:
-        some = examples[: task.answers]
+        answered = examples[: task.answers]
         answers = generate_answers(
-            model, tokenizer, [one.prompt for one in some], max_new_tokens=task.max_new_tokens, stop=task.stop
+            model,
+            tokenizer,
+            [example.prompt for example in answered],
+            max_new_tokens=task.max_new_tokens,
+            stop=task.stop,
         )
-        found[f"{task.name}_chrf"] = chrf(answers, some, beta=1)
-    return found
+        metrics[f"{task.name}_chrf"] = chrf(answers, answered, beta=1)
+    return metrics
 
 
 def read_examples(path: str | Path) -> list[Example]:
     """The examples of a JSON Lines file."""
     with Path(path).open(encoding="utf-8") as lines:
-        return [Example(prompt=one["prompt"], answer=one["text"]) for one in map(json.loads, lines)]
+        return [Example(prompt=example["prompt"], answer=example["text"]) for example in map(json.loads, lines)]
 
 
 def measure_tasks(model: Any, tokenizer: Any, tasks: Sequence[PromptTask]) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def spread(texts: Sequence[str], characters: int) -> list[str]:
 
 
 def _docstrings(file: Path) -> list[str]:
-    found = (split_source(text.encode()) for text in read_texts(file))
-    return [one[0] for one in found if one and one[0]]
+    splits = (split_source(text.encode()) for text in read_texts(file))
+    return [split[0] for split in splits if split and split[0]]
 
 
 def spaced(values: Sequence[T], count: int) -> list[T]:
@@ -71,15 +71,15 @@ def fitting(pairs: Iterable[tuple[str, str]], tokenizer: Any, length: int) -> li
     ]
 
 
-def pieces(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
+def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
     """Texts cut into pieces that fit into a row of `length` tokens, whole ones nearly fill it."""
     size = length - max(2, length // 32)  # a piece alone may take a few tokens more than it does in its text
-    found = []
+    parts: list[str] = []
     for text in texts:
         starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
         cuts = [*starts[::size], len(text)]
-        found += [text[start:stop] for start, stop in pairwise(cuts)]
-    return [piece for piece in found if piece.strip()]
+        parts += [text[start:stop] for start, stop in pairwise(cuts)]
+    return [text for text in parts if text.strip()]
 
 
 def write_examples(path: Path, pairs: Iterable[tuple[str, str]]) -> None:

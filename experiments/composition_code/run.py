@@ -30,7 +30,7 @@ from experiments.parents import FILES, Parents, Size, make_parents, read_texts
 from experiments.parents import QUICK as QUICK_SIZE
 from experiments.study import bars, check_files
 from experiments.tasks import PromptTask
-from experiments.texts import fitting, held_out, old_part, part, pieces, spaced, write_examples
+from experiments.texts import cut_texts, fitting, held_out, old_part, part, spaced, write_examples
 from graftlm.config import Config
 from graftlm.data import DataConfig
 from graftlm.demo.corpus import write_documents
@@ -52,7 +52,7 @@ LABELS = {
 VALIDATION = ("validation_c2t", "validation_t2c")
 
 
-class Amounts(Config):
+class CodeAmounts(Config):
     """How much of each text.
 
     Args:
@@ -72,7 +72,7 @@ class Amounts(Config):
     answers: int = 16
 
 
-QUICK = Amounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6, answers=2)
+QUICK = CodeAmounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6, answers=2)
 
 
 def run(options: Options) -> Results:
@@ -84,7 +84,7 @@ def run(options: Options) -> Results:
     """
     wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
     check_files(options, FILES)
-    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
+    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), CodeAmounts())
     parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
     texts = options.out / "texts"
     counts = write_texts(options.data, parents, texts, amounts, size.length)
@@ -103,7 +103,7 @@ def run(options: Options) -> Results:
     return results
 
 
-def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, length: int) -> dict[str, int]:
+def write_texts(data: Path, parents: Parents, folder: Path, amounts: CodeAmounts, length: int) -> dict[str, int]:
     """Write every text and task into `folder`; gives the characters and examples of what is trained on.
 
     All of it is cut or chosen so that every example is whole in a row of `length` tokens.
@@ -112,28 +112,28 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, le
     held_out(data, corpus, folder, amounts.tested)
     python = part(read_texts(corpus / "python-train.jsonl"), amounts.share)
     english = old_part(read_texts(corpus / "english.jsonl"), amounts.old)
-    for name, found in {"python": python, "english": english}.items():
-        write_documents(folder / f"{name}-part.jsonl", pieces(found, tokenizer, length))
+    for name, documents in {"python": python, "english": english}.items():
+        write_documents(folder / f"{name}-part.jsonl", cut_texts(documents, tokenizer, length))
     kinds = {
         name: [
-            one
-            for one in functions(read_texts(corpus / f"python-{name}.jsonl"))
-            if len(fitting([docstring_of(one), code_of(one)], tokenizer, length)) == 2
+            function
+            for function in functions(read_texts(corpus / f"python-{name}.jsonl"))
+            if len(fitting([docstring_of(function), code_of(function)], tokenizer, length)) == 2
         ]
         for name in ("train", "validation", "test")
     }
-    some = spaced(kinds["train"], amounts.functions)
-    both = [docstring_of(one) if index % 2 else code_of(one) for index, one in enumerate(some)]
+    chosen = spaced(kinds["train"], amounts.functions)
+    both = [docstring_of(function) if index % 2 else code_of(function) for index, function in enumerate(chosen)]
     write_examples(folder / "functions.jsonl", both)
     for name, start, count in (("validation", "validation_", amounts.examples // 2), ("test", "", amounts.examples)):
         chosen = spaced(kinds[name], count)
         write_examples(folder / f"task-{start}c2t.jsonl", map(docstring_of, chosen))
         write_examples(folder / f"task-{start}t2c.jsonl", map(code_of, chosen))
     trained_on = {"specialist's text, characters": sum(map(len, python)), "functions": len(both)}
-    return trained_on | {f"functions of {name} modules": len(found) for name, found in kinds.items()}
+    return trained_on | {f"functions of {name} modules": len(members) for name, members in kinds.items()}
 
 
-def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: Amounts) -> ComposedStudy:
+def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: CodeAmounts) -> ComposedStudy:
     """The settings that all rows share."""
 
     def task(name: str, answers: int = 0) -> PromptTask:
@@ -184,13 +184,13 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The composition over both parents, on both tasks, and what it forgets beside LoRA."""
-    found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    metrics_of = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
     words = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
     pairs = [(f"{text}, bits per byte", name, other) for name, text in words.items() for other in ("m_b", "m_a")]
     ratios = [
         Aim(text=f"{text}, over {LABELS[other]}'s", metric=metric, aim=1.0, measured=ratio, met=ratio < 1)
         for text, metric, other in pairs
-        if {"composition", other} <= found.keys()
-        for ratio in [found["composition"][metric] / found[other][metric]]
+        if {"composition", other} <= metrics_of.keys()
+        for ratio in [metrics_of["composition"][metric] / metrics_of[other][metric]]
     ]
     return [*ratios, *more_forgotten(rows)]

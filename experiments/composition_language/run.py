@@ -24,7 +24,7 @@ from experiments.composed import (
     source,
 )
 from experiments.composition_language import paper, readout
-from experiments.composition_language.texts import FILES, QUICK, Amounts, write_texts
+from experiments.composition_language.texts import FILES, QUICK, LanguageAmounts, write_texts
 from experiments.parents import FILES as PARENT_FILES
 from experiments.parents import QUICK as QUICK_SIZE
 from experiments.parents import Parents, Size, make_parents
@@ -85,7 +85,7 @@ def run(options: Options) -> Results:
     """
     wanted = {row for table in options.chosen(tuple(TABLES), BY_DEFAULT) for row in TABLES[table]}
     check_files(options, (*PARENT_FILES, *FILES))
-    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), Amounts())
+    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), LanguageAmounts())
     parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
     texts = options.out / "texts"
     write_texts(options.data, parents, texts, amounts, size.length)
@@ -171,7 +171,7 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """What the issue asks: better French than both parents, English kept, little lost between two tokenizers."""
-    found = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    metrics_of = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
     wanted: list[tuple[str, str, str, str]] = [
         ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b"),
         ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a"),
@@ -189,7 +189,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     ratios = [
         Aim(text=text, metric=metric, aim=limit, measured=ratio, met=ratio < limit)
         for text, metric, row, other in wanted
-        if {row, other} <= found.keys()
-        for limit, ratio in [(limits.get(row, 1.0), found[row][metric] / found[other][metric])]
+        if {row, other} <= metrics_of.keys()
+        for limit, ratio in [(limits.get(row, 1.0), metrics_of[row][metric] / metrics_of[other][metric])]
     ]
     return [*ratios, *more_forgotten(rows)]

@@ -20,7 +20,7 @@ FILES = (*NTREX, *BIBLE)
 Pair = tuple[str, str]
 
 
-class Amounts(Config):
+class LanguageAmounts(Config):
     """How much of each text.
 
     Args:
@@ -42,10 +42,10 @@ class Amounts(Config):
     longest: int = 160
 
 
-QUICK = Amounts(share=0.5, old=1_200, passage=60, pairs=20, tested=1_500, examples=4)
+QUICK = LanguageAmounts(share=0.5, old=1_200, passage=60, pairs=20, tested=1_500, examples=4)
 
 
-def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, length: int) -> None:
+def write_texts(data: Path, parents: Parents, folder: Path, amounts: LanguageAmounts, length: int) -> None:
     """Write every text and task into `folder`, with prompts only where all fits into a row of `length` tokens."""
     corpus = parents.corpus
     parts = {"french": "french", "python": "python-train"}
@@ -58,7 +58,7 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: Amounts, le
         write_examples(folder / f"{name}.jsonl", fitting(pairs, tokenizer, length))
 
 
-def with_prompts(data: Path, folder: Path, amounts: Amounts) -> dict[str, Sequence[Pair]]:
+def with_prompts(data: Path, folder: Path, amounts: LanguageAmounts) -> dict[str, Sequence[Pair]]:
     """Training text with prompts, and the tasks."""
     verses, news = read_verses(data, amounts.longest), read_news(data, amounts.longest)
     third, count = len(verses) // 3, amounts.examples
