@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import torch
+from serial_engine import SerialEngine
 from serving_clients import Load
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,7 +40,6 @@ from graftlm.evaluation import Results, Row, write_report
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import Engine, EngineLimits
-from graftlm.serving.reference import SerialEngine
 from graftlm.serving.server import GraftServer
 from graftlm.serving.service import Service
 from graftlm.serving.settings import ServerSettings

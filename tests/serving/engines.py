@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import EngineLimits, Finish, GenerationRequest, RequestStream, TokenOutput
-from graftlm.serving.reference import SerialEngine
 from graftlm.testing import randomise
 from laws.examples import EXAMPLES, Example
 from laws.tools import graft_onto

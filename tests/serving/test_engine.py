@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Call
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import EngineError, EngineLimits, GenerationRequest, ServingError, UnknownModelError
-from graftlm.serving.reference import SerialEngine
 from laws.examples import EXAMPLES
 from laws.tools import graft_onto
 from serving.engines import Completion, Gate, backbone, batching, complete, grafts, prompt, read

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Site, Tap
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
@@ -23,7 +24,6 @@ from graftlm.serving.protocol import (
     ShuttingDownError,
     UnknownModelError,
 )
-from graftlm.serving.reference import SerialEngine
 from serving.engines import BLOCKING, Gate, backbone, batching, complete, grafts, prompt, read
 from tiny import tiny_ids
 

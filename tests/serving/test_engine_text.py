@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import serial_engine as reference
 from graftlm.backbone import Backbone
 from graftlm.grafts.graft_set import GraftSet
-from graftlm.serving import reference
 from graftlm.serving.engine import RequestQueue, ScheduledRequest
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, TokenOutput
 from graftlm.serving.sampling import sample
