@@ -62,7 +62,9 @@ def rows(data: Path, limit: int) -> list[Row]:
 
 def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
     """The row of one language; every example counts with and without its context."""
-    decisions = [decision(example, with_context) for example in examples for with_context in (False, True)]
+    decisions: list[tuple[Any, ...]] = [
+        decision(example, with_context) for example in examples for with_context in (False, True)
+    ]
     questions, needed = (sum(decision[index] for decision in decisions) for index in (0, 1))
     right = sum(question and is_needed for question, is_needed, _ in decisions)
     metrics: dict[str, Any] = {

@@ -124,7 +124,7 @@ def _conditions(
                 kind=kind,
                 language=language,
                 examples_sha256=hashes[kind, language],
-                **(common | {"method": "intercpt"} | values),
+                **{**common, "method": "intercpt", **values},  # type: ignore[arg-type]  # checked when it is built
             )
             for kind, language in sets
             if kind in kinds

@@ -73,7 +73,7 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
     """A row's metrics for one seed. Parameters and seconds of several models are added up."""
     runs = study.row_runs(row, seed)
     scores = study.scores(runs)
-    metrics: dict[str, Metric] = scores | {"average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
+    metrics: dict[str, Metric] = {**scores, "average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
     metrics["data_share"] = mean(_by_task(study, row, seed, "data_share_by_task").values())
     measured = [study.measured[run.id].row.metrics for run in runs]
     for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds"):

@@ -65,7 +65,8 @@ def count_rows(study: ConditionalTasksStudy) -> list[Row]:
             runs = study.row_runs(row, study.seeds[0], tasks=list(TASKS)[:count])
             study.execute(runs, f"{count} tasks")
             scores = study.scores(runs)
-            metrics = {"average": mean(scores.values()), "average_first": mean(scores[task] for task in smallest)}
+            first = mean(scores[task] for task in smallest)
+            metrics: dict[str, Metric] = {"average": mean(scores.values()), "average_first": first}
             rows.append(Row(id=f"{row}_{count}", label=f"{label}, {count} tasks", metrics=metrics))
     return rows
 
@@ -110,8 +111,8 @@ def draw_similarity(rows: Sequence[Row]) -> Figure:
     for number, row in enumerate(rows):
         x, y = ([value_of(row.metrics[f"{name}_{task}"]) for task in TASKS] for name in ("similarity", "gain"))
         axes.plot(x, y, MARKERS[number], color=PALETTE[number], label=row.label)
-        for task, *point in zip(TASKS, x, y, strict=True):
-            axes.annotate(task, point, fontsize=7, xytext=(3, 3), textcoords="offset points")
+        for task, at_x, at_y in zip(TASKS, x, y, strict=True):
+            axes.annotate(task, (at_x, at_y), fontsize=7, xytext=(3, 3), textcoords="offset points")
     axes.set_xlabel("covariance similarity to the other tasks")
     axes.set_ylabel("score over single-task fine-tuning's")
     axes.spines[["top", "right"]].set_visible(False)

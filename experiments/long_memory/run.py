@@ -73,7 +73,7 @@ class MemoryTaskRun(Run):
             losses += [[steps + line["step"], line["loss"]] for line in history]
             steps += stage.steps
         details = {"losses": losses, "training_cpu_s": round(time.process_time() - started, 1)}
-        metrics: dict[str, float] = {"parameters": count_parameters(model.parameters())}
+        metrics: dict[str, Metric] = {"parameters": count_parameters(model.parameters())}
         for split in ("validation", "test"):
             examples = make_examples(self.task, self.tested, self.seed, split)
             metrics[split] = accuracy(model, examples, self.task.stages[-1].batch_size)
@@ -142,10 +142,10 @@ class LongMemoryConfig(Config):
     tested: int = 512
 
 
-_FLAT = (
+_FLAT: Any = (
     (24, 700, 32), (32, 200, 32), (40, 200, 32), (48, 200, 32), (64, 200, 32), (96, 200, 32), (128, 300, 32),
 )  # fmt: skip
-_NESTED = (
+_NESTED: Any = (
     (16, 400, 32), (32, 400, 32), (64, 400, 32), (128, 300, 32), (256, 300, 32), (512, 200, 16), (1024, 150, 16),
     (2000, 150, 16),
 )  # fmt: skip

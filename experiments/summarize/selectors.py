@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -106,7 +106,7 @@ class SelectorRun(DocumentRun):
         }
         sentences_per_s = sum(len(sample.document.selectable) for sample in samples) / (time.process_time() - trained)
         _write_rankings(context.folder, rankings)
-        metrics = {"training_cpu_s": round(trained - started, 1), "sentences_per_s": sentences_per_s}
+        metrics: dict[str, Any] = {"training_cpu_s": round(trained - started, 1), "sentences_per_s": sentences_per_s}
         return Measurement(Row(id=self.id, label=self.id, metrics=metrics), {"losses": losses})
 
     def _selector(self, context: RunContext) -> tuple[Selector, list[list[float]]]:

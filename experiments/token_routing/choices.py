@@ -130,8 +130,11 @@ def choice_rows(study: TokenRoutingStudy) -> list[Row]:
     rows = []
     for name, rate in dict.fromkeys((name, rate) for name, rate, _ in experts):
         nlls = [numbers_of(measured, experts[name, rate, domain])[f"nll_{domain}"] for domain in DOMAINS]
-        metrics = dict(zip([f"nll_{domain}" for domain in DOMAINS], nlls, strict=True)) | {"nll_average": mean(nlls)}
+        names = [f"nll_{domain}" for domain in DOMAINS]
+        metrics: dict[str, Any] = dict(zip(names, nlls, strict=True)) | {"nll_average": mean(nlls)}
         rows.append(Row(id=f"try_{name}_{rate:g}", label=f"experts on {name}, rate {rate:g}", metrics=metrics))
     for rate, run in routers.items():
-        rows.append(Row(id=f"try_xlora_{rate:g}", label=f"X-LoRA, rate {rate:g}", metrics=numbers_of(measured, run)))
+        rows.append(
+            Row(id=f"try_xlora_{rate:g}", label=f"X-LoRA, rate {rate:g}", metrics=dict(numbers_of(measured, run)))
+        )
     return rows

@@ -103,7 +103,7 @@ class MixtureRun(RoutingRun):
                 else:
                     details = self._read_documents(model, graft, backbone)
                     metrics = document_metrics(details["documents"], details["names"])
-        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics), details)
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=dict(metrics)), details)
 
     @contextmanager
     def open_model(self, context: RunContext, **routing: Any) -> Iterator[tuple[Any, Any, Backbone]]:

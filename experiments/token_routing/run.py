@@ -133,7 +133,9 @@ def update_error(adapters: Sequence[Path]) -> float:
             continue
         factors = [(expert[key], expert[key.replace("lora_A", "lora_B")]) for expert in experts]
         exact: Any = sum(b @ a for a, b in factors)
-        published: Any = sum(b for _, b in factors) @ sum(a for a, _ in factors)
+        sum_a: Any = sum(a for a, _ in factors)
+        sum_b: Any = sum(b for _, b in factors)
+        published = sum_b @ sum_a
         errors.append(float((published - exact).norm() / exact.norm()))
     return mean(errors)
 
@@ -187,7 +189,7 @@ def minilm_row(study: TokenRoutingStudy, embedder: str) -> Row:
     routing = {**PUBLISHED, "embedder": {"name": embedder, "centre": False}, "every": 2}
     mixture = study.mixture("minilm_k2", study.experts(seed), seed, routing=routing, trace=True)
     metrics = numbers_of(study.measure([mixture], "MiniLM"), mixture)
-    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=metrics)
+    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=dict(metrics))
 
 
 def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:

@@ -82,7 +82,7 @@ class TokenRoutingStudy(Study):
         sizes: RoutingSizes | None = None,
     ) -> ExpertRun:
         """The training of one domain's expert."""
-        shared = self._shared(seed) | ({"sizes": sizes} if sizes else {})
+        shared: dict[str, Any] = self._shared(seed) | ({"sizes": sizes} if sizes else {})
         return ExpertRun(
             id=f"{prefix}-{domain}_s{seed}", domains=(domain,), learning_rate=learning_rate, targets=targets, **shared
         )

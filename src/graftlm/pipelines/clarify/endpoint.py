@@ -127,7 +127,7 @@ class Endpoint:
     def _read_completion(self, response: Any) -> Reply:
         choices = getattr(response, "choices", None)
         text = choices[0].message.content if choices and getattr(choices[0], "message", None) else None
-        if not isinstance(text, str):
+        if not choices or not isinstance(text, str):
             raise self._protocol_error(response if isinstance(response, str) else "no reply in its JSON")
         return _reply(text, getattr(response, "usage", None), choices[0].finish_reason)
 

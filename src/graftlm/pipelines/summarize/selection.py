@@ -56,9 +56,11 @@ class Selector(Protocol):
     @property
     def name(self) -> str:
         """Name for people."""
+        ...
 
     def rank(self, document: SourceDocument) -> Sequence[RankedSentence]:
         """Return sentences of `document.selectable`, best first. A selector may leave sentences out."""
+        ...
 
 
 class Budget(Config):

@@ -122,7 +122,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
         raise ArtifactError(
             f"{folder} is no whole selector ({cause}): name a folder that train_selector wrote."
         ) from None
-    model.to(device or default_device())
+    model.to(device or default_device())  # type: ignore[arg-type]  # transformers wraps the method
     return TrainedSelector(model.eval(), tokenizer, str(folder), record)
 
 

@@ -148,7 +148,8 @@ def format_summary(summary: Summary) -> Iterator[str]:
     if summary.writer is None:
         yield from (f"{sentence.text} [{number}]" for number, sentence in enumerate(summary.extract.sentences, start=1))
     for link in summary.links:
-        yield f"{link.text} [{numbers[link.index] if _is_supported(link) else '?'}]"
+        number = numbers[link.index] if link.index is not None and _is_supported(link) else None
+        yield f"{link.text} [{number or '?'}]"
     yield ""
     for number, sentence in enumerate(summary.extract.sentences, start=1):
         yield f"[{number}] {_location(summary.document, sentence)}"

@@ -102,12 +102,15 @@ class AbstractiveWriter(Protocol):
     @property
     def name(self) -> str:
         """Name for people."""
+        ...
 
     def count_tokens(self, text: str) -> int:
         """Return the number of the writer's tokens in a text."""
+        ...
 
     def write(self, extract: Extract) -> WriterOutput:
         """Write the summary."""
+        ...
 
 
 class LanguageModelWriter:

@@ -141,11 +141,14 @@ def ordinal_alpha(units: Iterable[Sequence[float]]) -> float | None:
 def _read_json(path: Path, file_format: str, expected: str) -> dict[str, Any]:
     try:
         with read_errors(path):
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         values = None
-    is_valid = isinstance(values, dict) and values.get("format") == file_format
-    if not is_valid or (file_format == KEY_FORMAT and "summaries" not in values):
+    if (
+        not isinstance(values, dict)
+        or values.get("format") != file_format
+        or (file_format == KEY_FORMAT and "summaries" not in values)
+    ):
         raise DataError(f"{path} is no such file: {expected} is expected.")
     return values
 
