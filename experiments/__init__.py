@@ -28,20 +28,20 @@ EXPERIMENTS: dict[str, str] = {
 
 
 class Options(Config):
-    """What every reproduction can be told.
+    """The options of every experiment.
 
     Args:
-        data: the folder of data sets.
-        out: where cells, results, report and plots go; finished cells there are read back.
-        seeds: one run of every row for each.
-        tables: which of the paper's tables; all when empty.
+        data: folder of the data sets.
+        out: folder of runs, results, report and plots; finished runs there are read back.
+        seeds: every row has one run for each.
+        tables: names of tables; the experiment's default ones when empty.
         quick: a smaller run of the same form.
-        jobs: processes at a time, one core each.
-        device: where models run; None takes the fastest there is.
+        jobs: number of processes, one core each.
+        device: device of the models; None takes the fastest.
         backbone: another backbone than the experiment's own.
         endpoint: the server of an experiment that asks models over the network.
-        models: of that server.
-        scorers: metrics of the user's own, each NAME=COMMAND, where an experiment has texts to score.
+        models: names of models of that server.
+        scorers: metrics of the user, each NAME=COMMAND, for experiments that score texts.
     """
 
     data: Path
@@ -57,7 +57,7 @@ class Options(Config):
     scorers: tuple[str, ...] = ()
 
     def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
-        """The asked tables; without any the default ones, or all that are known.
+        """The chosen tables; without any the default ones, or all that are known.
 
         Raises:
             RecipeError: a table is not known.

@@ -19,7 +19,7 @@ def run(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Which experiment; a wrong name lists all.", show_default=False)
     ],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="The folder of data sets.", show_default=False)],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder of data sets.")] = Path("data"),
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="By default runs/NAME.")] = None,
     seeds: Annotated[str, typer.Option(metavar="0,1,2", help="One run of every row for each.")] = "0,1,2",
     table: Annotated[

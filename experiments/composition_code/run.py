@@ -76,7 +76,7 @@ QUICK = CodeAmounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables and write `results.json`, `report.md` and plots.
+    """Run the chosen tables and write `results.json`, `report.md` and plots.
 
     Raises:
         DataError: the data folder lacks a file.

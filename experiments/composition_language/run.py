@@ -77,7 +77,7 @@ VARIANTS = TABLES["variants"][1:]
 
 
 def run(options: Options) -> Results:
-    """Run the asked tables and write `results.json`, `report.md` and plots.
+    """Run the chosen tables and write `results.json`, `report.md` and plots.
 
     Raises:
         DataError: the data folder lacks a file.

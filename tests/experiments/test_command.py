@@ -54,7 +54,10 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
             ("neutral-residues", "--data", ".", "--seeds", "0,one"),
             "error: python -m experiments: seeds.1: the value should be a valid integer, but found 'one'.",
         ),
-        (("neutral-residues",), "Missing option '--data'"),
+        (
+            ("neutral-residues",),
+            "error: The data folder data lacks lm_text/eltec_eng.jsonl: pass --data with a folder that holds",
+        ),
     ],
 )
 def test_a_mistake_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys, arguments, sentence: str) -> None:
