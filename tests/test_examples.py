@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,20 @@ from examples.my_graft import LowRankBias, LowRankBiasConfig
 from graftlm import GraftError, graft_config, load_backbone, load_graft, load_recipe, register_graft, run_recipe
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, HasHeads, HasTensors, graft_class
 from graftlm.grafts.baselines import FineTuning
+from graftlm.grafts.registry import REGISTRY
 from graftlm.testing import GraftLaws
 from tiny import BackboneFolder
 
 ROOT = Path(__file__).parents[1]
+# Importing the example registers its graft, and other tests of this process list the kinds there are.
+EXAMPLE = REGISTRY.pop("low-rank-bias")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered_example() -> Iterator[None]:
+    REGISTRY["low-rank-bias"] = EXAMPLE
+    yield
+    del REGISTRY["low-rank-bias"]
 
 
 class TestLowRankBias(GraftLaws):

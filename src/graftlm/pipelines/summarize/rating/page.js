@@ -137,7 +137,7 @@ function download() {
     return;
   }
   const ratings = { format: data.format, page: data.page, rater, ratings: state.ratings };
-  const link = element("a", { download: `ratings-${data.page}-${rater.rebyId(/[^\p{L}\p{N}]+/gu, "-")}.json` });
+  const link = element("a", { download: `ratings-${data.page}-${rater.replace(/[^\p{L}\p{N}]+/gu, "-")}.json` });
   link.href = URL.createObjectURL(new Blob([JSON.stringify(ratings, null, 1) + "\n"], { type: "application/json" }));
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
