@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -80,6 +81,26 @@ def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     one = execute(runs, tmp_path / "one", progress=False)
     two = execute(runs, tmp_path / "two", jobs=2, title="sums", progress=False)
     assert {name: m.to_json() for name, m in one.items()} == {name: m.to_json() for name, m in two.items()}
+
+
+class SharingRun(SumRun):
+    """Shares something in its process, and fails."""
+
+    shared: ClassVar[list[str]] = []
+
+    def measure(self, context: RunContext) -> Measurement:
+        self.shared.append("a loaded backbone")
+        raise ValueError("a run that fails")
+
+    @classmethod
+    def release(cls) -> None:
+        cls.shared.clear()
+
+
+def test_a_failed_run_leaves_nothing_shared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a run that fails"):
+        execute([SharingRun(id="a")], tmp_path, progress=False)
+    assert not SharingRun.shared
 
 
 @pytest.mark.parametrize(

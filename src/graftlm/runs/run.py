@@ -224,6 +224,18 @@ def execute(
     """
     out = Path(out)
     by_id = _unique(runs)
+    try:
+        done = _execute_all(by_id, out, jobs, title, progress, log)
+    finally:  # after an error too: the next call must not meet a backbone or texts of this one
+        for kind in {type(run) for run in runs}:
+            kind.release()
+    return {run.id: done[run.id] for run in runs}
+
+
+def _execute_all(
+    by_id: Mapping[str, Run], out: Path, jobs: int, title: str | None, progress: bool, log: Log
+) -> dict[str, Measurement]:
+    """Read back or do every run, each after its dependencies; by id."""
     waiting = dict(by_id)
     done: dict[str, Measurement] = {}
     keys: dict[str, str] = {}
@@ -245,9 +257,7 @@ def execute(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     done[running.pop(future).id] = Measurement.from_json(json.loads(future.result()))
                     advance()
-    for kind in {type(run) for run in runs}:
-        kind.release()
-    return {run.id: done[run.id] for run in runs}
+    return done
 
 
 def _unique(runs: Sequence[Run]) -> dict[str, Run]:
