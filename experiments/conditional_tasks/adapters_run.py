@@ -23,7 +23,7 @@ from graftlm.evaluation.labelled import TaskScore, TaskTestSet, decode_predictio
 from graftlm.grafts.heads import TaskSpec
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, RunContext
-from graftlm.runs.task_run import knows_segments, row_encoder, task_tests
+from graftlm.runs.task_run import row_encoder, task_tests
 from graftlm.training.loop import learning_rate
 
 PYTHON = "GRAFTLM_ADAPTERS_PYTHON"
@@ -62,9 +62,8 @@ class AdaptersRun(ConditionalTasksRun):
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
         specs = {name: task.spec for name, task in rows.items()}
         backbone = self.backbone.load(kind="encoder")
-        training, tokenizer, encoder = self.training, backbone.need_tokenizer(), row_encoder(backbone, self.length)
-        sizes = training.batch_size, training.seed, self.length
-        mixture = LabelledMixture(rows, tokenizer, self.sampler, *sizes, segments=knows_segments(backbone))
+        training, encoder = self.training, row_encoder(backbone, self.length)
+        mixture = LabelledMixture(rows, encoder, self.sampler, training.batch_size, training.seed)
         tests = [
             (split, name, test, encoder.encode(test.rows).rows)
             for split in ("test", "validation")

@@ -91,7 +91,7 @@ class ConditionalTasksRun(TaskRun):
 
 def sampler_details(mixture: LabelledMixture) -> dict[str, Any]:
     """The share of each task's rows that were trained on, and the number of its rows in all steps."""
-    report = mixture.report()
+    report = mixture.sampler.report()
     picked = {task: sum(step.get(task, 0) for step in report["steps"]) for task in mixture.tasks}
     return {"data_share_by_task": report["data_share_by_task"], "picked": picked}
 

@@ -18,6 +18,7 @@ from tiny import tiny_tokenizer
 from training.tasks import tasks_of, write_rows
 
 TOKENIZER = tiny_tokenizer()
+ENCODER = RowEncoder(TOKENIZER, 40)
 
 
 def rows_of(spec: TaskSpec, *rows: tuple[Any, Any]) -> TaskRows:
@@ -37,7 +38,7 @@ def test_long_rows_are_cut_and_counted_or_refused() -> None:
     assert ([len(row) <= 12 for row in found.rows], found.cut) == ([True, True], 1)
     with pytest.raises(DataError, match=r"row 2 has \d+ tokens, but 12 are read: raise the length"):
         RowEncoder(TOKENIZER, 12, truncation=False).encode(task)
-    mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 2, length=12)
+    mixture = LabelledMixture({"t": task}, RowEncoder(TOKENIZER, 12), SamplerConfig(), 2)
     assert mixture.notes == ["Of the 2 rows of the task t 1 are longer than 12 tokens and were cut at their end."]
 
 
@@ -46,12 +47,14 @@ def test_truncated_answers_are_measured_and_not_learned() -> None:
     late = AnswerSpan(context.index("moon"), len(context), ("moon",))
     task = rows_of(SPAN, (("which", "dog moon"), AnswerSpan(4, 8, ("moon",))), (("which", context), late))
     encoder = RowEncoder(TOKENIZER, 20)
-    assert encoder.encode(task, training=True).kept == [0]
+    learned = encoder.encode(task, training=True)
+    assert len(learned) == 1
     found = encoder.encode(task)
-    assert found.kept == [0, 1]
+    assert len(found) == 2
+    assert learned.rows[0].ids.tolist() == found.rows[0].ids.tolist()
     assert found.rows[1].target is not None
     assert found.rows[1].target.tolist() == [IGNORED, IGNORED]
-    mixture = LabelledMixture({"t": task}, TOKENIZER, SamplerConfig(), 1, length=20)
+    mixture = LabelledMixture({"t": task}, encoder, SamplerConfig(), 1)
     assert "and 1 left out, as their answer lies behind the cut" in mixture.notes[0]
     question = rows_of(SPAN, (("which " * 30, "dog"), AnswerSpan(0, 3, ("dog",))))
     with pytest.raises(DataError, match=r"row 1 has a question of \d+ tokens, which leaves nothing"):
@@ -63,13 +66,16 @@ def test_a_partly_truncated_answer_is_not_learned() -> None:
     whole = RowEncoder(TOKENIZER, 200).encode(rows_of(SPAN, (("which", context), AnswerSpan(0, 5, ("brown",))))).rows[0]
     assert whole.alignment is not None
     end = int(whole.alignment[:10, 1].max())  # of ten tokens the last character
-    for last, learned in ((end, [0]), (end + 1, [])):
+    for last, learned in ((end, 2), (end + 1, 1)):
         task = rows_of(
             SPAN,
             (("which", context), AnswerSpan(0, last, (context[:last],))),
             (("which", "x"), AnswerSpan(0, 1, ("x",))),
         )
-        assert RowEncoder(TOKENIZER, 10).encode(task, training=True).kept == [*learned, 1]
+        encoded = RowEncoder(TOKENIZER, 10).encode(task, training=True)
+        assert len(encoded) == learned
+        assert encoded.rows[-1].target is not None
+        assert IGNORED not in encoded.rows[-1].target
 
 
 def test_a_row_without_tokens_is_named() -> None:
@@ -78,14 +84,12 @@ def test_a_row_without_tokens_is_named() -> None:
 
 
 def mixture(
-    folder: Path, policy: str = "uniform", score: Any = None, sampler: dict[str, Any] | None = None, **more: Any
+    folder: Path, policy: str = "uniform", score: Any = None, sampler: dict[str, Any] | None = None
 ) -> LabelledMixture:
     write_rows(folder)
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(folder).items()}
     rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
-    return LabelledMixture(
-        rows, TOKENIZER, SamplerConfig.parse({"policy": policy} | (sampler or {})), 12, 0, 40, score, **more
-    )
+    return LabelledMixture(rows, ENCODER, SamplerConfig.parse({"policy": policy} | (sampler or {})), 12, 0, score)
 
 
 def by_length(batch: TaskBatch) -> list[float]:
@@ -127,7 +131,7 @@ def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
     rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
 
     def made() -> LabelledMixture:
-        return LabelledMixture(rows, TOKENIZER, SamplerConfig.parse({"policy": policy}), 8, 0, 40, by_length)
+        return LabelledMixture(rows, ENCODER, SamplerConfig.parse({"policy": policy}), 8, 0, by_length)
 
     whole, first, second = made(), made(), made()
     wanted = [whole.batch(step).input_ids for step in range(5)]
@@ -135,7 +139,7 @@ def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
         first.batch(step)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert all(torch.equal(second.batch(step).input_ids, wanted[step]) for step in range(2, 5))
-    assert second.report() == whole.report()
+    assert second.sampler.report() == whole.sampler.report()
     assert second.fingerprint() == whole.fingerprint()
     with pytest.raises(DataError, match="Step 9 was asked for, but the sampler is at 5"):
         second.batch(9)
@@ -159,7 +163,7 @@ def test_the_sampler_observes_entropies_in_nats(tmp_path: Path, monkeypatch: pyt
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items()}
     rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
     rows = {name: task for name, task in rows.items() if task.spec.type in ("classification", "multi-label")}
-    found = LabelledMixture(rows, TOKENIZER, SamplerConfig(policy="entropy"), 12, 0, 40, lambda b: [0.5] * len(b.task))
+    found = LabelledMixture(rows, ENCODER, SamplerConfig(policy="entropy"), 12, 0, lambda b: [0.5] * len(b.task))
     heard: dict[str, list[float]] = {}
     monkeypatch.setattr(found.sampler, "observe", lambda task, values: heard.update({task: list(values)}))
     found.batch(0)

@@ -55,13 +55,11 @@ class EncodedTask:
     """The rows of a task as tokens.
 
     Attributes:
-        kept: indices of the task's rows that these are; training leaves out truncated answers.
         cut: number of rows that were truncated.
     """
 
     spec: TaskSpec
     rows: list[EncodedRow]
-    kept: list[int]
     cut: int
 
     def __len__(self) -> int:
@@ -101,25 +99,24 @@ class RowEncoder:
         """
         spec, rows = task.spec, task.rows
         if not rows:
-            return EncodedTask(spec, [], [], 0)
-        first, second = self._texts(spec, rows)
+            return EncodedTask(spec, [], 0)
+        second: list[str] | None = None
+        if spec.type == "tagging":
+            first = [" ".join(row.texts) for row in rows]
+        else:
+            first = [row.texts[0] for row in rows]
+            if all(len(row.texts) == 2 for row in rows):
+                second = [self._separator + row.texts[1] for row in rows]
         values = self._tokenise(first, second, spec)
         long = [index for index, ids in enumerate(values["input_ids"]) if len(ids) > self.length]
         if long:
             self._truncate(values, long, first, second, rows, spec)
         encoded = [self._row(spec, row, values, index) for index, row in enumerate(rows)]
-        lost = [spec.type == "span" and row.target is not None and int(row.target[0]) == IGNORED for row in encoded]
-        kept = [index for index in range(len(rows)) if not (training and lost[index])]
-        if not kept:
+        if training and spec.type == "span":
+            encoded = [row for row in encoded if row.target is None or int(row.target[0]) != IGNORED]
+        if not encoded:
             raise DataError(f"{rows[0].where}: no row has its answer within {self.length} tokens: raise the length.")
-        return EncodedTask(spec, [encoded[index] for index in kept], kept, len(long))
-
-    def _texts(self, spec: TaskSpec, rows: Sequence[LabelledRow]) -> tuple[list[str], list[str] | None]:
-        if spec.type == "tagging":
-            return [" ".join(row.texts) for row in rows], None
-        pairs = {len(row.texts) for row in rows} == {2}
-        second = [self._separator + row.texts[1] for row in rows] if pairs else None
-        return [row.texts[0] for row in rows], second
+        return EncodedTask(spec, encoded, len(long))
 
     def _tokenise(self, first: list[str], second: list[str] | None, spec: TaskSpec, **options: Any) -> dict[str, Any]:
         if spec.of_tokens:
@@ -258,7 +255,6 @@ class TaskBatch:
         task: long, (B,), the number of each row's task.
         row_targets: one tensor per row, for tagging of the row's own length; None when the rows have no labels.
         tagged: whether each row's task is tagging.
-        origin: index of each row before the rows were sorted by length.
     """
 
     input_ids: Tensor
@@ -267,7 +263,6 @@ class TaskBatch:
     task: Tensor
     row_targets: list[Tensor] | None
     tagged: list[bool]
-    origin: list[int]
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -290,14 +285,14 @@ class TaskBatch:
         segments = None if self.token_type_ids is None else self.token_type_ids[rows, :width]
         targets = None if self.row_targets is None else self.row_targets[rows]
         tensors = self.input_ids[rows, :width], mask[:, :width], segments, self.task[rows]
-        return TaskBatch(*tensors, targets, self.tagged[rows], self.origin[rows])
+        return TaskBatch(*tensors, targets, self.tagged[rows])
 
     def to(self, device: torch.device | str) -> TaskBatch:
         """The same rows on `device`."""
         segments = None if self.token_type_ids is None else self.token_type_ids.to(device)
         targets = None if self.row_targets is None else [target.to(device) for target in self.row_targets]
         tensors = self.input_ids.to(device), self.attention_mask.to(device), segments, self.task.to(device)
-        return TaskBatch(*tensors, targets, self.tagged, self.origin)
+        return TaskBatch(*tensors, targets, self.tagged)
 
     def prediction_inputs(self) -> dict[str, Any]:
         """Keyword arguments for `GraftedModel.predict`."""
@@ -323,8 +318,7 @@ Score = Callable[[TaskBatch], Sequence[float | None]]
 
 def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
     """The batch of some rows; the longest row comes first."""
-    origin = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-    ordered = [rows[index] for index in origin]
+    ordered = sorted(rows, key=lambda row: -len(row[0]))
     shape = len(rows), len(ordered[0][0])
     ids, mask = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
     segments = torch.zeros(shape, dtype=torch.long)
@@ -341,7 +335,6 @@ def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
         torch.tensor([number for _, _, number in ordered]),
         targets if len(targets) == len(rows) else None,
         [spec.type == "tagging" for _, spec, _ in ordered],
-        origin,
     )
 
 
@@ -350,8 +343,7 @@ def batches_by_length(rows: Sequence[TaskRow], size: int, pad_id: int) -> Iterat
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
     for start in range(0, len(order), size):
         indices = order[start : start + size]
-        batch = collate_rows([rows[index] for index in indices], pad_id)
-        yield [indices[index] for index in batch.origin], batch
+        yield indices, collate_rows([rows[index] for index in indices], pad_id)
 
 
 class LabelledMixture:
@@ -359,17 +351,13 @@ class LabelledMixture:
 
     Args:
         rows: the rows of each task.
-        tokenizer: the backbone's.
+        encoder: turns the rows into tokens.
         sampler: the policy. Under `uncertainty`, a task without entropy (regression, span) has the share of uniform
             sampling, 1 / number of tasks, unless `fixed` sets another.
         batch_size: rows of a step, over all processes.
         seed: seed of the sampler.
-        length: maximum number of tokens of a row.
         score: the training model's uncertainty about rows; needed by the policies uncertainty and entropy.
         numbers: the number of each task in the model; by default their order in `rows`.
-        segments: whether the model marks the second text of a pair by `token_type_ids`.
-        truncation: truncate longer rows at their end; without it a longer row is an error.
-        score_rows: rows per forward pass of `score`; by default those of a step.
 
     Raises:
         DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
@@ -378,24 +366,20 @@ class LabelledMixture:
     def __init__(
         self,
         rows: Mapping[str, TaskRows],
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: RowEncoder,
         sampler: SamplerConfig,
         batch_size: int,
         seed: int = 0,
-        length: int = 128,
         score: Score | None = None,
         *,
         numbers: Mapping[str, int] | None = None,
-        segments: bool = True,
-        truncation: bool = True,
-        score_rows: int | None = None,
     ) -> None:
-        self.batch_size, self.score, self.pad_id = batch_size, score, padding_id(tokenizer)
-        self.score_rows = score_rows or batch_size
-        encoder = RowEncoder(tokenizer, length, segments=segments, truncation=truncation)
+        self.batch_size, self.score, self.pad_id = batch_size, score, padding_id(encoder.tokenizer)
         self.tasks = {name: encoder.encode(task, training=True) for name, task in rows.items()}
         self.numbers = dict(numbers or {name: number for number, name in enumerate(rows)})
-        self.notes = [note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), length)]
+        self.notes = [
+            note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), encoder.length)
+        ]
         config = _with_fixed_shares(sampler, rows)
         _check_policy(config, rows, score)
         self.sampler = TaskSampler({name: len(task) for name, task in self.tasks.items()}, config, batch_size, seed)
@@ -418,10 +402,6 @@ class LabelledMixture:
         """The first rows of one task, at most `count`."""
         picks = [Pick(name, row) for row in range(min(count, len(self.tasks[name])))]
         return collate_rows([self._row(pick) for pick in picks], self.pad_id)
-
-    def report(self) -> dict[str, Any]:
-        """The choices so far; see `TaskSampler.report`."""
-        return self.sampler.report()
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state, as plain JSON values."""
@@ -455,7 +435,7 @@ class LabelledMixture:
         """The model's uncertainty about some rows, in their order."""
         assert self.score is not None, "the policy was checked"
         scores: list[float | None] = [None] * len(picks)
-        for indices, batch in batches_by_length([self._row(pick) for pick in picks], self.score_rows, self.pad_id):
+        for indices, batch in batches_by_length([self._row(pick) for pick in picks], self.batch_size, self.pad_id):
             for index, value in zip(indices, self.score(batch), strict=True):
                 scores[index] = value
         return scores
@@ -464,9 +444,8 @@ class LabelledMixture:
         """Report the entropies of the next rows to the sampler."""
         scores = self._scores(picks)
         for name, task in self.tasks.items():
-            values = [
-                value for pick, value in zip(picks, scores, strict=True) if pick.task == name and value is not None
-            ]
+            pairs = zip(picks, scores, strict=True)
+            values = [value for pick, value in pairs if pick.task == name and value is not None]
             self.sampler.observe(name, [value * largest_entropy(task.spec) for value in values])
 
 

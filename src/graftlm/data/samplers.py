@@ -14,7 +14,7 @@ epoch. All choices follow from the seed and the given entropies.
     sampler = TaskSampler({"intents": 9000, "acceptable": 900}, SamplerConfig(policy="uncertainty"), batch_size=32)
     for step in range(steps):
         candidates = sampler.candidates()           # empty unless the policy is uncertainty
-        picks = sampler.choose([normed_entropy(probabilities(pick)) for pick in candidates])
+        picks = sampler.choose([uncertainty(pick) for pick in candidates])   # H / H'_t, from 0 to 1
         ...                                         # train on the picked rows
         sampler.observe("intents", entropies)       # needed by policy entropy alone
 """
@@ -22,13 +22,12 @@ epoch. All choices follow from the seed and the given entropies.
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from graftlm.config import Config
 from graftlm.errors import DataError
@@ -110,11 +109,13 @@ class TaskSampler:
                 "candidates(), in their order."
             )
         picks = self._most_uncertain(candidates, uncertainties) if candidates else self._by_task()
-        self._record(picks)
+        for pick in picks:
+            self._used[pick.task][pick.row] = True
+        self._history.append(dict(Counter(pick.task for pick in picks)))
         self.step, self._candidates = self.step + 1, []
         return picks
 
-    def observe(self, task: str, entropies: Sequence[float] | Tensor) -> None:
+    def observe(self, task: str, entropies: Sequence[float]) -> None:
         """Set the entropies of a task's latest predictions, in nats; policy `entropy` uses their mean.
 
         Raises:
@@ -131,16 +132,18 @@ class TaskSampler:
     def shares(self) -> dict[str, float]:
         """q(t), the probability of each task; for `uncertainty`, which chooses rows, the shares so far."""
         policy, sizes = self.config.policy, self.sizes
+        weights: dict[str, float] = {}
         if policy == "uncertainty":
-            chosen = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
-            return _normed(chosen if any(chosen.values()) else dict.fromkeys(sizes, 1))
-        if policy == "entropy":
-            if len(self._entropy) < len(sizes):  # until every task has been seen
-                return _normed(dict.fromkeys(sizes, 1))
+            weights = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
+        elif policy != "entropy":
+            alpha = {"uniform": 0.0, "size": 1.0, "temperature": self.config.alpha}[policy]
+            weights = {task: size**alpha for task, size in sizes.items()}
+        elif len(self._entropy) == len(sizes):  # every task has been seen
             weights = {task: self._entropy[task] ** self.config.beta for task in sizes}
-            return _normed(weights if any(weights.values()) else dict.fromkeys(sizes, 1))
-        alpha = {"uniform": 0.0, "size": 1.0, "temperature": self.config.alpha}[policy]
-        return _normed({task: size**alpha for task, size in sizes.items()})
+        if not any(weights.values()):
+            weights = dict.fromkeys(sizes, 1.0)
+        total = sum(weights.values())
+        return {task: weight / total for task, weight in weights.items()}
 
     def report(self) -> dict[str, Any]:
         """The choices so far: rows of each task in each step, and the share of all rows that were trained on."""
@@ -221,23 +224,6 @@ class TaskSampler:
         before, after = self.step * self.batch_size, (self.step + 1) * self.batch_size
         return {task: int(after * share) - int(before * share) for task, share in self.config.fixed.items()}
 
-    def _record(self, picks: list[Pick]) -> None:
-        counts: dict[str, int] = {}
-        for pick in picks:
-            counts[pick.task] = counts.get(pick.task, 0) + 1
-            self._used[pick.task][pick.row] = True
-        self._history.append(counts)
-
-
-def entropy(probabilities: Tensor) -> Tensor:
-    """H (...,) in nats of distributions (..., C)."""
-    return torch.special.entr(probabilities.float()).sum(-1)
-
-
-def normed_entropy(probabilities: Tensor) -> Tensor:
-    """H / H' (...,) from 0 to 1 of distributions (..., C), where H' = log C is the entropy of the uniform one."""
-    return entropy(probabilities) / float(np.log(max(2, probabilities.shape[-1])))
-
 
 def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:
     """The mean of each candidate's task over the largest mean of a task."""
@@ -245,11 +231,6 @@ def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:
     means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
     largest = max(means.values()) or 1.0
     return np.array([means[task] / largest for task in tasks])
-
-
-def _normed(weights: Mapping[str, float]) -> dict[str, float]:
-    total = sum(weights.values())
-    return {task: weight / total for task, weight in weights.items()}
 
 
 def _generator(*key: int) -> np.random.Generator:

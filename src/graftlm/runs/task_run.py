@@ -105,7 +105,11 @@ class TaskRun(TrainingRun):
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
         tests = {split: self._held_out(rows, split) for split in ("test", "validation")}
         backbone = self.backbone.load(kind="encoder")
-        check_length(backbone, self.length)
+        limit = max_sequence_length(backbone, backbone.need_tokenizer())
+        if self.length > limit:
+            raise RecipeError(
+                f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower the length to that."
+            )
         set_seed(self.training.seed)
         config = with_tasks(self.graft, {name: task.spec for name, task in rows.items()})
         graft = config.graft_class(config, backbone)
@@ -126,18 +130,15 @@ class TaskRun(TrainingRun):
 
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
         """The batches, whose rows the sampler chooses with the help of the model in training."""
-        backbone, tasks = model.backbone, tasks_of(model)
+        tasks = tasks_of(model)
         return LabelledMixture(
             rows,
-            backbone.need_tokenizer(),
+            row_encoder(model.backbone, self.length, self.truncation),
             self.sampler,
             self.training.batch_size,
             self.training.seed,
-            self.length,
             uncertainty_scorer(model, list(tasks.values()), self.training.precision),
             numbers={name: number for number, name in enumerate(tasks) if name in rows},
-            segments=knows_segments(backbone),
-            truncation=self.truncation,
         )
 
     def _held_out(self, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
@@ -157,7 +158,7 @@ class TaskRun(TrainingRun):
         total, trained = (count_parameters(p) for p in (model.parameters(), model.trainable_parameters().values()))
         backbone = count_parameters(model.backbone.model.parameters())
         metrics |= {
-            "data_share": cast("LabelledMixture", trainee.batches).report()["data_share"],
+            "data_share": cast("LabelledMixture", trainee.batches).sampler.report()["data_share"],
             "trained_parameters_ratio": trained / backbone,
             "total_parameters_ratio": total / backbone,
             "trainable_parameters": trained,
@@ -179,7 +180,7 @@ class TaskRun(TrainingRun):
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
         """Write the graft with what its use needs, and the sampler's report."""
-        report = cast("LabelledMixture", trainee.batches).report()
+        report = cast("LabelledMixture", trainee.batches).sampler.report()
         write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
         own = {name: task.model_dump(mode="json", include=set(_MANIFEST_KEYS)) for name, task in self.tasks.items()}
         training = {
@@ -207,26 +208,10 @@ def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfi
     return graft_config(values)
 
 
-def check_length(backbone: Backbone, length: int) -> None:
-    """Check that a model can read rows of `length` tokens.
-
-    Raises:
-        RecipeError: it has fewer positions.
-    """
-    limit = max_sequence_length(backbone, backbone.need_tokenizer())
-    if length > limit:
-        raise RecipeError(f"length is {length}, but {backbone.name} reads {limit} tokens: lower the length to that.")
-
-
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
     """The encoder that turns rows into tokens. It marks second texts where the model has segment embeddings."""
-    segments = knows_segments(backbone)
+    segments = (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
-
-
-def knows_segments(backbone: Backbone) -> bool:
-    """Whether a model has segment embeddings."""
-    return (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
 
 
 def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
