@@ -81,7 +81,7 @@ class ConditionalTasksRun(TaskRun):
         """Predictions for the validation rows of each old task."""
         predict, encoder = predictor(model), row_encoder(model.backbone, self.length)
         predictions: dict[str, list[Tensor]] = {}
-        for number, (name, spec) in enumerate(tasks_of(model).items()):
+        for number, (name, spec) in enumerate(tasks_of(model.grafts["graft"]).items()):
             if name in self.old_tasks:
                 rows = encoder.encode(read_held_out_rows(name, self.old_tasks[name], spec, "validation")).rows
                 batches = batches_by_length([(row, spec, number) for row in rows], self.training.batch_size, 0)

@@ -56,10 +56,11 @@ def test_every_token_once_and_in_order(corpus: list[str], length: int, kind: str
     corpus = long_enough(corpus, length)
     blocks = packed(corpus, length, kind=kind)
     expected = [ids_of(text, TOKENIZERS[kind]) for text in corpus]
-    flat, starts = blocks.input_ids.ravel(), np.flatnonzero(blocks.starts.ravel())
-    assert blocks.n_tokens == sum(map(len, expected))
-    assert [flat[a:b].tolist() for a, b in pairwise([*starts, blocks.n_tokens])] == expected
-    assert len(blocks) == -(-blocks.n_tokens // length)
+    flat, starts = blocks.input_ids.ravel(), np.flatnonzero(packing.is_start(blocks.marked).ravel())
+    n_tokens = int((blocks.marked != packing.PADDING).sum())
+    assert n_tokens == sum(map(len, expected))
+    assert [flat[a:b].tolist() for a, b in pairwise([*starts, n_tokens])] == expected
+    assert len(blocks) == -(-n_tokens // length)
 
 
 @settings(deadline=None, max_examples=50)
@@ -67,7 +68,10 @@ def test_every_token_once_and_in_order(corpus: list[str], length: int, kind: str
 def test_separate_documents_do_not_predict_each_other(corpus: list[str], length: int) -> None:
     blocks = packed(long_enough(corpus, length), length)
     batch = whole(blocks)
-    starts, padding = torch.from_numpy(blocks.starts), torch.from_numpy(blocks.marked == packing.PADDING)
+    starts, padding = (
+        torch.from_numpy(packing.is_start(blocks.marked)),
+        torch.from_numpy(blocks.marked == packing.PADDING),
+    )
     unpredicted = starts | padding
     unpredicted[:, 0] = True
     assert torch.equal(batch.labels == -100, unpredicted)
@@ -83,12 +87,12 @@ def test_separate_documents_do_not_predict_each_other(corpus: list[str], length:
 def test_positions_restart_at_every_document(corpus: list[str], length: int) -> None:
     blocks = packed(long_enough(corpus, length), length)
     batch = whole(blocks)
-    several = bool(blocks.starts[:, 1:].any())
+    several = bool(packing.is_start(blocks.marked)[:, 1:].any())
     assert (batch.position_ids is not None) == several
     if batch.position_ids is None:
         return
     padding = blocks.marked == packing.PADDING
-    for row, starts, padded in zip(batch.position_ids.tolist(), blocks.starts, padding, strict=True):
+    for row, starts, padded in zip(batch.position_ids.tolist(), packing.is_start(blocks.marked), padding, strict=True):
         expected, position = [], 0
         for column in range(length):
             anew = starts[column] or (padded[column] and not padded[column - 1])
@@ -115,7 +119,7 @@ def test_neighbours_in_a_row_change_nothing(family: str) -> None:
     blocks = packed(["the dog", "le chien dans la forêt", "def f(x)", "x", "return self.down(x) + 3"], 24)
     batch = whole(blocks)
     inputs = {name: value for name, value in batch.inputs().items() if name not in ("domain", "token_mask")}
-    documents = (blocks.starts | (np.arange(24) == 0)).cumsum(axis=1)
+    documents = (packing.is_start(blocks.marked) | (np.arange(24) == 0)).cumsum(axis=1)
     documents[blocks.marked == packing.PADDING] = 0
     with torch.no_grad():
         logits = model(**inputs).logits
@@ -193,7 +197,7 @@ def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> Non
     blocks = pack([Document("one two", "a"), Document("three", "b")], tokenizer, 4)
     ids = tokenizer(["one two", "three"], add_special_tokens=False)["input_ids"]
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    assert blocks.input_ids.reshape(-1)[: blocks.n_tokens].tolist() == [bos, *ids[0], eos, bos, *ids[1], eos]
+    assert blocks.input_ids[blocks.marked != packing.PADDING].tolist() == [bos, *ids[0], eos, bos, *ids[1], eos]
 
 
 def test_documents_are_kept_separate_by_models_that_take_position_ids() -> None:

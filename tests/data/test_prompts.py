@@ -92,10 +92,11 @@ def test_every_token_once_and_prompts_are_marked(
     expected = [literal(document, tokenizer) for document in corpus]
     real = blocks.marked != packing.PADDING
     assert blocks.input_ids[real].tolist() == [token for ids, _ in expected for token in ids]
-    assert blocks.prompt[real].tolist() == [given for _, givens in expected for given in givens]
-    assert not blocks.prompt[~real].any()
+    assert packing.is_prompt(blocks.marked)[real].tolist() == [given for _, givens in expected for given in givens]
+    assert not packing.is_prompt(blocks.marked)[~real].any()
     assert (
-        np.flatnonzero(blocks.starts[real]).tolist() == np.cumsum([0, *(len(ids) for ids, _ in expected)])[:-1].tolist()
+        np.flatnonzero(packing.is_start(blocks.marked)[real]).tolist()
+        == np.cumsum([0, *(len(ids) for ids, _ in expected)])[:-1].tolist()
     )
 
 
@@ -107,16 +108,16 @@ def test_completions_alone_are_predicted(
     corpus = [*corpus, Document("a" * LENGTH * 2, prompt="b")] if boundaries != "whole" else corpus
     blocks = pack(corpus, tokenizer, LENGTH, boundaries=boundaries)
     batch = batch_of(blocks.marked, boundaries)
-    predicted = (blocks.marked != packing.PADDING) & ~blocks.prompt
+    predicted = (blocks.marked != packing.PADDING) & ~packing.is_prompt(blocks.marked)
     if boundaries != "joined":
-        predicted &= ~blocks.starts
+        predicted &= ~packing.is_start(blocks.marked)
     predicted[:, 0] = False
     assert np.array_equal(batch.labels.numpy() != -100, predicted)
     assert torch.equal(batch.labels[torch.from_numpy(predicted)], batch.input_ids[torch.from_numpy(predicted)])
     if batch.prompt is None:
-        assert not blocks.prompt.any()
+        assert not packing.is_prompt(blocks.marked).any()
     else:
-        assert np.array_equal(batch.prompt.numpy(), blocks.prompt)
+        assert np.array_equal(batch.prompt.numpy(), packing.is_prompt(blocks.marked))
         assert torch.equal(batch.inputs()["prompt"], batch.prompt)
         assert batch.rows(slice(1)).prompt is not None
 
@@ -134,7 +135,7 @@ def test_whole_documents_are_cut_only_where_no_row_holds_them_and_rows_are_as_fu
     assert blocks.marked.shape == (len(expected), LENGTH)
     assert ((blocks.marked[:, 1:] != packing.PADDING) <= (blocks.marked[:, :-1] != packing.PADDING)).all()
     batch = batch_of(blocks.marked, "whole")
-    several = bool(blocks.starts[:, 1:].any())
+    several = bool(packing.is_start(blocks.marked)[:, 1:].any())
     assert (batch.position_ids is not None) == several, "documents of a row do not see each other"
 
 
@@ -229,7 +230,7 @@ def test_a_prompt_without_tokens_leaves_the_start_to_the_text() -> None:
             return {"input_ids": [[9] * len(text.strip()) for text in texts]}
 
     blocks = pack([Document("aa", prompt="  "), Document("b", prompt=" ")], Blind(), 5)  # type: ignore[arg-type]
-    assert blocks.starts.tolist() == [[True, False, False, True, False]]
+    assert packing.is_start(blocks.marked).tolist() == [[True, False, False, True, False]]
 
 
 def test_the_fingerprint_tells_a_prompt_from_text() -> None:

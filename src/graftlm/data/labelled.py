@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from graftlm.config import Config
 from graftlm.data.tables import check_columns, check_text, is_table, read_values, type_name
 from graftlm.errors import DataError, did_you_mean
-from graftlm.grafts.heads import TaskSpec, TaskType
+from graftlm.grafts.heads import FEWEST_LABELS, TaskSpec, TaskType
 from graftlm.io import read_text
 
 OUTSIDE = "O"
@@ -35,7 +35,6 @@ METRICS: dict[TaskType, tuple[Metric, ...]] = {  # the first of each type is the
     "tagging": ("entity_f1", "accuracy"),
     "span": ("token_f1", "exact_match"),
 }
-_MIN_LABELS: dict[TaskType, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
 _NAMED_LABELS = 3  # labels that a note names
 
 
@@ -149,7 +148,7 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
     if config.labels:
         _check_known(name, rows, config.labels, "not among the task's labels")
     labels = config.labels or sorted({label for row in rows for label in labels_of(row)})
-    if len(labels) < _MIN_LABELS.get(config.type, 0):
+    if len(labels) < FEWEST_LABELS.get(config.type, 0):
         raise DataError(
             f"The task {name} has {f'the one label {labels[0]!r}' if labels else 'no label'} in all of its "
             f"{len(rows):,} rows, and there is nothing to tell apart: name files with more, or leave the task out."
@@ -209,15 +208,24 @@ def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Itera
         for words, tags, where in read_conll(path, columns, config.columns):
             yield LabelledRow(tuple(words), tuple(reader.read(tag, where) for tag in tags), where)
         return
-    for (*texts, label), where in read_values(path, columns, "task", config.columns):
+    for (*values, label), where in read_values(path, columns, "task", config.columns):
+        names = config.texts
         if config.type == "tagging":
-            yield _tagged_row(texts[0], label, config, reader, where)
-            continue
-        checked = tuple(_check_not_empty(text, name, where) for text, name in zip(texts, config.texts, strict=True))
-        yield LabelledRow(checked, _target(label, checked, config, reader, where), where)
+            values = _split_blanks(values[0], names[0], where)
+            names = names * len(values)
+        texts = tuple(check_not_empty(value, name, where) for value, name in zip(values, names, strict=True))
+        yield LabelledRow(texts, _target(label, texts, config, reader, where), where)
 
 
 def _target(label: Any, texts: Sequence[str], config: LabelledConfig, reader: LabelReader, where: str) -> Target:
+    if config.type == "tagging":
+        tags = tuple(reader.read(tag, where) for tag in _split_blanks(label, config.label_column, where))
+        if len(tags) != len(texts) or not texts:
+            raise DataError(
+                f"{where} has {len(texts)} words and {len(tags)} tags, but as many of both, and at least one, are "
+                "expected: correct the row."
+            )
+        return tags
     if config.type == "classification":
         return reader.read(label, where)
     if config.type == "regression":
@@ -227,27 +235,14 @@ def _target(label: Any, texts: Sequence[str], config: LabelledConfig, reader: La
     return answer_span(label, texts[1], config.label_column, where)
 
 
-def _tagged_row(words: Any, tags: Any, config: LabelledConfig, reader: LabelReader, where: str) -> LabelledRow:
-    """A row of a table: lists of words and tags, or texts that are split at blanks."""
-    texts = tuple(
-        _check_not_empty(word, config.texts[0], where) for word in _split_blanks(words, config.texts[0], where)
-    )
-    target = tuple(reader.read(tag, where) for tag in _split_blanks(tags, config.label_column, where))
-    if len(target) != len(texts) or not texts:
-        raise DataError(
-            f"{where} has {len(texts)} words and {len(target)} tags, but as many of both, and at least one, are "
-            "expected: correct the row."
-        )
-    return LabelledRow(texts, target, where)
-
-
 def _split_blanks(value: Any, column: str, where: str) -> list[Any]:
     if not isinstance(value, str | list):
         raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected.")
     return value.split() if isinstance(value, str) else value
 
 
-def _check_not_empty(text: Any, column: str, where: str) -> str:
+def check_not_empty(text: Any, column: str, where: str) -> str:
+    """Return a text that is more than white space; else raise `DataError`."""
     if not check_text(text, column, where).strip():
         raise DataError(f"{where} has an empty text in the column {column!r}: fill it in, or leave the row out.")
     return text
@@ -332,8 +327,7 @@ class LabelReader:
                 f"{where} has the label {text} in the column {self.column!r}, and {other} has {first}, which is the "
                 "same number in another form: write both alike."
             )
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number:
+        if isinstance(value, int | float) and not isinstance(value, bool):
             self._number = self._number or (text, where)
         elif number is None:
             self._word = self._word or (text, where)

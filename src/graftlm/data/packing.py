@@ -233,8 +233,8 @@ class RowPacker:
             return None
         starts = np.flatnonzero(is_start(self.tail[:needed])).tolist() if self.boundaries == "whole" else None
         _, stop = next(window_bounds(len(self.tail), self.length, starts=starts))
-        row, self.tail = pad_row(self.tail[:stop], self.length), self.tail[stop:]
-        return row
+        row, self.tail = self.tail[:stop], self.tail[stop:]
+        return pad_row(row, self.length)
 
     def resume(self, tail: np.ndarray, chunks: int, epoch: int) -> None:
         """Continue from the given attributes."""
@@ -303,21 +303,6 @@ class TokenBlocks:
     def input_ids(self) -> np.ndarray:
         """Plain ids, int32, shape (N, length)."""
         return unmark(self.marked, self.pad_id)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """Where a document starts, bool, shape (N, length)."""
-        return is_start(self.marked)
-
-    @property
-    def prompt(self) -> np.ndarray:
-        """Which tokens belong to a prompt, bool, shape (N, length)."""
-        return is_prompt(self.marked)
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens without padding."""
-        return int((self.marked != PADDING).sum())
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Rows `first` to `first + count` of an endless sequence in which every epoch is a new order of all rows.

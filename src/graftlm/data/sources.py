@@ -16,10 +16,10 @@ from pydantic import Field, field_validator, model_validator
 from graftlm.config import Config
 from graftlm.data.tables import (
     JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
     TABLE_SUFFIXES,
     check_columns,
     check_text,
+    file_suffix,
     read_rows,
     values_of,
 )
@@ -27,8 +27,7 @@ from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.io import read_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
-SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES)  # files that are read of a folder
-_TABLE_SUFFIXES = tuple(suffix for suffix in TABLE_SUFFIXES if suffix != ".tsv")  # of documents, TSV is plain text
+SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files that are read of a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +200,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _matches(relative: Path, pattern: str | None) -> bool:
     if pattern is None:
-        return _has_suffix(relative, SEARCHED_SUFFIXES)
+        return file_suffix(relative) in SEARCHED_SUFFIXES
     return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
-
-
-def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
@@ -215,7 +210,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     Raises:
         DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
-    if _has_suffix(path, _TABLE_SUFFIXES):
+    if file_suffix(path) in TABLE_SUFFIXES and file_suffix(path) != ".tsv":  # of documents, TSV is plain text
         yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
     elif config.prompt_column is not None:
         raise DataError(

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -16,8 +16,7 @@ from graftlm.errors import DataError, first_line
 from graftlm.io import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_SUFFIXES = (".parquet",)
-TABLE_SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES, ".csv", ".tsv")
+TABLE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".csv", ".tsv")
 
 
 def file_suffix(path: Path) -> str:
@@ -62,30 +61,24 @@ def read_values(
         if suffix in (".csv", ".tsv"):
             yield from _read_csv(path, columns, owner, header)
         else:
-            yield from (_read_parquet if suffix in PARQUET_SUFFIXES else _read_json)(path, columns, owner)
+            yield from (_read_parquet if suffix == ".parquet" else _read_json)(path, columns, owner)
 
 
 def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
     with open_binary(path) as file:
         is_list = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
         file.seek(0)
-        for row, where in _list_rows(file, path) if is_list else _line_rows(file, path):
-            yield values_of(row, columns, where, owner), where
+        rows = _parse_json(file.read(), str(path)) if is_list else file
+        for number, row in enumerate(rows, start=1):
+            where = f"{path}: {'row' if is_list else 'line'} {number}"
+            if is_list:
+                yield values_of(row, columns, where, owner), where
+            elif row.strip():
+                yield values_of(_parse_json(row, where), columns, where, owner), where
 
 
-def _list_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
-    rows = _parse_json(decode_utf8(file.read(), str(path)), str(path))
-    yield from ((row, f"{path}: row {number}") for number, row in enumerate(rows, start=1))
-
-
-def _line_rows(file: BinaryIO, path: Path) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            where = f"{path}: line {number}"
-            yield _parse_json(decode_utf8(line, where), where), where
-
-
-def _parse_json(text: str, where: str) -> Any:
+def _parse_json(data: bytes, where: str) -> Any:
+    text = decode_utf8(data, where)
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:

@@ -12,17 +12,17 @@ from typing import Any
 
 from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest
 from graftlm.backbone import Backbone
-from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_held_out_rows
+from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, check_not_empty, read_held_out_rows
 from graftlm.data.labelled_batches import RowEncoder
 from graftlm.data.tables import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
-from graftlm.grafts import Graft, GraftedModel, HasHeads
+from graftlm.grafts import Graft, GraftedModel
 from graftlm.grafts.heads import TaskSpec
 from graftlm.io import read_text
 from graftlm.runs.graft_run import graft_label
-from graftlm.runs.task_run import row_encoder, task_tests
+from graftlm.runs.task_run import row_encoder, task_tests, tasks_of
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
 
@@ -46,7 +46,7 @@ class TaskGraft:
     @property
     def tasks(self) -> dict[str, TaskSpec]:
         """The specification of each head by the task's name."""
-        return self.graft.tasks() if isinstance(self.graft, HasHeads) else {}
+        return tasks_of(self.graft)
 
     @property
     def encoder(self) -> RowEncoder:
@@ -218,8 +218,5 @@ def _question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str
         if not isinstance(words, list) or not words:
             raise DataError(f"{where} has no words in the column {names[0]!r}: give a text, or a list of words.")
         return LabelledRow(tuple(check_text(word, names[0], where) for word in words), None, where)
-    texts = [check_text(value, name, where) for value, name in zip(values, names, strict=True)]
-    for text, name in zip(texts, names, strict=True):
-        if not text.strip():
-            raise DataError(f"{where} has an empty text in the column {name!r}: fill it in, or leave the row out.")
-    return LabelledRow(tuple(texts), None, where)
+    pairs = zip(values, names, strict=True)
+    return LabelledRow(tuple(check_not_empty(value, name, where) for value, name in pairs), None, where)

@@ -30,7 +30,7 @@ from graftlm.errors import GraftError
 TaskType = Literal["classification", "regression", "multi-label", "tagging", "span"]
 Pooling = Literal["first", "mean", "last"]
 IGNORED = -100
-_FEWEST_LABELS: dict[str, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
+FEWEST_LABELS: dict[TaskType, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
 
 
 class TaskSpec(Config):
@@ -46,7 +46,7 @@ class TaskSpec(Config):
 
     @model_validator(mode="after")
     def _labels_fit(self) -> Self:
-        fewest = _FEWEST_LABELS.get(self.type)
+        fewest = FEWEST_LABELS.get(self.type)
         if fewest is None and self.labels:
             raise ValueError(f"a {self.type} task has no labels: leave them out")
         if fewest is not None and len(self.labels) < fewest:

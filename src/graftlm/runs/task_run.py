@@ -130,7 +130,7 @@ class TaskRun(TrainingRun):
 
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
         """The batches, whose rows the sampler chooses with the help of the model in training."""
-        tasks = tasks_of(model)
+        tasks = tasks_of(model.grafts["graft"])
         return LabelledMixture(
             rows,
             row_encoder(model.backbone, self.length, self.truncation),
@@ -172,7 +172,7 @@ class TaskRun(TrainingRun):
         if not rows:
             return {}
         encoder = row_encoder(model.backbone, self.length)  # long test rows are always cut
-        tests = task_tests(tasks_of(model), self.tasks, rows)
+        tests = task_tests(tasks_of(model.grafts["graft"]), self.tasks, rows)
         predict = predictor(model, self.evaluation.precision)
         return measure_labelled(predict, encoder, tests, batch_size=self.evaluation.batch_size)
 
@@ -240,9 +240,8 @@ def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "
     return score_rows
 
 
-def tasks_of(model: GraftedModel) -> dict[str, TaskSpec]:
-    """The tasks of the model's graft, in the order of their numbers."""
-    graft = model.grafts["graft"]
+def tasks_of(graft: Graft) -> dict[str, TaskSpec]:
+    """The tasks of a graft, in the order of their numbers."""
     return graft.tasks() if isinstance(graft, HasHeads) else {}
 
 
@@ -257,4 +256,4 @@ def task_tests(
     }
 
 
-__all__ = ["TaskRecipe", "TaskRun", "row_encoder", "task_tests"]
+__all__ = ["TaskRecipe", "TaskRun", "row_encoder", "task_tests", "tasks_of"]
