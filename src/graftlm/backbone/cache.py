@@ -161,10 +161,6 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self._key_buffer.append(key_states), self._value_buffer.append(value_states)
         return self.keys, self.values
 
-    def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-        """Join the rows of several layers; see `join`."""
-        return join_columns(layers, paddings)
-
 
 def _buffer_for(buffer: _SpareBuffer | None, states: Tensor, more: int) -> _SpareBuffer:
     return buffer if buffer is not None and buffer.can_append(states, more) else _SpareBuffer(states, more)
@@ -206,15 +202,12 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
         JoinError: owners, layer types or numbers of columns differ.
     """
     first = caches[0]
-    if any(_owners(cache) != _owners(first) or len(cache.layers) != len(first.layers) for cache in caches):
+    forms = [(vars(cache).get(_SLOTS, {}), len(cache.layers)) for cache in caches]
+    if any(form != forms[0] for form in forms):
         raise JoinError("The caches have layers of different owners: join only caches of the same grafts.")
     joined = copy.copy(first)
     joined.layers = [_join_layers(layers, paddings) for layers in zip(*(cache.layers for cache in caches), strict=True)]
     return joined
-
-
-def _owners(cache: Cache) -> dict[str, range]:
-    return cache.__dict__.get(_SLOTS, {})
 
 
 def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
@@ -225,7 +218,7 @@ def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
         return first
     if hasattr(first, "join"):
         return first.join(layers, paddings)
-    if type(first) is DynamicLayer:
+    if type(first) in (DynamicLayer, GrowingLayer):
         return join_columns(layers, paddings)
     if type(first) is DynamicSlidingWindowLayer:
         return _join_windows(layers, paddings)

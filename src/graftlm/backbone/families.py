@@ -72,44 +72,37 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def _llama_like(**changes: Any) -> Family:
-    llama = Family(
-        layers="layers",
-        embedding="embed_tokens",
-        norm="norm",
-        attention=Sublayer("self_attn"),
-        ffn=Sublayer("mlp"),
-        ffn_in=("mlp.gate_proj", "mlp.up_proj"),
-        ffn_out="mlp.down_proj",
-        gated=True,
-        norms=_TWO_NORMS,
-    )
-    return replace(llama, **changes)
-
-
-def _bert_like(**changes: Any) -> Family:
-    bert = Family(
-        layers="encoder.layer",
-        embedding="embeddings.word_embeddings",
-        norm=None,
-        attention=Sublayer("attention.self", "attention.output.dense"),
-        ffn=Sublayer("intermediate", "output.dense"),
-        ffn_in=("intermediate.dense",),
-        ffn_out="output.dense",
-        gated=False,
-        causal=False,
-        norms=("attention.output.LayerNorm", "output.LayerNorm"),
-    )
-    return replace(bert, **changes)
-
-
+_LLAMA = Family(
+    layers="layers",
+    embedding="embed_tokens",
+    norm="norm",
+    attention=Sublayer("self_attn"),
+    ffn=Sublayer("mlp"),
+    ffn_in=("mlp.gate_proj", "mlp.up_proj"),
+    ffn_out="mlp.down_proj",
+    gated=True,
+    norms=_TWO_NORMS,
+)
+_BERT = Family(
+    layers="encoder.layer",
+    embedding="embeddings.word_embeddings",
+    norm=None,
+    attention=Sublayer("attention.self", "attention.output.dense"),
+    ffn=Sublayer("intermediate", "output.dense"),
+    ffn_in=("intermediate.dense",),
+    ffn_out="output.dense",
+    gated=False,
+    causal=False,
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+)
 FAMILIES: dict[str, Family] = {
-    "llama": _llama_like(),
-    "mistral": _llama_like(),
-    "gemma": _llama_like(),
-    "gemma2": _llama_like(activation="hidden_activation", norms=_FOUR_NORMS),
-    "gemma3_text": _llama_like(activation="hidden_activation", norms=_FOUR_NORMS),
-    "gemma3": _llama_like(
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": replace(_LLAMA, activation="hidden_activation", norms=_FOUR_NORMS),
+    "gemma3_text": replace(_LLAMA, activation="hidden_activation", norms=_FOUR_NORMS),
+    "gemma3": replace(
+        _LLAMA,
         layers="language_model.layers",
         embedding="language_model.embed_tokens",
         norm="language_model.norm",
@@ -117,14 +110,15 @@ FAMILIES: dict[str, Family] = {
         text_config="text_config",
         norms=_FOUR_NORMS,
     ),
-    "qwen2": _llama_like(),
-    "qwen3": _llama_like(),
-    "olmo": _llama_like(),
-    "olmo2": _llama_like(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
-    "phi": _llama_like(
-        norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "olmo": _LLAMA,
+    "olmo2": replace(_LLAMA, norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    "phi": replace(
+        _LLAMA, norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
     ),
-    "gpt2": _llama_like(
+    "gpt2": replace(
+        _LLAMA,
         layers="h",
         embedding="wte",
         norm="ln_f",
@@ -135,7 +129,8 @@ FAMILIES: dict[str, Family] = {
         activation="activation_function",
         norms=("ln_1", "ln_2"),
     ),
-    "gpt_neox": _llama_like(
+    "gpt_neox": replace(
+        _LLAMA,
         embedding="embed_in",
         norm="final_layer_norm",
         attention=Sublayer("attention"),
@@ -143,9 +138,10 @@ FAMILIES: dict[str, Family] = {
         ffn_out="mlp.dense_4h_to_h",
         gated=False,
     ),
-    "bert": _bert_like(),
-    "roberta": _bert_like(counts_positions=True),
-    "distilbert": _bert_like(
+    "bert": _BERT,
+    "roberta": replace(_BERT, counts_positions=True),
+    "distilbert": replace(
+        _BERT,
         layers="transformer.layer",
         attention=Sublayer("attention"),
         ffn=Sublayer("ffn"),
@@ -154,7 +150,8 @@ FAMILIES: dict[str, Family] = {
         activation="activation",
         norms=("sa_layer_norm", "output_layer_norm"),
     ),
-    "modernbert": _llama_like(
+    "modernbert": replace(
+        _LLAMA,
         embedding="embeddings.tok_embeddings",
         norm="final_norm",
         attention=Sublayer("attn"),
@@ -225,12 +222,8 @@ class Sites:
         return str(getattr(self.config, self.family.activation))
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
-        """The Linears of a layer's FFN; those that read its input come first."""
+        """The Linears of a layer's FFN: those that read its input, the activated one first, then the last."""
         return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
-
-    def gating_matrix(self, layer: int) -> nn.Module:
-        """The Linear whose output goes through the FFN's activation."""
-        return self._resolve(self.layers[layer], self.family.ffn_in[0])
 
     def norms(self, layer: int) -> list[Site]:
         """The norms inside a layer, in the order in which they act; empty where the family's row names none."""

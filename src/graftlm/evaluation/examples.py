@@ -63,13 +63,15 @@ def generate_answers(
     """
     if "" in stop:
         raise EvaluationError("A stop string is empty, and would end every answer before it begins: leave it out.")
-    rows = [_encode(tokenizer, prompt) for prompt in prompts]
+    bos = leading_bos(tokenizer)
+    start = [] if bos is None else [bos]
+    rows = [[*start, *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]] for prompt in prompts]
     _check_prompts(model, rows, max_new_tokens)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     answers = [""] * len(rows)
     with evaluation_mode(model), torch.inference_mode():
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for first in range(0, len(order), batch_size):
+            batch = order[first : first + batch_size]
             texts = _generate_batch(model, tokenizer, [rows[i] for i in batch], max_new_tokens, stop)
             for i, text in zip(batch, texts, strict=True):
                 answers[i] = text
@@ -176,12 +178,6 @@ def _sacrebleu(beta: int = 2) -> Any:
 def _check_pairs(answers: Sequence[str], examples: Sequence[Example]) -> None:
     if len(answers) != len(examples):
         raise EvaluationError(f"There are {len(answers)} answers to {len(examples)} examples: give one for each.")
-
-
-def _encode(tokenizer: Any, prompt: str) -> list[int]:
-    bos = leading_bos(tokenizer)
-    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids if bos is None else [bos, *ids]
 
 
 def _check_prompts(model: Any, rows: list[list[int]], new: int) -> None:

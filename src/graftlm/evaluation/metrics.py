@@ -467,7 +467,7 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
 
 
-def percentile_interval(mean: float, samples: np.ndarray, confidence: float = 0.95) -> Interval:
+def percentile_interval(mean: float, samples: np.ndarray | Sequence[float], confidence: float = 0.95) -> Interval:
     """The percentile bootstrap interval of a value from its bootstrap samples; NaN samples are left out."""
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(samples, [tail, 1 - tail])

@@ -12,11 +12,9 @@ the other metrics have a percentile bootstrap. A gain over another model resampl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -132,12 +130,12 @@ class TaskResult:
         """Metrics of the task `name`: `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`."""
         key = f"{name}_{self.metric}"
         if self.metric in ("exact-match", "pass@1"):
-            return {key: _wilson(self.value, len(self.sums))}
+            return {key: _wilson(self.sums[:, 0].sum(), len(self.sums))}
         samples = _resample(self.sums)
-        metrics = {key: _interval(self.value, [_value(self.metric, sums) for sums in samples])}
+        metrics = {key: percentile_interval(self.value, [_value(self.metric, sums) for sums in samples])}
         if self.metric == "log-perplexity":
             bits = _bits_per_byte(self.sums.sum(axis=0))
-            metrics[f"{key}_bpb"] = _interval(bits, [_bits_per_byte(sums) for sums in samples])
+            metrics[f"{key}_bpb"] = percentile_interval(bits, [_bits_per_byte(sums) for sums in samples])
         return metrics
 
     def gain(self, name: str, base: TaskResult) -> dict[str, Interval]:
@@ -154,7 +152,7 @@ class TaskResult:
         sign = -1 if self.metric == "log-perplexity" else 1
         pairs = zip(_resample(self.sums), _resample(base.sums), strict=True)  # one seed draws the same examples
         gains = [sign * (_value(self.metric, own) - _value(self.metric, other)) for own, other in pairs]
-        return {f"{name}_{self.metric}_gain": _interval(sign * (self.value - base.value), gains)}
+        return {f"{name}_{self.metric}_gain": percentile_interval(sign * (self.value - base.value), gains)}
 
     def describe(self, task: Task) -> dict[str, Any]:
         """Details as plain JSON values: number of examples, sacrebleu's signature, sandbox, a few answers."""
@@ -234,14 +232,9 @@ def _resample(sums: np.ndarray) -> np.ndarray:
     return np.stack([np.bincount(draw, minlength=count) @ sums for draw in draws])
 
 
-def _interval(mean: float, samples: Sequence[float]) -> Interval:
-    return percentile_interval(mean, np.asarray(samples))
-
-
-def _wilson(share: float, count: int) -> Interval:
+def _wilson(correct: float, count: int) -> Interval:
     """Wilson's 95% score interval of a share of `count` examples."""
-    z = NormalDist().inv_cdf(0.975)
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    # Rounding must not put the share itself outside.
-    return Interval(mean=share, low=min(share, max(0.0, middle - half)), high=max(share, min(1.0, middle + half)))
+    from scipy.stats import binomtest  # takes a second to import
+
+    interval = binomtest(round(correct), count).proportion_ci(method="wilson")
+    return Interval(mean=correct / count, low=interval.low, high=interval.high)

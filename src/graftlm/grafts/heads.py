@@ -215,24 +215,21 @@ def uncertainty(
         specs: each row's task.
         targets: -100 marks the tokens of tagging that have no label; None counts every token, padding too.
     """
-    values: list[Tensor | None] = []
-    for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
-        target = None if targets is None else targets[row].to(prediction.device)
-        values.append(_uncertainty(prediction.float(), spec, target))
-    return values
+    rows = zip(predictions, specs, targets or [None] * len(specs), strict=True)
+    return [_uncertainty(prediction.float(), spec, target) for prediction, spec, target in rows]
 
 
 def _uncertainty(logits: Tensor, spec: TaskSpec, target: Tensor | None) -> Tensor | None:
     if spec.type == "multi-label":
         both = torch.stack([functional.logsigmoid(logits), functional.logsigmoid(-logits)], -1)
         return _entropy(both).mean() / math.log(2)
-    if spec.type == "classification":
-        return _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
-    if spec.type != "tagging":
+    if spec.type not in ("classification", "tagging"):
         return None
-    entropy_T = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
-    counted_T = torch.ones_like(entropy_T) if target is None else (target != IGNORED).to(entropy_T.dtype)
-    return (entropy_T * counted_T).sum() / counted_T.sum().clamp(min=1)
+    entropy = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
+    if spec.type == "classification":
+        return entropy
+    counted_T = torch.ones_like(entropy) if target is None else (target != IGNORED).to(entropy)
+    return (entropy * counted_T).sum() / counted_T.sum().clamp(min=1)
 
 
 def _entropy(log_probabilities: Tensor) -> Tensor:

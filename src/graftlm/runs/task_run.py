@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone, max_sequence_length
@@ -240,7 +240,7 @@ def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "
     return score_rows
 
 
-def tasks_of(graft: Graft) -> dict[str, TaskSpec]:
+def tasks_of(graft: nn.Module) -> dict[str, TaskSpec]:
     """The tasks of a graft, in the order of their numbers."""
     return graft.tasks() if isinstance(graft, HasHeads) else {}
 

@@ -244,7 +244,7 @@ class NeutralResidues(Graft, Traceable):
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
         own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]
-        backbone_own = [backbone.sites.gating_matrix(layer) for layer in range(backbone.sites.n_layers)]
+        backbone_own = [backbone.sites.ffn_linears(layer)[0] for layer in range(backbone.sites.n_layers)]
         matrices: dict[str, list[Any]] = {"graft": own, "backbone": backbone_own}
         return {"spectrum": {name: [spectrum(linear.weight) for linear in group] for name, group in matrices.items()}}
 
