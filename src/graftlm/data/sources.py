@@ -19,7 +19,6 @@ from graftlm.data.tables import (
     TABLE_SUFFIXES,
     check_columns,
     check_text,
-    file_suffix,
     read_rows,
     values_of,
 )
@@ -200,8 +199,12 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _matches(relative: Path, pattern: str | None) -> bool:
     if pattern is None:
-        return file_suffix(relative) in SEARCHED_SUFFIXES
+        return _has_suffix(relative, SEARCHED_SUFFIXES)
     return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
+
+
+def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
@@ -210,7 +213,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     Raises:
         DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
-    if file_suffix(path) in TABLE_SUFFIXES and file_suffix(path) != ".tsv":  # of documents, TSV is plain text
+    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
         yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
     elif config.prompt_column is not None:
         raise DataError(
