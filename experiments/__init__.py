@@ -77,4 +77,4 @@ def reproduce(name: str, options: Options) -> Results:
     """
     if name not in EXPERIMENTS:
         raise RecipeError(f"There is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}.")
-    return import_module(EXPERIMENTS[name]).run(options)
+    return import_module(f"{EXPERIMENTS[name]}.run").run(options)

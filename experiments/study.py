@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
 from matplotlib.figure import Figure
 
 from experiments import Options
+from graftlm.config import read_yaml
 from graftlm.errors import DataError
-from graftlm.evaluation import Interval, Metric, Row, combine_seeds, value_of
+from graftlm.evaluation import Interval, Metric, PaperRow, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import PALETTE
 from graftlm.runs.run import Measurement, Run, execute
 
@@ -27,16 +28,20 @@ class Study:
     Attributes:
         seeds: of the options; the first one of a quick run.
         runs: folder of the runs.
+        measured: what was executed, by run id.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.seeds = options.seeds[:1] if options.quick else options.seeds
         self.runs = options.out / "runs"
+        self.measured: Measurements = {}
 
     def execute(self, runs: Sequence[Run], title: str) -> Measurements:
         """Execute runs; measurements by id. Finished runs of the same key are read back."""
-        return execute(runs, self.runs, jobs=self.options.jobs, title=title)
+        measured = execute(runs, self.runs, jobs=self.options.jobs, title=title)
+        self.measured |= measured
+        return measured
 
 
 def metric(measurement: Measurement, name: str) -> float:
@@ -58,6 +63,17 @@ def _combine(name: str, measurements: Sequence[Measurement]) -> Metric:
     if any(isinstance(value, Interval) for value in values):
         return combine_seeds([value_of(value) for value in values])
     return mean(value_of(value) for value in values)
+
+
+def published(module: str, ids: Container[str]) -> list[PaperRow]:
+    """The published figures of these rows: `paper.yaml` beside an experiment's module has them by table and row."""
+    tables = read_yaml(Path(module).with_name("paper.yaml"))
+    return [
+        PaperRow(id=row, metrics=metrics, where=where)
+        for where, rows in tables.items()
+        for row, metrics in rows.items()
+        if row in ids
+    ]
 
 
 def check_files(options: Options, names: Sequence[str]) -> None:

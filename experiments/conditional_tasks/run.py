@@ -14,11 +14,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.conditional_tasks import paper, tables
+from experiments.conditional_tasks import tables
 from experiments.conditional_tasks.adapters_run import MISSING
 from experiments.conditional_tasks.corpora import FILES, TASKS
 from experiments.conditional_tasks.study import ADAPTERS, BY_UNCERTAINTY, LABELS, ConditionalTasksStudy
-from experiments.study import bars, check_files
+from experiments.study import bars, check_files, published
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 
@@ -56,10 +56,9 @@ def run(options: Options) -> Results:
         rows += [*counts, *similarities]
         plots["count"] = bars(counts, {"average_first": "average over the first tasks"}, "score")
         plots["similarity"] = tables.draw_similarity(similarities)
-    ids = {row.id for row in rows}
-    published = [row for row in paper.rows() if row.id in ids]
     details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=results_aims, paper=published, details=details)
+    paper = published(__file__, {row.id for row in rows})
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=results_aims, paper=paper, details=details)
     write_report(results, options.out, plots=plots)
     return results
 

@@ -12,13 +12,12 @@ from experiments import Options
 from experiments.conditional_tasks.adapters_run import AdaptersRun, bottleneck_width, python_with_adapters
 from experiments.conditional_tasks.corpora import TASKS, SplitSizes, draw_splits, write_splits
 from experiments.conditional_tasks.runs import ConditionalTasksRun, module_parameters
-from experiments.study import Measurements, Study, metric, mini_lm
+from experiments.study import Study, metric, mini_lm
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig
 from graftlm.data.samplers import SamplerConfig
 from graftlm.grafts import GraftConfig, graft_config
-from graftlm.runs.run import Run
 from graftlm.runs.task_run import TaskEvaluationConfig
 from graftlm.training import TrainingConfig
 
@@ -104,7 +103,6 @@ class ConditionalTasksStudy(Study):
 
     Attributes:
         rows: ids of the main table's rows; without the package `adapters` its rows are left out.
-        measured: what was executed, by run id.
         tried: validation average by row and learning rate.
         rates: the learning rate of each row.
     """
@@ -116,15 +114,9 @@ class ConditionalTasksStudy(Study):
         self.backbone = BackboneConfig(name=name, device=options.device)
         self.python = python_with_adapters()
         self.rows = [row for row in LABELS if self.python or row not in ADAPTERS]
-        self.measured: Measurements = {}
         self.tried: dict[str, dict[float, float]] = {row: {} for row in self.rows if row not in RATE_OF}
         self.rates: dict[str, float] = {}
         self._files: dict[tuple[str, int, str], LabelledConfig] = {}
-
-    def execute(self, runs: Sequence[Run], title: str) -> Measurements:
-        measured = super().execute(runs, title)
-        self.measured |= measured
-        return measured
 
     def task(self, task: str, seed: int, share: str = "") -> LabelledConfig:
         """A task and its files, with as many training rows as the others, or with a share of all, such as 1%."""

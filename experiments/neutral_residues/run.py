@@ -6,21 +6,19 @@ novel's start, two French novels) by one rule, and measured on test text that to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.neutral_residues import paper
-from experiments.study import Measurements, Study, check_files, metric, over_seeds
+from experiments.study import Study, check_files, metric, over_seeds, published
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Aim, PaperRow, Results, Row, value_of
+from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.runs.run import Run
 from graftlm.training import TrainingConfig
 
 NAME = "neutral-residues"
@@ -32,12 +30,7 @@ LABELS = {
     "neutral-residues": "neutral residues",
 }
 # Four learning rates a method, spread like the paper's around what a model of this size takes.
-RATES = {
-    "finetune": (1e-4, 3e-4, 1e-3, 3e-3),
-    "lora": (3e-4, 1e-3, 3e-3, 1e-2),
-    "adapter": (3e-4, 1e-3, 3e-3, 1e-2),
-    "neutral-residues": (3e-4, 1e-3, 3e-3, 1e-2),
-}
+RATES = dict.fromkeys(LABELS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"finetune": (1e-4, 3e-4, 1e-3, 3e-3)}
 ALPHAS = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0)
 ALPHA_RATE = 3e-3
 # Where the learning rate is searched as well: the values of Table 6 at which a short run keeps what it knew.
@@ -49,6 +42,7 @@ GATES: dict[str, dict[str, Any]] = {
     "relu": {"gate": "relu", "local_loss": "none"},
     "relu-l1": {"gate": "relu", "local_loss": "l1"},
 }
+INITIALISED = ("none-l1", "sigmoid-ce", "relu-l1")  # the gates of Table 5
 FILES = (
     "lm_text/eltec_eng.jsonl",
     "lm_text/eltec_fra.jsonl",
@@ -71,7 +65,6 @@ class NeutralResiduesStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        measured: what was executed, by run id.
         choices: the learning rate and alpha that validation text chose, by method.
     """
 
@@ -82,13 +75,7 @@ class NeutralResiduesStudy(Study):
         self.rates = {name: rates[1:3] if options.quick else rates for name, rates in RATES.items()}
         self.alphas = (0.01, 10.0) if options.quick else ALPHAS
         self.fine_alphas = FINE_ALPHAS[:1] if options.quick else FINE_ALPHAS
-        self.measured: Measurements = {}
         self.choices: dict[str, Choice] = {}
-
-    def execute(self, runs: Sequence[Run], title: str) -> Measurements:
-        measured = super().execute(runs, title)
-        self.measured |= measured
-        return measured
 
     def choose(self) -> None:
         """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
@@ -113,9 +100,8 @@ class NeutralResiduesStudy(Study):
         rate, alpha = self.choices[method]
         return self.run(method, rate, p, seed, **({"alpha": alpha} if method == NAME else {}))
 
-    def ablation(self, gate: str, init: str) -> GraftRun:
-        """A gate with its loss and an initialisation, at the chosen rate and alpha, first seed."""
-        changes = {} if init == "low-variance" else {"init": init}
+    def ablation(self, gate: str, **changes: Any) -> GraftRun:
+        """A gate with its loss, and perhaps another initialisation, at the chosen rate and alpha, first seed."""
         if gate == "relu-l1" and not changes:
             return self.main_run(NAME, 0.1, self.seeds[0])
         rate, alpha = self.choices[NAME]
@@ -126,31 +112,43 @@ class NeutralResiduesStudy(Study):
         alpha = {"alpha": self.choices[NAME][1]} if method == NAME else {}
         return [self.run(method, rate, 0.1, self.seeds[0], **alpha) for rate in self.rates[method]]
 
-    def row(self, run: GraftRun, row_id: str, label: str) -> Row:
-        """The metrics of one run, as a row."""
-        return Row(id=row_id, label=label, metrics=self.measured[run.id].row.metrics)
+    def table_runs(self, table: str) -> Iterator[tuple[str, str, GraftRun]]:
+        """The rows of Tables 4 to 7: id, label and run.
+
+        The paper's four learning rates of Table 7 stand beside ours by rank, since the sizes of the models differ.
+        """
+        if table == "4":
+            yield from ((f"t4-{gate}", gate, self.ablation(gate)) for gate in GATES)
+            yield "t4-adapter", "adapter", self.main_run("adapter", 0.1, self.seeds[0])
+        elif table == "5":
+            for gate in INITIALISED:
+                yield f"t5-{gate}-he", f"{gate}, he", self.ablation(gate, init="he")
+                yield f"t5-{gate}-low-variance", f"{gate}, low-variance", self.ablation(gate)
+        elif table == "6":
+            for alpha in self.alphas:
+                run = self.run(NAME, ALPHA_RATE, 0.1, self.seeds[0], alpha=alpha)
+                yield f"t6-alpha-{alpha:g}", f"alpha {alpha:g}", run
+        else:
+            for method, label in LABELS.items():
+                for rank, run in enumerate(self.rate_runs(method)):
+                    yield f"t7-{method}-{rank}", f"{label}, lr {self.rates[method][rank]:g}", run
 
     def run(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> GraftRun:
         """One run; its id says all that sets it apart."""
         parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
-        return GraftRun(
-            id="_".join(parts),
-            label=LABELS.get(method, method),
-            backbone=self.backbone,
-            graft=graft_config({"kind": method, **graft}),
-            data=self._data(p, seed),
-            training=self.training(rate, seed),
-            evaluation=self._evaluation(),
-        )
+        run = self.bare(rate, p, seed)
+        changes = {"id": "_".join(parts), "label": LABELS[method], "graft": graft_config({"kind": method, **graft})}
+        return run.model_copy(update=changes)
 
-    def bare(self) -> GraftRun:
+    def bare(self, rate: float = 1e-3, p: float = 0.1, seed: int = 0) -> GraftRun:
         """The backbone's own scores."""
+        tokens, decoded = (600, 8) if self.options.quick else (10_000, 32)
         return GraftRun(
             id="backbone",
             backbone=self.backbone,
-            data=self._data(0.1, 0),
-            training=self.training(1e-3, 0),
-            evaluation=self._evaluation(),
+            data=self._data(p, seed),
+            training=self.training(rate, seed),
+            evaluation=EvaluationConfig(limit_tokens=tokens, decode_prompts=1, decode_tokens=decoded),
         )
 
     def training(self, rate: float, seed: int) -> TrainingConfig:
@@ -165,10 +163,6 @@ class NeutralResiduesStudy(Study):
             checkpoint_every=steps,
             keep_checkpoints=1,
         )
-
-    def _evaluation(self) -> EvaluationConfig:
-        tokens, decoded = (600, 8) if self.options.quick else (10_000, 32)
-        return EvaluationConfig(limit_tokens=tokens, decode_prompts=1, decode_tokens=decoded)
 
     def _data(self, p: float, seed: int) -> DataConfig:
         english, french, shakespeare, bible = (str(self.options.data / name) for name in FILES)
@@ -204,20 +198,20 @@ def run(options: Options) -> Results:
     study = NeutralResiduesStudy(options)
     bare = study.execute([study.bare()], "the backbone")["backbone"]
     study.choose()
-    rows, published = [bare.row], []
+    rows = [bare.row]
     if "2" in tables:
         study.execute([study.main_run(m, p, s) for m in LABELS for p in (0.1, 0.0) for s in study.seeds], "Table 2")
         rows += [*main_rows(study, 0.1, ""), *main_rows(study, 0.0, "-p0")]
-        published += _paper_table_2()
-    if "4" in tables or "5" in tables:
-        runs = [study.ablation(gate, "low-variance") for gate in GATES]
-        study.execute(runs + [study.ablation(gate, "he") for gate in paper.TABLE_5], "Tables 4 and 5")
-    for table, build in (("4", table_4), ("5", table_5), ("6", table_6), ("7", table_7)):
+    for table in TABLES[1:]:
         if table in tables:
-            for part, of in zip(build(study), (rows, published), strict=True):
-                of += part
+            runs = list(study.table_runs(table))
+            study.execute([run for _, _, run in runs], f"Table {table}")
+            rows += [Row(id=name, label=label, metrics=study.measured[run.id].row.metrics) for name, label, run in runs]
+    paper = [
+        row for row in published(__file__, {row.id for row in rows}) if row.where != "Table 7" or not options.quick
+    ]
     details = _details(study)
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=published, details=details)
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper, details=details)
     write_report(results, options.out, plots=_plots(rows, details, study))
     return results
 
@@ -231,58 +225,18 @@ def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
     return rows
 
 
-def table_4(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
-    """Gate and local loss."""
-    rows = [study.row(study.ablation(gate, "low-variance"), f"t4-{gate}", gate) for gate in GATES]
-    rows.append(study.row(study.main_run("adapter", 0.1, study.seeds[0]), "t4-adapter", "adapter"))
-    return rows, [paper.row(f"t4-{name}", pair, "Table 4") for name, pair in paper.TABLE_4.items()]
-
-
-def table_5(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
-    """Initialisation."""
-    rows, published = [], []
-    for gate, pairs in paper.TABLE_5.items():
-        for init, pair in zip(("he", "low-variance"), pairs, strict=True):
-            rows.append(study.row(study.ablation(gate, init), f"t5-{gate}-{init}", f"{gate}, {init}"))
-            published.append(paper.row(f"t5-{gate}-{init}", pair, "Table 5"))
-    return rows, published
-
-
-def table_6(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
-    """Alpha, at the first learning rate tried."""
-    runs = {alpha: study.run(NAME, ALPHA_RATE, 0.1, study.seeds[0], alpha=alpha) for alpha in study.alphas}
-    rows = [study.row(run, f"t6-alpha-{alpha:g}", f"alpha {alpha:g}") for alpha, run in runs.items()]
-    return rows, [paper.row(f"t6-alpha-{alpha:g}", pair, "Table 6") for alpha, pair in paper.TABLE_6.items()]
-
-
-def table_7(study: NeutralResiduesStudy) -> tuple[list[Row], list[PaperRow]]:
-    """Learning rates. The paper's four stand beside ours by rank, since the sizes of the models differ."""
-    rows, published = [], []
-    for method, label in LABELS.items():
-        for rank, (rate, run) in enumerate(zip(study.rates[method], study.rate_runs(method), strict=True)):
-            rows.append(study.row(run, f"t7-{method}-{rank}", f"{label}, lr {rate:g}"))
-            if not study.options.quick:
-                published.append(paper.row(f"t7-{method}-{rank}", paper.TABLE_7[method][rank], "Table 7"))
-    return rows, published
-
-
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of Table 2: a fifth of LoRA's and the adapters' forgetting, and no less learned."""
-    by_id = {row.id: row for row in rows}
-    if not {NAME, "lora", "adapter"} <= by_id.keys():
+    metrics = {row.id: row.metrics for row in rows}
+    if not {NAME, "lora", "adapter"} <= metrics.keys():
         return []
 
-    def ratio(name: str, other: str) -> float:
-        return value_of(by_id[NAME].metrics[name]) / value_of(by_id[other].metrics[name])
+    def aim(name: str, other: str, bound: float, sign: int) -> Aim:
+        ratio = value_of(metrics[NAME][name]) / value_of(metrics[other][name])
+        text = f"{name} over {LABELS[other] if sign < 0 else 'LoRA'}'s"
+        return Aim(text=text, metric=name, aim=bound, measured=ratio, met=sign * ratio >= sign * bound)
 
-    forgotten = []
-    for other in ("lora", "adapter"):
-        value = ratio("forgotten", other)
-        text = f"forgotten over {LABELS[other]}'s"
-        forgotten.append(Aim(text=text, metric="forgotten", aim=0.2, measured=value, met=value <= 0.2))
-    learned = ratio("learned", "lora")
-    aim = Aim(text="learned over LoRA's", metric="learned", aim=1.0, measured=learned, met=learned >= 1)
-    return [*forgotten, aim]
+    return [aim("forgotten", "lora", 0.2, -1), aim("forgotten", "adapter", 0.2, -1), aim("learned", "lora", 1.0, 1)]
 
 
 def _details(study: NeutralResiduesStudy) -> dict[str, Any]:
@@ -316,7 +270,7 @@ def _plots(rows: Sequence[Row], details: dict[str, Any], study: NeutralResiduesS
     figures = {"learn-against-forget": learn_against_forget(main, details["paths"])} if main else {}
     statistics = {name: values["spectrum"] for name, values in details["statistics"].items()}
     for gate in GATES:
-        measurement = study.measured.get(study.ablation(gate, "low-variance").id)
+        measurement = study.measured.get(study.ablation(gate).id)
         if measurement and gate not in ("relu", "relu-l1"):
             statistics[gate] = measurement.details["statistics"]["spectrum"]
     if statistics:
@@ -324,10 +278,3 @@ def _plots(rows: Sequence[Row], details: dict[str, Any], study: NeutralResiduesS
         spectra: dict[str, Any] = {str(LABELS.get(name, name)): values["graft"] for name, values in statistics.items()}
         figures["spectrum"] = spectrum_plot({"backbone": backbone} | spectra)
     return figures
-
-
-def _paper_table_2() -> list[PaperRow]:
-    rows = [paper.row("backbone", paper.BACKBONE, "Table 1")]
-    for method, (with_old, without) in paper.TABLE_2.items():
-        rows += [paper.row(method, with_old, "Table 2"), paper.row(f"{method}-p0", without, "Table 2")]
-    return rows

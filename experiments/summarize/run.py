@@ -14,8 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.study import Measurements, bars, check_files, metric
-from experiments.summarize import paper
+from experiments.study import Measurements, bars, check_files, metric, published
 from experiments.summarize.corpora import FILES, Sample
 from experiments.summarize.scores import (
     SummaryScores,
@@ -97,8 +96,8 @@ def run(options: Options) -> Results:
     names = {f"{row}_s{seed}": selector.id for (row, seed), selector in selectors.items()}
     details |= _details(study, table, measured, names)
     details |= {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
-    published = paper.rows(table)
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows, curves), paper=published, details=details)
+    paper = published(__file__, table)
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows, curves), paper=paper, details=details)
     write_report(results, options.out, plots={"copy": draw_copies(curves), "rouge": _rouge(rows)})
     return results
 

@@ -1,5 +1,1 @@
 """LoRA experts of four domains, mixed token by token: Table 1 of the paper, at a size made from nothing."""
-
-from experiments.token_routing.run import run
-
-__all__ = ["run"]
