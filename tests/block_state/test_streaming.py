@@ -172,5 +172,5 @@ def test_a_cache_of_another_model_or_of_other_rows_is_refused() -> None:
 
 def test_a_cache_cannot_be_cropped() -> None:
     cache = MODELS["sh-s4d"](tools.ids(1, 5), use_cache=True).past_key_values
-    with pytest.raises(GraftError, match="can't take tokens back"):
+    with pytest.raises(GraftError, match="can't be taken back"):
         cache.crop(3)

@@ -208,7 +208,7 @@ def test_a_missing_recipe_is_refused_before_torch_is_imported() -> None:
 
 def test_a_prompt_that_is_not_utf_8(graft: Graft, trained: str) -> None:
     outcome = graft("generate", trained, "-", stdin=b"caf\xe9")
-    assert outcome == (2, "", "error: The prompt is not UTF-8 text (byte 3 is 0xe9): convert it first.\n")
+    assert outcome == (2, "", "error: The prompt is not UTF-8 text (byte 3 is 0xe9): convert it to UTF-8 first.\n")
 
 
 @pytest.mark.parametrize(

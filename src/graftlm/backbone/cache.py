@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from graftlm.errors import GraftError
+from graftlm.models.state_layer import RecurrentCacheLayer
 
 _SLOTS = "_graft_slots"
 _MIN_SPARE_TOKENS = 64
@@ -45,19 +46,11 @@ def slots(
     return slots_by_owner[owner]
 
 
-class StateLayer(CacheLayerMixin):
+class StateLayer(RecurrentCacheLayer):
     """A cache layer for a recurrent state of fixed size, batch first, such as a state-space model's.
 
-    The state is stored in `keys` and an optional second state in `values`, so every batch operation of
-    `CacheLayerMixin` applies. A state can't be cropped back in time: `crop` raises.
+    The state is stored in `keys`, and an optional second one in `values`.
     """
-
-    is_croppable = False
-    is_sliding = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor | None = None, *args: object, **kwargs: object):
         """Replace the state by `key_states` (B, ...), and the second one by `value_states` (B, ...)."""
@@ -70,36 +63,12 @@ class StateLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return 0
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove the last tokens.
-
-        Raises:
-            GraftError: there is a token to remove.
-        """
-        if tokens_to_remove and self.is_initialized:
-            raise GraftError(
-                "A graft's recurrent state can't be taken back by some tokens, as assisted decoding needs: decode "
-                "greedily, with beams or by sampling, without an assistant or prompt_lookup_num_tokens."
-            )
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._apply(lambda state: state.index_select(0, beam_idx.to(state.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._apply(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._apply(lambda state: state[indices.to(state.device), ...])
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:
@@ -154,16 +123,15 @@ class GrowingLayer(DynamicLayer):
             raise GraftError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
         if self.get_seq_length() == 0:
             return super().update(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        self._key_buffer = _buffer_for(self._key_buffer, self.keys, key_states.shape[-2])
-        self._value_buffer = _buffer_for(self._value_buffer, self.values, value_states.shape[-2])
-        self.keys, self.values = self._key_buffer.append(key_states), self._value_buffer.append(value_states)
+        self._key_buffer, self.keys = _append(self._key_buffer, self.keys, key_states)
+        self._value_buffer, self.values = _append(self._value_buffer, self.values, value_states)
         return self.keys, self.values
 
 
-def _buffer_for(buffer: _SpareBuffer | None, states: Tensor, more: int) -> _SpareBuffer:
-    return buffer if buffer is not None and buffer.can_append(states, more) else _SpareBuffer(states, more)
+def _append(buffer: _SpareBuffer | None, states: Any, new: Tensor) -> tuple[_SpareBuffer, Tensor]:
+    if buffer is None or not buffer.can_append(states, new.shape[-2]):
+        buffer = _SpareBuffer(states, new.shape[-2])
+    return buffer, buffer.append(new)
 
 
 def use_growing_layers(cache: Cache) -> Cache:
@@ -201,11 +169,10 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
     Raises:
         JoinError: owners, layer types or numbers of columns differ.
     """
-    first = caches[0]
     forms = [(vars(cache).get(_SLOTS, {}), len(cache.layers)) for cache in caches]
     if any(form != forms[0] for form in forms):
         raise JoinError("The caches have layers of different owners: join only caches of the same grafts.")
-    joined = copy.copy(first)
+    joined = copy.copy(caches[0])
     joined.layers = [_join_layers(layers, paddings) for layers in zip(*(cache.layers for cache in caches), strict=True)]
     return joined
 
@@ -233,14 +200,14 @@ def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Dyn
     return _join_states(layers, [(_pad_left(layer.keys, by), _pad_left(layer.values, by)) for layer, by in pairs])
 
 
-def _join_windows(layers: Sequence[DynamicSlidingWindowLayer], paddings: Sequence[int]) -> DynamicSlidingWindowLayer:
+def _join_windows(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
     """Join layers that count all tokens, and keep only the last ones."""
     totals = {layer.cumulative_length + by for layer, by in zip(layers, paddings, strict=True)}
     if len(totals) > 1:
         raise JoinError(f"The caches would have {sorted(totals)} columns: give paddings that make them equal.")
     (total,) = totals
     kept = min(total, layers[0].sliding_window - 1)
-    states = [[_pad_left(s, kept - s.shape[-2]) for s in (layer.keys, layer.values)] for layer in layers]  # type: ignore[union-attr]  # initialised
+    states = [[_pad_left(s, kept - s.shape[-2]) for s in (layer.keys, layer.values)] for layer in layers]
     joined = _join_states(layers, states)
     joined.cumulative_length = total
     return joined
@@ -253,9 +220,8 @@ def _join_states(layers: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> A
     return joined
 
 
-def _pad_left(states: Tensor | None, by: int) -> Tensor:
+def _pad_left(states: Any, by: int) -> Tensor:
     """States (B, H, S, d) with `by` columns of zeros before them; a negative number removes columns."""
-    assert states is not None, "an initialised layer has states"
     return states[..., -by:, :] if by <= 0 else functional.pad(states, (0, 0, by, 0))
 
 

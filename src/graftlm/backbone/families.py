@@ -68,10 +68,6 @@ class Family:
     counts_positions: bool = False
 
 
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
-_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
 _LLAMA = Family(
     layers="layers",
     embedding="embed_tokens",
@@ -81,7 +77,12 @@ _LLAMA = Family(
     ffn_in=("mlp.gate_proj", "mlp.up_proj"),
     ffn_out="mlp.down_proj",
     gated=True,
-    norms=_TWO_NORMS,
+    norms=("input_layernorm", "post_attention_layernorm"),
+)
+_GEMMA = replace(
+    _LLAMA,
+    activation="hidden_activation",
+    norms=(*_LLAMA.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 _BERT = Family(
     layers="encoder.layer",
@@ -96,23 +97,15 @@ _BERT = Family(
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
 )
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "gemma": _LLAMA,
-    "gemma2": replace(_LLAMA, activation="hidden_activation", norms=_FOUR_NORMS),
-    "gemma3_text": replace(_LLAMA, activation="hidden_activation", norms=_FOUR_NORMS),
+    **dict.fromkeys(("llama", "mistral", "gemma", "qwen2", "qwen3", "olmo"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "gemma3": replace(
-        _LLAMA,
+        _GEMMA,
         layers="language_model.layers",
         embedding="language_model.embed_tokens",
         norm="language_model.norm",
-        activation="hidden_activation",
         text_config="text_config",
-        norms=_FOUR_NORMS,
     ),
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "olmo": _LLAMA,
     "olmo2": replace(_LLAMA, norms=("post_attention_layernorm", "post_feedforward_layernorm")),
     "phi": replace(
         _LLAMA, norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
@@ -198,10 +191,8 @@ class Sites:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_type: str = model.config.model_type
         self.family = _family(model)
-        self._model = model
-        self._base = model.base_model
-        text = self.family.text_config
-        self.config = getattr(model.config, text) if text else model.config
+        self._model, self._base = model, model.base_model
+        self.config = getattr(model.config, self.family.text_config or "", model.config)
         layers = self._resolve(self._base, self.family.layers)
         if not isinstance(layers, nn.ModuleList):
             raise UnknownFamilyError(f"{self.family.layers} of {type(model).__name__} is not a list of layers.")
@@ -233,9 +224,7 @@ class Sites:
 
     def positions(self, mask: Tensor) -> Tensor | None:
         """Position ids (B, T) that count the real tokens of a mask (B, T); None where the model derives its own."""
-        if self.family.counts_positions:
-            return None
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return None if self.family.counts_positions else (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """The entry and exit modules of a site.
@@ -244,30 +233,23 @@ class Sites:
             TapError: the backbone has no such site.
         """
         if site.kind in ("layer", "attention", "ffn"):
-            return self._in_layer(site)
-        if site.kind == "module":
-            module = self._resolve(self._model, site.path or "")
-        elif site.kind == "head":
+            if site.layer is None or not -self.n_layers <= site.layer < self.n_layers:
+                raise TapError(
+                    f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
+                )
+            layer = self.layers[site.layer]
+            sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)
+            return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit)
+        if site.kind == "head":
             module = self._model.get_output_embeddings()
-        elif site.kind == "embedding":
-            module = self._resolve(self._base, self.family.embedding)
+        elif site.kind == "module":
+            module = self._resolve(self._model, site.path or "")
         else:
-            module = self._resolve(self._base, self.family.norm) if self.family.norm else None
+            path = self.family.embedding if site.kind == "embedding" else self.family.norm
+            module = self._resolve(self._base, path) if path else None
         if module is None:
             raise TapError(f"A {self.model_type} model has no {site}: choose another site for this tap.")
         return module, module
-
-    def _in_layer(self, site: Site) -> tuple[nn.Module, nn.Module]:
-        index = -1 if site.layer is None else site.layer
-        if site.layer is None or not -self.n_layers <= index < self.n_layers:
-            raise TapError(
-                f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
-            )
-        layer = self.layers[index]
-        if site.kind == "layer":
-            return layer, layer
-        sublayer = self.family.attention if site.kind == "attention" else self.family.ffn
-        return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit)
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
         try:

@@ -32,8 +32,6 @@ _LOADERS: dict[BackboneKind, str] = {
     "masked-lm": "AutoModelForMaskedLM",
     "encoder": "AutoModel",
 }
-
-
 _SAMPLED_TENSORS = 24
 _SAMPLES_PER_TENSOR = 4
 _TOLERANCE = 0.02
@@ -79,11 +77,12 @@ class Backbone:
             BackboneError: `model` is not a transformers model.
             UnknownFamilyError: no row describes its architecture.
         """
-        live = _unwrap(model)
-        live.eval()
-        return cls(
-            live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live), kind or _kind_of(live)
-        )
+        live = _unwrap(model).eval()
+        if kind is None and live.base_model is live:
+            kind = "encoder"
+        elif kind is None:
+            kind = "masked-lm" if type(live).__name__.endswith("ForMaskedLM") else "causal-lm"
+        return cls(live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live), kind)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -132,7 +131,7 @@ def default_device() -> torch.device:
 
 def padding_id(tokenizer: Any) -> int:
     """The id that fills padded positions: the padding token's, else EOS, else 0. No model attends to or predicts it."""
-    ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None))
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((value for value in ids if isinstance(value, int)), 0)
 
 
@@ -143,27 +142,20 @@ def leading_bos(tokenizer: Any) -> int | None:
     in scoring and in generation alike.
     """
     bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None:
-        return None
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return int(bos) if ids and ids[0] == bos else None
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    """Maximum sequence length in tokens; `UNLIMITED` where neither config nor tokenizer sets one.
+    """Maximum sequence length in tokens, by a model's config and a tokenizer; `UNLIMITED` where neither sets one.
 
     RoBERTa-style models reserve `pad_token_id + 1` positions.
-
-    Args:
-        model: a backbone or a model; its config may name `max_position_embeddings`.
-        tokenizer: also apply the limit of this tokenizer.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
-    family = FAMILIES.get(getattr(config, "model_type", ""))
-    if family is not None and family.counts_positions and limit != UNLIMITED:
+    if not isinstance(limit, int) or limit <= 0:
+        limit = UNLIMITED
+    elif getattr(FAMILIES.get(getattr(config, "model_type", "")), "counts_positions", False):
         limit -= (config.pad_token_id or 0) + 1
     return limit if tokenizer is None else min(limit, int(tokenizer.model_max_length))
 
@@ -177,13 +169,13 @@ def load_backbone(
     trust_remote_code: bool = False,
     tokenizer_required: bool = True,
 ) -> Backbone:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer, by a name on the Hugging Face hub or from a folder.
 
     Args:
-        name: a name on the Hugging Face hub, or a folder.
+        name: the name or the folder.
         kind: which head to load.
-        dtype: `auto` keeps the checkpoint's; other values are passed to transformers.
-        device: where to put the model; None leaves it where transformers puts it, on the CPU.
+        dtype: `auto` keeps the checkpoint's.
+        device: where to put the model; None leaves it on the CPU.
         trust_remote_code: run model code that comes with the checkpoint.
         tokenizer_required: raise here, rather than when text is read, where the tokenizer is missing.
 
@@ -191,11 +183,9 @@ def load_backbone(
         BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
         UnknownFamilyError: no row describes its architecture.
     """
-    name = str(name)
-    check_model_folder(name)
+    check_model_folder(name := str(name))
     model = _load_model(name, kind, dtype, trust_remote_code)
-    tokenizer = _load_tokenizer(name, trust_remote_code)
-    backbone = Backbone.wrap(model, tokenizer, name, kind)
+    backbone = Backbone.wrap(model, _load_tokenizer(name, trust_remote_code), name, kind)
     if device is not None:
         backbone.move(device)
     if tokenizer_required:
@@ -211,12 +201,10 @@ def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_r
     try:
         model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # transformers, safetensors and the hub share no base class
-        reason = first_line(error)
+        problem, remedy = f"The model {name} can't be loaded", "restore its files, or name another model"
         if not Path(name).is_dir() and isinstance(error, OSError):
-            message = f"The hub has no model {name} ({reason}): check name and connection, or give a folder."
-        else:
-            message = f"The model {name} can't be loaded ({reason}): restore its files, or name another model."
-        raise BackboneError(message) from error
+            problem, remedy = f"The hub has no model {name}", "check name and connection, or give a folder"
+        raise BackboneError(f"{problem} ({first_line(error)}): {remedy}.") from error
     # transformers fills missing weights with random numbers. Only an encoder's pooler may be missing: nothing reads it.
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         raise BackboneError(
@@ -238,13 +226,6 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
         raise BackboneError(
             f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
         ) from error
-
-
-def _kind_of(model: PreTrainedModel) -> BackboneKind:
-    """The head of a model, by its class."""
-    if model.base_model is model:
-        return "encoder"
-    return "masked-lm" if type(model).__name__.endswith("ForMaskedLM") else "causal-lm"
 
 
 def _unwrap(model: Any) -> PreTrainedModel:
@@ -299,8 +280,7 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     architecture = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     parameters = _checkpoint_parameters(model)
     count = min(_SAMPLED_TENSORS, len(parameters))
-    values = [_sample(parameters[i * len(parameters) // count]) for i in range(count)]
-    flat = torch.cat(values) if values else torch.zeros(0)
+    flat = torch.cat([torch.zeros(0), *(_sample(parameters[i * len(parameters) // count]) for i in range(count))])
     samples = base64.b64encode(flat.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
     return Fingerprint(architecture, samples)
 
@@ -316,7 +296,7 @@ def _checkpoint_parameters(model: PreTrainedModel) -> list[Tensor]:
         for inner in ("base_layer", "original_module")
         if hasattr(module, inner)
     }
-    named: dict[str, Tensor] = {}
+    named = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         within = [(outer, inner) for outer, inner in wrapped.items() if name.startswith(outer)]
         if all(name.startswith(outer + inner) for outer, inner in within):
@@ -352,7 +332,5 @@ class BackboneConfig(Config):
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
         """The backbone, with the head that `kind` names."""
-        device = self.device or default_device()
-        return load_backbone(
-            self.name, kind=kind, dtype=self.dtype, device=device, trust_remote_code=self.trust_remote_code
-        )
+        values: dict[str, Any] = dict(self) | {"device": self.device or default_device()}
+        return load_backbone(**values, kind=kind)

@@ -60,6 +60,8 @@ class RowScopedHooks(TapHooks):
         TapError: a tap names a site that the model does not have.
     """
 
+    _replaces_once = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -69,9 +71,6 @@ class RowScopedHooks(TapHooks):
     ) -> None:
         self._prepare_owner = prepare
         super().__init__(model, sites, taps, self._prepare_scopes)
-
-    def _check(self, sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
-        """Accept two owners that replace at one site."""
 
     def calls(self, call: Call) -> list[tuple[RowScope, Call]]:
         """The scopes of a pass and their calls; scopes of one owner are adjacent."""
@@ -97,27 +96,23 @@ class RowScopedHooks(TapHooks):
             return None
         if len(results) == 1 and results[0][0].rows is None:
             return results[0][1]
-        return _scatter_bias(results, len(tensors[-1])) if tap.act == "bias" else _scatter(results, tensors[-1], tap)
+        return _scatter(results, tensors[-1], tap)
 
     @contextmanager
     def _acting(self, scope: RowScope) -> Iterator[None]:
         """Within it, forward passes that a tap itself runs belong to the scope's owner."""
-        outer = self._stack.announced
-        self._stack.announced = ({"row_scopes": (RowScope(scope.owner),)}, [])
         try:
-            yield
+            with self.announce(row_scopes=(RowScope(scope.owner),)):
+                yield
         except Exception as error:
             raise RowScopeError(scope) from error
-        finally:
-            self._stack.announced = outer
 
 
 def _scoped_call(scope: RowScope, call: Call) -> Call:
     """The call of a scope's rows; the pass's own call where the scope has neither rows nor a cache."""
     if scope.rows is None and scope.cache is None:
         return call
-    rows = slice(None) if scope.rows is None else scope.rows
-    positions = call.position_ids
+    rows, positions = scope.rows or slice(None), call.position_ids
     return Call(
         None if call.input_ids is None else call.input_ids[rows],
         None if call.attention_mask is None else call.attention_mask[rows, scope.offset :],
@@ -130,29 +125,21 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
 
 
 def _select_rows(tensor: Tensor, scope: RowScope, tap: Tap) -> Tensor:
-    if scope.rows is None:
-        return tensor
-    if scope.rows.stop > len(tensor):
+    if scope.rows is not None and scope.rows.stop > len(tensor):
         raise TapError(
             f"A tap acts on some rows at {tap.site}, but {len(tensor)} rows pass there, which are not those of the "
             "batch: answer requests for this graft one at a time."
         )
-    return tensor[scope.rows]
+    return tensor if scope.rows is None else tensor[scope.rows]
 
 
 def _scatter(results: list[tuple[RowScope, Tensor]], like: Tensor, tap: Tap) -> Tensor:
-    """One tensor of all rows; it changes nothing in rows without a result."""
-    full = like.clone() if tap.act == "replace" else torch.zeros_like(like)
+    """One tensor of all rows, without effect in rows that have no result; the last keys of biases are aligned."""
+    if tap.act == "bias":
+        shapes = [result.shape[1:] for _, result in results]
+        full = results[0][1].new_zeros(len(like), *map(max, zip(*shapes, strict=True)))
+    else:
+        full = like.clone() if tap.act == "replace" else torch.zeros_like(like)
     for scope, result in results:
-        full[slice(None) if scope.rows is None else scope.rows] = result.to(full.dtype)
-    return full
-
-
-def _scatter_bias(results: list[tuple[RowScope, Tensor]], rows: int) -> Tensor:
-    """One bias (rows, H, T, S) with the largest S; the last keys are aligned."""
-    shapes = [result.shape for _, result in results]
-    _, heads, queries, keys = (max(sizes) for sizes in zip(*shapes, strict=True))
-    full = results[0][1].new_zeros(rows, heads, queries, keys)
-    for scope, result in results:
-        full[slice(None) if scope.rows is None else scope.rows, :, :, keys - result.shape[-1] :] = result
+        full[scope.rows or slice(None)][..., -result.shape[-1] :] = result.to(full.dtype)
     return full

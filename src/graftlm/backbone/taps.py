@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from graftlm.errors import TapConflictError, TapError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ADDITIVE_MASKS = ("sdpa", "eager")  # attention implementations that add a floating-point mask to their scores
 
 
 @dataclass
@@ -103,16 +101,12 @@ class Call:
         return columns - torch.where(is_first, columns, 0).cummax(-1).values
 
 
-Action = Literal["add", "replace", "bias"]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _untraced(function: _Function) -> _Function:
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from torch.compile: it reads Python state of the running pass.
 
     The first call imports torch._dynamo, which takes seconds, so no function is decorated at import.
     """
-    return torch.compiler.disable(function)  # type: ignore[return-value]  # it returns a callable of the same form
+    return torch.compiler.disable(function)
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class Tap:
 
     site: Site
     when: Literal["before", "after"]
-    act: Action
+    act: Literal["add", "replace", "bias"]
     function: Callable[..., Tensor | None]
 
 
@@ -156,6 +150,8 @@ class TapHooks:
         TapConflictError: two owners replace at one site.
     """
 
+    _replaces_once = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -163,28 +159,24 @@ class TapHooks:
         taps: Mapping[Any, Sequence[Tap]],
         prepare: Callable[[Call], None],
     ) -> None:
-        self._check(sites, taps)
-        self._model = model
-        self._prepare = prepare
-        self._stack = _CallStack()
+        if self._replaces_once:
+            check_conflicts(sites, taps)
+        self._model, self._prepare, self._stack = model, prepare, _CallStack()
         self._handles: list[RemovableHandle] = []
+        if not taps:  # a bare model needs no hooks
+            return
         try:
-            if not taps:  # a bare model needs no hooks
-                return
             base = model.base_model
             self._handles.append(base.register_forward_pre_hook(_untraced(self._open_call), with_kwargs=True))
             for owner, owner_taps in taps.items():
                 for tap in owner_taps:
                     self._connect(sites, owner, tap)
             close = _untraced(self._close_call)
-            self._handles.append(base.register_forward_hook(close, with_kwargs=True, always_call=True))
+            self._handles.append(base.register_forward_hook(close, always_call=True))
         except BaseException:
             self.remove()
             raise
         _forget_compiled()
-
-    def _check(self, sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
-        check_conflicts(sites, taps)
 
     def remove(self) -> None:
         """Remove every hook; the model is bare again."""
@@ -233,67 +225,33 @@ class TapHooks:
         self._stack.calls.append(call)
         self._prepare(call)
 
-    def _close_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._stack.calls:
-            self._stack.calls.pop()
+    def _close_call(self, *_: Any) -> None:
+        del self._stack.calls[-1:]
 
     def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
-        entry, exit_ = sites.module(tap.site)
         if tap.act == "bias":
-            self._handles.append(entry.register_forward_pre_hook(self._add_bias(sites, owner, tap), with_kwargs=True))
-        elif tap.when == "before":
-            self._handles.append(entry.register_forward_pre_hook(self._before(owner, tap), with_kwargs=True))
-        elif entry is exit_:
-            self._handles.append(exit_.register_forward_hook(self._after(owner, tap), with_kwargs=True))
-        else:
-            key = ("input of", id(exit_), id(tap))
-            self._handles.append(entry.register_forward_pre_hook(self._save_input(key), with_kwargs=True))
-            self._handles.append(exit_.register_forward_hook(self._after(owner, tap, key), with_kwargs=True))
+            self._check_bias(tap)
+        entry, exit_ = sites.module(tap.site)
+        input_key = ("input of", id(exit_), id(tap))
 
-    def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
-        """Run a tap's function on a module's hidden states in the current pass."""
-        return tap.function(self._current(), *tensors)
-
-    def _before(self, owner: Any, tap: Tap) -> Callable[..., Any]:
         @_untraced
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = _hidden(args, kwargs)
+            if tap.when == "after":
+                self._current().scratch[input_key] = hidden
+                return None
             result = self._apply(owner, tap, hidden)
             if result is None:
                 return None
+            if tap.act == "bias":
+                mask = biased_mask(kwargs.get("attention_mask"), result, sites.family.causal)
+                return args, kwargs | {"attention_mask": mask}
             new = hidden + result if tap.act == "add" else result
-            if args:
-                return (new, *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": new}
-
-        return hook
-
-    def _add_bias(self, sites: Sites, owner: Any, tap: Tap) -> Callable[..., Any]:
-        if tap.when != "before" or tap.site.kind != "attention":
-            raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so only before an attention.")
-        check_accepts_bias(self._model, str(tap.site))
-        causal = sites.family.causal
+            return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": new})
 
         @_untraced
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            bias = self._apply(owner, tap, _hidden(args, kwargs))
-            if bias is None:
-                return None
-            return args, kwargs | {"attention_mask": biased_mask(kwargs.get("attention_mask"), bias, causal)}
-
-        return hook
-
-    def _save_input(self, key: Any) -> Callable[..., None]:
-        @_untraced
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._current().scratch[key] = _hidden(args, kwargs)
-
-        return hook
-
-    def _after(self, owner: Any, tap: Tap, key: Any = None) -> Callable[..., Any]:
-        @_untraced
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            inputs = self._current().scratch.pop(key) if key is not None else _hidden(args, kwargs)
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            inputs = _hidden(args, kwargs) if entry is exit_ else self._current().scratch.pop(input_key)
             hidden = output[0] if isinstance(output, tuple) else output
             result = self._apply(owner, tap, inputs, hidden)
             if result is None:
@@ -301,7 +259,26 @@ class TapHooks:
             new = hidden + result if tap.act == "add" else result
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
-        return hook
+        if tap.when == "before" or entry is not exit_:
+            self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
+        if tap.when == "after":
+            self._handles.append(exit_.register_forward_hook(after, with_kwargs=True))
+
+    def _check_bias(self, tap: Tap) -> None:
+        if tap.when != "before" or tap.site.kind != "attention":
+            raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so only before an attention.")
+        config = self._model.config
+        implementation = getattr(config, "_attn_implementation", None)
+        if getattr(self._model, "_builds_own_masks", False) or implementation not in ("sdpa", "eager"):
+            raise TapError(
+                f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention"
+                f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
+                "attn_implementation sdpa or eager, or leave out what adds to scores."
+            )
+
+    def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
+        """Run a tap's function on a module's hidden states in the current pass."""
+        return tap.function(self._current(), *tensors)
 
     def _current(self) -> Call:
         # Taps also act on a module that is called on its own, outside the model's forward pass.
@@ -355,14 +332,3 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
     if mask.dtype != torch.bool:
         return mask + bias.to(mask.dtype)
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
-
-
-def check_accepts_bias(model: PreTrainedModel, site: str) -> None:
-    """Raise `TapError` unless the model's attention accepts an additive mask."""
-    implementation = getattr(model.config, "_attn_implementation", None)
-    if getattr(model, "_builds_own_masks", False) or implementation not in ADDITIVE_MASKS:
-        raise TapError(
-            f"A tap adds to the scores of {site}, but this {model.config.model_type} model's attention"
-            f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
-            "attn_implementation sdpa or eager, or leave out what adds to scores."
-        )

@@ -19,6 +19,7 @@ from graftlm.config import Config
 from graftlm.errors import DataError, GraftError
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.graft_set import trace_values
+from graftlm.io import decode_utf8
 
 
 class Decoding(Config):
@@ -93,12 +94,7 @@ def read_prompt(argument: str) -> str:
         DataError: the prompt is not UTF-8.
     """
     data = sys.stdin.buffer.read().removesuffix(b"\n") if argument == "-" else os.fsencode(argument)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"The prompt is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it first."
-        ) from None
+    return decode_utf8(data, "The prompt")
 
 
 @torch.inference_mode()

@@ -30,14 +30,9 @@ _MAX_RANKED_VALUES = 2**24  # the effective rank of a larger matrix takes second
 
 
 class TensorGroup(Config):
-    """Tensors whose names differ in their numbers only, such as the layers' numbers.
+    """Tensors whose names differ in their numbers only; `name` has * for each number, `shape` is that of the first.
 
-    Args:
-        name: the name with * for each number.
-        count: the number of tensors.
-        shape: the shape of the first tensor.
-        parameters: the parameters of all tensors.
-        effective_rank: the effective rank of each matrix; empty for other tensors and for very large matrices.
+    `effective_rank` has one value for each matrix, but none for very large matrices.
     """
 
     name: str
@@ -51,14 +46,9 @@ class Inspection(Config):
     """The result of `inspect_graft`.
 
     Args:
-        folder: the graft's folder.
-        kind: the graft's kind, as in recipes.
         label: the method's name in tables.
-        config: the graft's config.
         library: the version of graftlm that wrote the graft.
-        backbone: name, model type and fingerprint of the backbone.
-        parameters: the number of the graft's parameters.
-        tensors: the graft's tensors.
+        backbone: its name, model type and fingerprint.
         training: steps, tokens and settings of the training run.
         measured: metrics at the end of the run.
         layers: {quantity: {text or model: one number per layer}}, on the run's test texts and on further texts.
@@ -98,11 +88,11 @@ def inspect_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Inspection:
-    """Describe a graft from its files; with a backbone or texts also from forward passes.
+    """Describe a graft in a folder from its files; with a backbone or texts also from forward passes.
 
     Args:
-        folder: the graft's folder.
-        backbone: the backbone's name or folder; None loads it only if there are texts.
+        folder: the graft's.
+        backbone: the backbone's name or folder; None loads the recorded one, but only if there are texts.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         texts: documents by name; the method's per-layer quantities are measured on the start of each.
         length: tokens per row of these texts.
@@ -118,9 +108,9 @@ def inspect_graft(
     if backbone is None and not texts:
         return inspection
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    layers, described = _inspect_layers(loaded, load_graft(folder, loaded, changes), texts or {}, length)
-    merged = {key: inspection.layers.get(key, {}) | layers.get(key, {}) for key in {**inspection.layers, **layers}}
-    return inspection.model_copy(update={"layers": merged, "described": inspection.described | described})
+    layers = {key: dict(values) for key, values in inspection.layers.items()}
+    described = _inspect_layers(loaded, load_graft(folder, loaded, changes), texts or {}, length, layers)
+    return inspection.model_copy(update={"layers": layers, "described": inspection.described | described})
 
 
 def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
@@ -150,39 +140,38 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
 
 
 def _group_tensors(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
-    groups: dict[tuple[str, int], TensorGroup] = {}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
     for name, tensor in tensors:
         key = re.sub(r"\d+", "*", name), tensor.dim()
-        last = groups.get(key)
-        ranks = [effective_rank(tensor)] if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES else []
-        groups[key] = TensorGroup(
-            name=key[0],
-            count=1 + (last.count if last else 0),
-            shape=last.shape if last else list(tensor.shape),
-            parameters=tensor.numel() + (last.parameters if last else 0),
-            effective_rank=[*(last.effective_rank if last else []), *ranks],
-        )
-    return list(groups.values())
+        empty = {"name": key[0], "count": 0, "shape": list(tensor.shape), "parameters": 0, "effective_rank": []}
+        group = groups.setdefault(key, empty)
+        group["count"] += 1
+        group["parameters"] += tensor.numel()
+        if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES:
+            group["effective_rank"].append(effective_rank(tensor))
+    return [TensorGroup(**group) for group in groups.values()]
 
 
 def _inspect_layers(
-    backbone: Backbone, graft: Graft, texts: Mapping[str, Sequence[Document]], length: int
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, Any]]:
-    """Per-layer quantities and descriptions that need the backbone."""
+    backbone: Backbone,
+    graft: Graft,
+    texts: Mapping[str, Sequence[Document]],
+    length: int,
+    layers: dict[str, dict[str, list[float]]],
+) -> dict[str, Any]:
+    """What a graft describes given its backbone; per-layer quantities are added to `layers`."""
     from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
 
     described = dict(graft.describe(backbone))
-    layers: dict[str, dict[str, list[float]]] = {}
-    if "spectrum" in described:
-        spectra = described.pop("spectrum")
-        layers["effective_rank"] = {name: [rank_of(s) for s in layers_of] for name, layers_of in spectra.items()}
+    for name, spectra in described.pop("spectrum", {}).items():
+        layers.setdefault("effective_rank", {})[name] = [rank_of(spectrum) for spectrum in spectra]
     if texts:
         evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
         with GraftedModel(backbone, {"graft": graft}) as model:
             for name in texts:
                 for key, values in evaluator.observe(model, name).items():
                     layers.setdefault(key, {})[name] = values
-    return layers, described
+    return described
 
 
 def effective_rank(matrix: Tensor) -> float:
@@ -214,18 +203,14 @@ def evaluate_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Results:
-    """Measure a trained graft and its bare backbone.
+    """Measure a trained graft and its bare backbone; `inspect_graft` describes the other arguments.
 
     Args:
-        folder: the graft's folder.
-        backbone: the backbone's name or folder; None takes the name that the graft records.
-        changes: overrides of the graft's config, as `KEY=VALUE`.
+        folder: the graft's, or a model's.
         texts: documents by evaluation set; `old` and `new` give the metrics forgotten and learned.
         tasks: tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
         limit: maximum number of questions per task.
         evaluation: settings of the measurement, and tasks from files; by default without decoding speed.
-        device: torch device; None takes the fastest available.
-        trust_remote_code: run model code that comes with the backbone.
 
     Raises:
         DataError: there is neither a text nor a task, or an example can't be read.
@@ -281,11 +266,9 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
 
 
 def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
-    """Tasks by name, from `name=file` or a file; a file alone is named by its stem.
+    """Tasks by name, from files of examples as `name=file` or a file; a file alone is named by its stem.
 
-    Args:
-        named: files of examples.
-        settings: keys for all of these tasks, such as `metric`; None keeps a key's default.
+    `settings` are keys for all of these tasks, such as `metric`; None keeps a key's default.
 
     Raises:
         DataError: a name appears twice, or examples or their metric are missing.

@@ -20,7 +20,7 @@ from graftlm.evaluation import Results, Row
 from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
 from graftlm.grafts import Graft, GraftedModel
 from graftlm.grafts.heads import TaskSpec
-from graftlm.io import read_text
+from graftlm.io import decode_utf8, read_text
 from graftlm.runs.graft_run import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests, tasks_of
 
@@ -176,21 +176,12 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
         for values, where in read_values(Path(source), keys, "task", config.columns):
             yield _question(config, values, texts, where)
         return
-    lines = (line.rstrip("\r\n") for line in _stdin()) if source == "-" else read_text(Path(source)).split("\n")
-    origin = "stdin" if source == "-" else source
+    stdin = (decode_utf8(line, "stdin").rstrip("\r\n") for line in sys.stdin.buffer)
+    origin, lines = ("stdin", stdin) if source == "-" else (source, read_text(Path(source)).split("\n"))
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{origin}: line {number}"
             yield _question(config, _parse_line(line, config, columns, where), texts, where)
-
-
-def _stdin() -> Iterator[str]:
-    try:
-        yield from (line.decode("utf-8") for line in sys.stdin.buffer)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"stdin is not UTF-8 text (byte 0x{error.object[error.start]:02x}): convert it first."
-        ) from None
 
 
 def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:

@@ -10,19 +10,17 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from graftlm.errors import GraftError
+from graftlm.models.state_layer import RecurrentCacheLayer
 
 
-class LayerCache(CacheLayerMixin):
+class LayerCache(RecurrentCacheLayer):
     """Named tensors of one layer, batch first, and the number of columns read so far.
 
-    Beam reordering and batch selection apply to every tensor. With `detach`, stored tensors have no gradients.
+    With `detach`, stored tensors have no gradients.
     """
-
-    is_croppable = False
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +37,6 @@ class LayerCache(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(value)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object):
         """Raise `GraftError`: this layer stores named tensors."""
         raise GraftError("A block-state model keeps states, not keys and values for others: give each model a cache.")
@@ -49,35 +44,11 @@ class LayerCache(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self.num_columns
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.num_columns + query_length, 0
 
     def reset(self) -> None:
         self.tensors, self.num_columns, self.is_initialized = {}, 0, False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, which a state can't.
-
-        Raises:
-            GraftError: there is a token to remove.
-        """
-        if tokens_to_remove and self.is_initialized:
-            raise GraftError(
-                "A block-state model can't take tokens back, as assisted decoding asks: decode greedily, with beams or "
-                "by sampling, without an assistant or prompt_lookup_num_tokens."
-            )
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._apply(lambda value: value.index_select(0, beam_idx.to(value.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._apply(lambda value: value.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._apply(lambda value: value[indices.to(value.device), ...])
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.tensors = {name: function(value) for name, value in self.tensors.items()}
@@ -89,15 +60,14 @@ def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
     Raises:
         GraftError: the cache belongs to another model.
     """
-    layers = cache.layers[:count]
-    if not (len(layers) == count and all(isinstance(layer, LayerCache) for layer in layers)):
-        if any(getattr(layer, "is_initialized", False) for layer in layers):
+    layers = [layer for layer in cache.layers[:count] if isinstance(layer, LayerCache)]
+    if len(layers) < count:
+        if any(getattr(layer, "is_initialized", False) for layer in cache.layers[:count]):
             raise GraftError(
                 "This cache holds keys and values of another model: pass past_key_values as this model returned them, "
                 "or a new DynamicCache()."
             )
-        cache.layers[:count] = [LayerCache() for _ in range(count)]
-    layers = cast("list[LayerCache]", cache.layers[:count])
+        cache.layers[:count] = layers = [LayerCache() for _ in range(count)]
     for layer in layers:
         layer.detach = detach
     return layers
@@ -115,14 +85,13 @@ def cache_tensors(cache: Cache) -> dict[str, Tensor]:
 
 def cache_from_tensors(tensors: dict[str, Tensor]) -> Cache:
     """The cache that `cache_tensors` converted to tensors."""
-    layers: dict[int, LayerCache] = {}
+    cache = DynamicCache()
+    cache.layers[:] = [LayerCache() for _ in {key.partition(".")[0] for key in tensors}]
     for key, value in tensors.items():
-        number, name = key.split(".", 1)
-        layer = layers.setdefault(int(number), LayerCache())
+        number, _, name = key.partition(".")
+        layer = cast("LayerCache", cache.layers[int(number)])
         if name == "columns":
             layer.num_columns = int(value)
         else:
             layer.store(name, value)
-    cache = DynamicCache()
-    cache.layers[:] = [layers[number] for number in sorted(layers)]
     return cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -96,18 +96,14 @@ class BlockStateConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        layers = self.mixer_layers
-        if not isinstance(layers, Iterable) or isinstance(layers, str):
-            raise RecipeError(f"block-state: mixer_layers is {layers!r}; a list of layers is expected, as in [0, 3].")
-        self.mixer_layers = list(layers)
+        if isinstance(self.mixer_layers, tuple | range):
+            self.mixer_layers = list(self.mixer_layers)
         if self.state_width is None and isinstance(self.hidden_size, int):
             self.state_width = max(1, self.hidden_size // (8 if self.context == "mf" else 4))
         if self.recurrent_states is None:
             self.recurrent_states = self.window
-        self._check_sizes()
-        self._check_choices()
-        self._check_layers()
-        self._check_conflicts()
+        for problem in self._problems():
+            raise RecipeError(f"block-state: {problem}")
         super().__post_init__(**kwargs)
 
     @property
@@ -119,57 +115,44 @@ class BlockStateConfig(PreTrainedConfig):
         """Whether a layer has context states."""
         return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
 
-    def _check_sizes(self) -> None:
+    def _problems(self) -> Iterator[str]:
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RecipeError(f"block-state: {name} is {value!r}; a whole number from 1 is expected.")
+            if type(value) is not int or value < 1:
+                yield f"{name} is {value!r}; a whole number from 1 is expected."
         if not 0 <= self.dropout < 1:
-            raise RecipeError(f"block-state: dropout is {self.dropout}; a share from 0 to below 1 is expected.")
-
-    def _check_choices(self) -> None:
+            yield f"dropout is {self.dropout}; a share from 0 to below 1 is expected."
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise RecipeError(f"block-state: {name} is {value!r}; one of {', '.join(choices)} is expected.")
+            if getattr(self, name) not in choices:
+                yield f"{name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
         if self.hidden_act not in ACT2FN:
-            hint = did_you_mean(str(self.hidden_act), ACT2FN)
-            raise RecipeError(f"block-state: there is no activation {self.hidden_act!r}{hint}.")
-
-    def _check_layers(self) -> None:
-        invalid = [layer for layer in self.mixer_layers if not isinstance(layer, int) or isinstance(layer, bool)]
-        if invalid:
-            raise RecipeError(f"block-state: mixer_layers has {invalid[0]!r}; whole numbers are expected, as [0, 3].")
-        outside = [layer for layer in self.mixer_layers if not 0 <= layer < self.num_hidden_layers]
-        if self.mixer in ("block-state", "recurrent") and outside:
-            raise RecipeError(
-                f"block-state: mixer_layers names layer {outside[0]}; the {self.num_hidden_layers} layers are counted "
-                f"from 0 to {self.num_hidden_layers - 1}."
-            )
-
-    def _check_conflicts(self) -> None:
+            yield f"there is no activation {self.hidden_act!r}{did_you_mean(str(self.hidden_act), ACT2FN)}."
+        if not isinstance(self.mixer_layers, list):
+            yield f"mixer_layers is {self.mixer_layers!r}; a list of layers is expected, as in [0, 3]."
+        for layer in self.mixer_layers:
+            if type(layer) is not int:
+                yield f"mixer_layers has {layer!r}; whole numbers are expected, as [0, 3]."
+            if self.has_context(layer) and not 0 <= layer < self.num_hidden_layers:
+                yield (
+                    f"mixer_layers names layer {layer}; the {self.num_hidden_layers} layers are counted from 0 to "
+                    f"{self.num_hidden_layers - 1}."
+                )
         if self.hidden_size % self.num_attention_heads:
-            raise RecipeError(
-                f"block-state: {self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
+            yield (
+                f"{self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
                 "num_attention_heads or hidden_size."
             )
         if self.state_size % 2:
-            raise RecipeError(
-                f"block-state: state_size is {self.state_size}; an even number is expected, since states come in "
-                "conjugate pairs."
-            )
+            yield f"state_size is {self.state_size}; an even number is expected, since states come in conjugate pairs."
         if self.relative_buckets < 4 or self.relative_distance <= self.relative_buckets // 2:
-            raise RecipeError(
-                f"block-state: {self.relative_buckets} relative_buckets up to a relative_distance of "
-                f"{self.relative_distance} leave none for long distances: take at least 4, and a distance above half "
-                "of them."
+            yield (
+                f"{self.relative_buckets} relative_buckets up to a relative_distance of {self.relative_distance} leave "
+                "none for long distances: take at least 4, and a distance above half of them."
             )
         if self.kernel_limit < self.kernel_length:
-            raise RecipeError(
-                f"block-state: kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
-            )
+            yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
         if self.bidirectional and self.mixer in ("recurrent", "memory"):
-            raise RecipeError(
-                f"block-state: a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: "
-                "take block-state or slide."
+            yield (
+                f"a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: take "
+                "block-state or slide."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -45,50 +46,43 @@ class SentenceSelectorConfig(PreTrainedConfig):
 
     model_type = "sentence-selector"
 
-    def __init__(
-        self,
-        input_type: Literal["tokens", "embeddings"] = "tokens",
-        document_encoder: Literal["lstm", "transformer"] = "lstm",
-        head: Literal["classifier", "pointer"] = "pointer",
-        vocab_size: int = 40_000,
-        embedding_size: int = 300,
-        hidden_size: int = 512,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        sentence_embedding_size: int = 384,
-        sentence_encoder: str | None = None,
-        dropout: float = 0.5,
-        max_sentences: int = 300,
-        max_tokens: int = 35,
-        beam_size: int = 4,
-        extract_size: int = 10,
-        **kwargs: Any,
-    ) -> None:
-        values = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        for name, value in values.items():
-            setattr(self, name, value)
-        _check(values)
-        super().__init__(**kwargs)
+    input_type: Literal["tokens", "embeddings"] = "tokens"
+    document_encoder: Literal["lstm", "transformer"] = "lstm"
+    head: Literal["classifier", "pointer"] = "pointer"
+    vocab_size: int = 40_000
+    embedding_size: int = 300
+    hidden_size: int = 512
+    num_layers: int = 2
+    num_heads: int = 4
+    sentence_embedding_size: int = 384
+    sentence_encoder: str | None = None
+    dropout: float = 0.5
+    max_sentences: int = 300
+    max_tokens: int = 35
+    beam_size: int = 4
+    extract_size: int = 10
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for problem in self._problems():
+            raise RecipeError(problem)
+        super().__post_init__(**kwargs)
 
     @property
     def width(self) -> int:
         """Size of the sentence vectors that the document encoder returns."""
         return 2 * self.hidden_size
 
-
-def _check(values: dict[str, Any]) -> None:
-    for name, known in _CHOICES.items():
-        if values[name] not in known:
-            raise RecipeError(
-                f"{name} is {values[name]!r}, which is not known{did_you_mean(str(values[name]), known)}."
+    def _problems(self) -> Iterator[str]:
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                yield f"{name} is {value!r}, which is not known{did_you_mean(str(value), known)}."
+        for name in _POSITIVE:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                yield f"{name} is {value!r}, but a whole number above 0 is expected."
+        if not 0 <= self.dropout < 1:
+            yield f"dropout is {self.dropout!r}, but a share from 0 to below 1 is expected."
+        if self.document_encoder == "transformer" and self.width % self.num_heads:
+            yield (
+                f"{self.num_heads} heads don't divide a width of {self.width} (twice hidden_size): "
+                "choose another number of heads."
             )
-    for name in _POSITIVE:
-        if not isinstance(values[name], int) or values[name] < 1:
-            raise RecipeError(f"{name} is {values[name]!r}, but a whole number above 0 is expected.")
-    if not 0 <= values["dropout"] < 1:
-        raise RecipeError(f"dropout is {values['dropout']!r}, but a share from 0 to below 1 is expected.")
-    if values["document_encoder"] == "transformer" and 2 * values["hidden_size"] % values["num_heads"]:
-        raise RecipeError(
-            f"{values['num_heads']} heads don't divide a width of {2 * values['hidden_size']} (twice hidden_size): "
-            "choose another number of heads."
-        )
