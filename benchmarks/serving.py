@@ -172,7 +172,7 @@ def served(backbone: Backbone, make: Callable[[], Engine]) -> Iterator[str]:
     """The address of our server with an engine."""
     engine = make()
     settings = ServerSettings(port=0, grace=0.0)
-    service = Service.create(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
+    service = Service(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
     ready: queue.Queue[str] = queue.Queue()
     server = GraftServer(service, ready.put)
     thread = threading.Thread(target=server.run, daemon=True)

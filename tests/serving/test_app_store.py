@@ -76,7 +76,7 @@ def folder(backbone: Backbone, tmp_path: Path) -> Path:
 def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, folder: Path) -> None:
     counter = Counter(GraftStore(backbone, folder=folder))
     assert counter.grafts == {"danish": 1.0, "french": 2.0}
-    assert [entry.manifest.kind for entry in counter.shelf.entries()] == ["adapter", "adapter"]
+    assert [entry.manifest.kind for entry in counter.shelf.entries().values()] == ["adapter", "adapter"]
     assert counter.look(3) == []
     assert counter.shelf.problems() == {}
 
@@ -120,7 +120,7 @@ def test_a_bad_file_leaves_the_old_graft_in_service(
         manifest.write_text("{")
     assert counter.look(4) == [("danish", "refused")], "it is told once"
     assert counter.grafts == {"danish": 1.0, "french": 2.0}
-    assert [entry.name for entry in counter.shelf.entries()] == ["danish", "french"]
+    assert [entry.name for entry in counter.shelf.entries().values()] == ["danish", "french"]
     (problem,) = counter.shelf.problems().values()
     assert str(folder) in problem or damage == "kind"
     assert "graftlm-" not in problem, "the private copy is nobody's business"
@@ -174,7 +174,7 @@ def test_folders_that_come_and_go(backbone: Backbone, folder: Path) -> None:
     assert counter.look(1) == [], "a folder that is replaced is not there for a moment"
     assert counter.look(1) == [("french", "withdrawn")]
     assert counter.grafts == {"danish": 1.0, "german": 7.0}
-    assert [entry.name for entry in counter.shelf.entries()] == ["danish", "german"]
+    assert [entry.name for entry in counter.shelf.entries().values()] == ["danish", "german"]
 
 
 def test_a_graft_that_was_given_by_name_stays(backbone: Backbone, tmp_path: Path) -> None:

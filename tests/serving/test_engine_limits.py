@@ -151,8 +151,12 @@ class Norms(Graft):
 @pytest.mark.parametrize(
     ("refused", "error", "message"),
     [
-        (GenerationRequest((), "llama"), ServingError, "The prompt has no tokens"),
-        (GenerationRequest((1, 304), "llama"), ServingError, "holds the token id 304, but the model knows 0 to 303"),
+        (GenerationRequest((), "llama"), ServingError, "prompt has no tokens"),
+        (
+            GenerationRequest((1, 304), "llama"),
+            ServingError,
+            "holds the token id 304, and the model has 304 tokens",
+        ),
         (GenerationRequest((1,), "llama", max_tokens=0), ServingError, "max_tokens is 0"),
         (GenerationRequest((1,), "llama", max_tokens=1025), ContextLengthError, "this server writes 1024 at most"),
         (

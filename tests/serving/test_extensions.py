@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -20,7 +19,7 @@ from graftlm.serving.protocol import Finish, QueueFullError
 from graftlm.serving.service import Service
 from serving.extending import client_of, post, refusal
 from serving.scripted import ENDLESS, FRENCH, FinishedStream, ScriptedEngine, scripted_service
-from serving.web import running
+from serving.web import changed, running
 
 QUERY = "Are you sure it is pretty?"
 START = {"text": QUERY, "template": "translate", "target": "fr"}
@@ -214,6 +213,6 @@ def test_a_model_that_does_not_finish_is_an_error(
 
 def test_when_the_client_leaves_the_engine_stops(service: Service, engine: ScriptedEngine) -> None:
     start = START | {"text": f"Is it {ENDLESS}?"}
-    with running(dataclasses.replace(service, closing=threading.Event())) as address, pytest.raises(httpx.ReadTimeout):
+    with running(changed(service, closing=threading.Event())) as address, pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/v1/graftlm/clarify", json={"model": "tiny", "start": start}, timeout=0.5)
     assert engine.cancelled.wait(10)

@@ -42,7 +42,7 @@ def test_a_model_writes_the_summary_and_its_sentences_are_linked(client: TestCli
 
 
 def test_a_graft_s_own_layout_is_used(client: TestClient, service: Service, engine: ScriptedEngine) -> None:
-    folder = next(entry.folder for entry in service.store.entries() if entry.name == "danish")
+    folder = service.store.entries()["danish"].folder
     (folder / "layout.json").write_text('{"summary": "\\n<sum>\\n"}')
     prompts: list[str] = []
     engine.say = lambda prompt, request: prompts.append(prompt) or "It is so."

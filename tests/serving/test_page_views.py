@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 from typing import Any
@@ -15,7 +14,7 @@ from graftlm.serving.service import Service
 from graftlm.serving.settings import ApiKeys
 from serving.browsing import QUERY, TEA, begin, column, generate, opened, view
 from serving.scripted import FRENCH, ScriptedEngine
-from serving.web import running
+from serving.web import changed, running
 
 SCHEMES = {"light": (1280, 900), "dark": (320, 640)}
 
@@ -139,7 +138,7 @@ def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
     browser: Browser, service: Service, complaints: list[str]
 ) -> None:
     key = "a-key-of-some-length"
-    guarded = dataclasses.replace(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
+    guarded = changed(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
     with running(guarded) as address, opened(browser, address, complaints) as page:
         expect(page.locator("#key-note")).to_contain_text("The API key is missing")
         page.get_by_label("API key").fill("another-key-of-some-length")

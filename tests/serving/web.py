@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,8 +119,15 @@ def web_service(engine: Engine, **changes: Any) -> Service:
     backbone = changes.pop("backbone", None) or Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
     settings = ServerSettings(port=0, reload_seconds=0).model_copy(update=changes.pop("settings", {}))
     limits = EngineLimits(batch_size=4, queue=4, max_tokens=100)
-    service = Service.create(backbone, engine, GraftStore(backbone), "tiny", settings=settings, limits=limits)
-    return replace(service, **changes)
+    service = Service(backbone, engine, GraftStore(backbone), "tiny", settings=settings, limits=limits)
+    return changed(service, **changes)
+
+
+def changed(service: Service, **changes: Any) -> Service:
+    """A copy of a service with other parts."""
+    other = copy.copy(service)
+    vars(other).update(changes)
+    return other
 
 
 @contextlib.contextmanager

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import mimetypes
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
+from graftlm.errors import GraftError
 from graftlm.serving import extensions
-from graftlm.serving.errors import ErrorResponse, handle_errors
+from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
 from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
 from graftlm.serving.requests import ChatRequest, CompletionRequest, ParsedRequest, parse_chat, parse_completion
@@ -32,36 +36,28 @@ from graftlm.serving.responses import (
     ResponseBuilder,
     TextCompletion,
     run_until_disconnect,
-    to_json,
 )
 from graftlm.serving.service import Service
 from graftlm.version import __version__
 
-_ERROR_DESCRIPTIONS = {
-    400: "A value of the request does not fit.",
-    401: "The API key is missing or wrong.",
-    404: "The model does not exist.",
-    408: "The request did not arrive in time.",
-    413: "The request is too large.",
-    415: "The body is not JSON.",
-    421: "The Host is not a name of this server.",
-    429: "The queue is full.",
-    500: "The server failed.",
-    501: "The server lacks a package that this route needs.",
-    503: "The server is shutting down, or had no time for the request.",
-}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": description} for status, description in _ERROR_DESCRIPTIONS.items()
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        400: "A value of the request does not fit.",
+        401: "The API key is missing or wrong.",
+        404: "The model does not exist.",
+        408: "The request did not arrive in time.",
+        413: "The request is too large.",
+        415: "The body is not JSON.",
+        421: "The Host is not a name of this server.",
+        429: "The queue is full.",
+        500: "The server failed.",
+        503: "The server is shutting down, or had no time for the request.",
+    }.items()
 }
-_MISSING_EXTRA = {status: _ERRORS.pop(status) for status in [501]}
+_MISSING_EXTRA = {"model": ErrorResponse, "description": "The server lacks a package that this route needs."}
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 PAGE_FOLDER = Path(__file__).parent / "page"
-_CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -84,10 +80,11 @@ def create_app(service: Service) -> FastAPI:
         lifespan=functools.partial(_lifespan, service),
     )
     app.include_router(_openai_router(service))
-    app.include_router(extensions.router(service), responses=_ERRORS | _MISSING_EXTRA)
-    app.include_router(_operations_router(service))
-    app.include_router(_page_router())
-    handle_errors(app)
+    app.include_router(extensions.router(service), responses=_ERRORS | {501: _MISSING_EXTRA})
+    _add_operations(app, service)
+    _add_page(app)
+    for kind in (GraftError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
     app.add_middleware(Guard, settings=service.settings, keys=service.keys, closing=service.closing)
     if service.settings.origins:
@@ -123,74 +120,64 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 def _openai_router(service: Service) -> APIRouter:
     """OpenAI's routes."""
     router = APIRouter(prefix="/v1", responses=_ERRORS)
+    get = functools.partial(router.get, response_model_exclude_unset=True)
+    post = functools.partial(router.post, response_model_exclude_unset=True, responses=_STREAM)
 
-    @router.get("/models", response_model=ModelList, summary="All names that `model` may have")
-    async def models() -> Response:
-        cards = [_card(service, name) for name in service.engine.names]
-        return _json_response(to_json(ModelList(object="list", data=cards)))
+    @get("/models", summary="All names that `model` may have")
+    async def models() -> ModelList:
+        return ModelList(object="list", data=[_card(service, name) for name in service.engine.names])
 
-    @router.get("/models/{model:path}", response_model=ModelCard, summary="One of them, or a mixture")
-    async def model(model: str) -> Response:
+    @get("/models/{model:path}", summary="One of them, or a mixture")
+    async def model(model: str) -> ModelCard:
         check_model(service.engine.names, model)
-        return _json_response(to_json(_card(service, model)))
+        return _card(service, model)
 
-    @router.post("/completions", response_model=TextCompletion, responses=_STREAM, summary="Continue a text")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @post("/completions", response_model=TextCompletion, summary="Continue a text")
+    async def completions(body: CompletionRequest, request: Request) -> Any:
         parsed = await asyncio.to_thread(parse_completion, service, body, user_of(request))
         return await _respond(service, request, CompletionBuilder(parsed, service.tokenizer, service.fingerprint))
 
-    @router.post("/chat/completions", response_model=Chat, responses=_STREAM, summary="Continue a conversation")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    @post("/chat/completions", response_model=Chat, summary="Continue a conversation")
+    async def chat(body: ChatRequest, request: Request) -> Any:
         parsed = await asyncio.to_thread(parse_chat, service, body, user_of(request))
         return await _respond(service, request, ChatBuilder(parsed, service.tokenizer, service.fingerprint))
 
     return router
 
 
-def _operations_router(service: Service) -> APIRouter:
+def _add_operations(app: FastAPI, service: Service) -> None:
     """The routes for operators."""
-    router = APIRouter()
 
-    @router.get("/health", response_model=Health, responses={503: {"model": Health}}, summary="Ready for requests?")
-    async def health() -> Response:
+    @app.get("/health", responses={503: {"model": Health}}, summary="Ready for requests?")
+    async def health(response: Response) -> Health:
         stats, closing = service.engine.stats(), service.closing.is_set()
-        state = Health(
+        response.status_code = 503 if closing else 200
+        return Health(
             status="closing" if closing else "ready",
             running=stats.running,
             waiting=stats.waiting,
             models=len(service.engine.names),
             broken=sorted(service.store.problems()),
         )
-        return _json_response(to_json(state), 503 if closing else 200)
 
-    @router.get("/metrics", response_class=Response, summary="Figures for Prometheus")
+    @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    return router
 
-
-def _page_router(folder: Path = PAGE_FOLDER) -> APIRouter:
+def _add_page(app: FastAPI) -> None:
     """A route for each file of the page, with index.html at the root. All files are read now."""
-    router = APIRouter(include_in_schema=False)
-    for file in sorted(folder.rglob("*")):
-        if file.suffix in _CONTENT_TYPES:
-            path = file.relative_to(folder).as_posix()
-            endpoint = functools.partial(_page_file, file.read_bytes(), _CONTENT_TYPES[file.suffix])
-            router.add_route("/" if path == "index.html" else f"/{path}", endpoint, methods=["GET"])
-    return router
+    for file in PAGE_FOLDER.iterdir():
+        endpoint = functools.partial(_page_file, file.read_bytes(), mimetypes.guess_type(file.name)[0])
+        app.add_route("/" if file.name == "index.html" else f"/{file.name}", endpoint, include_in_schema=False)
 
 
-async def _page_file(data: bytes, content_type: str, request: Request) -> Response:
-    return Response(data, headers=_PAGE_HEADERS | {"Content-Type": content_type})
-
-
-def _json_response(text: str, status: int = 200) -> Response:
-    return Response(text, status, media_type="application/json")
+async def _page_file(data: bytes, media_type: str | None, request: Request) -> Response:
+    return Response(data, headers=_PAGE_HEADERS, media_type=media_type)
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    entry = {entry.name: entry for entry in service.store.entries()}.get(name)
+    entry = service.store.entries().get(name)
     kind = entry.manifest.kind if entry else "backbone" if name == service.name else "mixture"
     return ModelCard(
         id=name,
@@ -201,14 +188,14 @@ def _card(service: Service, name: str) -> ModelCard:
     )
 
 
-async def _respond(service: Service, request: Request, builder: ResponseBuilder) -> Response:
+async def _respond(service: Service, request: Request, builder: ResponseBuilder) -> BaseModel | Response:
     """Generate a whole response or a stream; generation ends when the client disconnects."""
     stream = service.engine.submit(builder.parsed.requests)
     outputs = _measured(service, builder.parsed, stream)
     if builder.parsed.stream:
         return EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel)
     try:
-        return _json_response(await run_until_disconnect(request, builder.complete(outputs)))
+        return await run_until_disconnect(request, builder.complete(outputs))
     finally:
         stream.cancel()
 
@@ -217,12 +204,13 @@ async def _measured(
     service: Service, parsed: ParsedRequest, stream: RequestStream
 ) -> AsyncGenerator[TokenOutput | Finish, None]:
     """The outputs of a stream; its tokens and its time to the first token enter the metrics."""
-    submitted, waiting = time.perf_counter(), True
+    metrics, submitted, waiting = service.metrics, time.perf_counter(), True
+    model = "mixture" if "+" in parsed.model else parsed.model  # one label, so that clients can not create labels
     async for item in stream:
         if waiting and isinstance(item, TokenOutput):
-            service.metrics.observe_first_token(parsed.model, time.perf_counter() - submitted)
+            metrics.first_token_seconds.labels(model).observe(time.perf_counter() - submitted)
             waiting = False
         if isinstance(item, Finish):
-            prompt_tokens = 0 if item.index % parsed.n else item.prompt_tokens
-            service.metrics.count_tokens(parsed.model, prompt_tokens, item.completion_tokens)
+            metrics.prompt_tokens.labels(model).inc(0 if item.index % parsed.n else item.prompt_tokens)
+            metrics.completion_tokens.labels(model).inc(item.completion_tokens)
         yield item

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from graftlm.pipelines.clarify import Cost, Reply
@@ -20,22 +20,6 @@ from graftlm.serving.protocol import (
     ShuttingDownError,
 )
 from graftlm.serving.tokenization import ServingTokenizer
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """The result of one request.
-
-    Attributes:
-        text: the generated text.
-        truncated: whether the maximum number of tokens ended it.
-        prompt_tokens, new_tokens: numbers of tokens.
-    """
-
-    text: str
-    truncated: bool
-    prompt_tokens: int
-    new_tokens: int
 
 
 class EngineClient:
@@ -53,13 +37,16 @@ class EngineClient:
         self._lock, self._disconnected = threading.Lock(), False
         self._stream: RequestStream | None = None
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> GenerationResult:
+    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
         """Generate a continuation; call it from a thread without an event loop.
 
         Args:
             prompt: token ids.
             max_tokens: maximum number of new tokens.
             options: further attributes of `GenerationRequest`.
+
+        Returns:
+            The end with the whole text.
 
         Raises:
             ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
@@ -69,7 +56,7 @@ class EngineClient:
             if self._disconnected:
                 raise ServingError("The client has disconnected.")
             self._stream = self._engine.submit([request])
-        return asyncio.run(read_result(self._stream))
+        return asyncio.run(_read(self._stream))
 
     def disconnect(self) -> None:
         """Cancel the running request, and accept no other."""
@@ -79,12 +66,7 @@ class EngineClient:
                 self._stream.cancel()
 
 
-async def read_result(stream: RequestStream) -> GenerationResult:
-    """The result of a stream with one continuation.
-
-    Raises:
-        ServingError: the request failed, was cancelled, or reached the time limit.
-    """
+async def _read(stream: RequestStream) -> Finish:
     text = ""
     async for item in stream:
         text += item.text
@@ -94,7 +76,7 @@ async def read_result(stream: RequestStream) -> GenerationResult:
             if item.reason == "time":
                 message = "The time of a request was over before the model had finished: ask for less, or try later."
                 raise ServingError(message, status=503, code="timed_out")
-            return GenerationResult(text, item.reason == "length", item.prompt_tokens, item.completion_tokens)
+            return dataclasses.replace(item, text=text)
     raise EngineError("The engine stopped before its answer had an end: ask again.")
 
 
@@ -119,20 +101,16 @@ class ClarifyWriter:
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Reply:
-        """Reply to a prompt.
-
-        Raises:
-            ServingError: generation failed.
-        """
+        """Reply to a prompt; a failure is a `ServingError`."""
         if self._tokenizer.plain:
             ids = self._tokenizer.encode(prompt.text())
         else:
             ids = self._tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt.messages()])
-        result = self._client.generate(ids, self._max_tokens, temperature=temperature, seed=seed, stop=(prompt.stop,))
+        end = self._client.generate(ids, self._max_tokens, temperature=temperature, seed=seed, stop=(prompt.stop,))
         if on_text is not None:
-            on_text(result.text)
-        cost = Cost(calls=1, prompt_tokens=result.prompt_tokens, new_tokens=result.new_tokens)
-        return Reply(result.text, cost, result.truncated)
+            on_text(end.text)
+        cost = Cost(calls=1, prompt_tokens=end.prompt_tokens, new_tokens=end.completion_tokens)
+        return Reply(end.text, cost, end.reason == "length")
 
 
 class SummaryWriter(LanguageModelWriter):
@@ -152,7 +130,7 @@ class SummaryWriter(LanguageModelWriter):
         tokenizer: ServingTokenizer,
         context: int,
         max_tokens: int,
-        layout: PromptLayout | None = None,
+        layout: PromptLayout | None,
     ) -> None:
         decoding = SummaryDecoding(max_new_tokens=max_tokens)
         super().__init__(None, tokenizer.tokenizer, client.model, layout, decoding)
@@ -163,5 +141,5 @@ class SummaryWriter(LanguageModelWriter):
         return min(self.layout.window or self._context, self._context)
 
     def complete(self, prompt: list[int]) -> tuple[str, bool]:
-        result = self._client.generate(prompt, self.decoding.max_new_tokens)
-        return result.text, result.truncated
+        end = self._client.generate(prompt, self.decoding.max_new_tokens)
+        return end.text, end.reason == "length"

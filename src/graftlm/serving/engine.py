@@ -11,21 +11,19 @@ import random
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
-from graftlm.grafts import Graft
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
 from graftlm.serving.protocol import (
     EngineError,
     EngineFinishReason,
-    EngineLimits,
     EngineStats,
     Finish,
     GenerationRequest,
@@ -35,7 +33,6 @@ from graftlm.serving.protocol import (
     ServingError,
     ShuttingDownError,
     TokenOutput,
-    end_token_ids,
 )
 from graftlm.serving.sampling import SampledToken, sample
 from graftlm.serving.tokenization import IncrementalDetokenizer
@@ -99,7 +96,7 @@ class RequestQueue:
     """Waiting requests; users take turns. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._by_user: OrderedDict[str, deque[ScheduledRequest]] = OrderedDict()
+        self._by_user: dict[str, deque[ScheduledRequest]] = {}
 
     def __len__(self) -> int:
         return sum(len(requests) for requests in self._by_user.values())
@@ -130,40 +127,20 @@ class RequestQueue:
         dropped = [request for requests in self._by_user.values() for request in requests if condition(request)]
         for request in dropped:
             self._by_user[request.request.user].remove(request)
-        self._by_user = OrderedDict((user, requests) for user, requests in self._by_user.items() if requests)
+        self._by_user = {user: requests for user, requests in self._by_user.items() if requests}
         return dropped
 
 
-class ThreadedEngine:
+class ThreadedEngine(ModelRegistry):
     """The common part of engines: the queue, the thread, and the streams. A subclass generates in `_step`.
 
-    The engine owns the backbone until `close`: nothing else may attach grafts to it.
-
-    Args:
-        backbone: a causal language model with its tokenizer.
-        grafts: grafts for this backbone, by name.
-        name: name of the backbone in requests; by default its own name.
-        limits: of the engine.
-
-    Raises:
-        BackboneError: the backbone is not a causal language model, or has no tokenizer.
-        GraftError: a name is not usable, or a graft can not act on some rows of a shared batch.
-        TapConflictError: the backbone carries grafts already.
+    The engine owns the backbone until `close`: nothing else may attach grafts to it. Arguments and errors are those of
+    `ModelRegistry`; the backbone needs a tokenizer, and carries no grafts.
     """
 
-    shares_batches = False
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        grafts: Mapping[str, Graft] | None = None,
-        name: str | None = None,
-        limits: EngineLimits | None = None,
-    ) -> None:
-        self._backbone = backbone
-        self._tokenizer, self._end_ids = backbone.need_tokenizer(), end_token_ids(backbone)
-        self._registry = ModelRegistry(backbone, grafts or {}, name, limits, shared_batches=self.shares_batches)
-        self._limits = self._registry.limits
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokenizer, self._end_ids = self._backbone.need_tokenizer(), end_token_ids(self._backbone)
         self._queue = RequestQueue()
         self._running: set[ScheduledRequest] = set()
         self._updated: set[RequestStream] = set()
@@ -173,26 +150,19 @@ class ThreadedEngine:
         self._finished: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._work, name="graftlm-engine", daemon=True)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._registry.names
-
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        graft_sets = [GraftSet(tuple(self._registry.check(request).items())) for request in requests]
+        graft_sets = [GraftSet(tuple(self.check(request).items())) for request in requests]
         stream = RequestStream(len(requests))
         with self._changed:
             if self._closing:
                 raise ShuttingDownError("The server is shutting down: ask again in a moment.")
-            free = self._limits.batch_size + self._limits.queue - len(self._running) - len(self._queue)
+            free = self.limits.batch_size + self.limits.queue - len(self._running) - len(self._queue)
             if len(requests) > free:
                 raise QueueFullError(f"{len(self._queue)} requests are waiting already: ask again in a moment.")
             for index, (request, graft_set) in enumerate(zip(requests, graft_sets, strict=True)):
-                self._queue.add(ScheduledRequest(request, graft_set, stream, index, self._limits.seconds))
+                self._queue.add(ScheduledRequest(request, graft_set, stream, index, self.limits.seconds))
             self._changed.notify()
         return stream
-
-    def replace(self, name: str, graft: object | None) -> None:
-        self._registry.replace(name, graft)
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -214,31 +184,22 @@ class ThreadedEngine:
         """Generate at least one token, if a request is waiting or running."""
         raise NotImplementedError
 
-    def _fail_running(self, error: BaseException) -> None:
-        """End all running requests with an error."""
-        for request in list(self._running):
-            self._fail(request, error)
-
-    def _detach(self) -> None:
-        """Release the backbone."""
-
     def _work(self) -> None:
         try:
             while self._wait():
                 try:
                     self._step()
                 except Exception as error:  # the failure belongs to no single row
-                    self._fail_running(error)
+                    for request in list(self._running):
+                        self._finish(request, error)
                 self._wake_readers()
         finally:
             self._end_all()
-            self._detach()
 
     def _wait(self) -> bool:
         """Wait for requests; False once the engine is to stop."""
         with self._changed:
-            while not self._queue and not self._running and not self._closing:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._queue or self._running or self._closing)
             return not self._stopping and bool(self._queue or self._running)
 
     def _wake_readers(self) -> None:
@@ -265,16 +226,11 @@ class ThreadedEngine:
         request.stream.put(item)
         self._updated.add(request.stream)
 
-    def _finish(self, request: ScheduledRequest, finish: Finish) -> None:
+    def _finish(self, request: ScheduledRequest, end: Finish | BaseException) -> None:
+        """End a request; an exception becomes an error of its stream."""
         self._running.discard(request)
-        self._finished[finish.reason] += 1
-        self._put(request, finish)
-
-    def _fail(self, request: ScheduledRequest, error: BaseException) -> None:
-        """End a request with an error."""
-        self._running.discard(request)
-        self._finished["error"] += 1
-        self._put(request, _as_serving_error(error))
+        self._finished[end.reason if isinstance(end, Finish) else "error"] += 1
+        self._put(request, end if isinstance(end, Finish) else _as_serving_error(end))
 
     def _end_all(self) -> None:
         """Reject waiting requests and cancel running ones when the thread ends."""
@@ -282,7 +238,7 @@ class ThreadedEngine:
             self._closing = True
             waiting = self._queue.drop(lambda request: True)
         for request in waiting:
-            self._fail(request, ShuttingDownError("The server is shutting down: ask again in a moment."))
+            self._finish(request, ShuttingDownError("The server is shutting down: ask again in a moment."))
         for request in list(self._running):
             self._finish(request, request.finish("cancelled"))
         self._wake_readers()
@@ -294,29 +250,28 @@ class BatchingEngine(ThreadedEngine):
     shares_batches = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._has_replaced = False
         super().__init__(*args, **kwargs)
         self._model = MultiGraftModel(self._backbone)
         self._batches: list[MixedBatch] = []
-        self._has_replaced = False
         self._thread.start()
 
     def replace(self, name: str, graft: object | None) -> None:
         super().replace(name, graft)
         self._has_replaced = True
 
-    def _fail_running(self, error: BaseException) -> None:
-        self._batches = []
-        super()._fail_running(error)
-
-    def _detach(self) -> None:
+    def _end_all(self) -> None:
+        super()._end_all()
         self._model.detach()
 
     def _step(self) -> None:
+        if not self._running:
+            self._batches = []  # a step that failed leaves rows
         self._drop_waiting()
         self._drop_overdue_rows()
         self._unwire_replaced()
         by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
-        for request in self._admit(self._limits.batch_size):
+        for request in self._admit(self.limits.batch_size):
             by_graft_set.setdefault(request.graft_set, []).append(request)
         for graft_set, requests in by_graft_set.items():
             self._prefill(graft_set, requests)
@@ -338,7 +293,7 @@ class BatchingEngine(ThreadedEngine):
             self._has_replaced = False
             busy = {group.owner for batch in self._batches for group in batch.groups}
             wired = self._model.wired
-            known = [graft_set for graft_set in wired if self._registry.holds(graft_set.grafts)]
+            known = [graft_set for graft_set in wired if self.holds(graft_set.grafts)]
             self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
             self._has_replaced = len(known) < len(self._model.wired)
 
@@ -350,7 +305,7 @@ class BatchingEngine(ThreadedEngine):
             )
         except (RowGroupError, GraftError) as error:
             if len(requests) == 1:
-                self._fail(requests[0], error)
+                self._finish(requests[0], error)
             else:  # single requests show which of them fails
                 for request in requests:
                     self._prefill(graft_set, [request])
@@ -372,14 +327,15 @@ class BatchingEngine(ThreadedEngine):
 
     def _remove_failed(self, batch: MixedBatch, error: RowGroupError) -> None:
         """Remove the row that made a pass fail; a group of several rows is split, so that its rows run one by one."""
-        group = None if error.group is None else batch.groups[error.group]
-        if group is not None and group.size > 1:
-            batch.split(batch.groups.index(group))
-            return
-        failed = range(len(batch)) if group is None else range(group.span.rows.start, group.span.rows.stop)
+        failed = range(len(batch))
+        if error.group is not None:
+            group = batch.groups[error.group]
+            if group.size > 1:
+                return batch.split(error.group)
+            failed = failed[group.span.rows]
         for row in failed:
-            self._fail(batch.tags[row], error)
-        batch.keep([row for row in range(len(batch)) if row not in failed])
+            self._finish(batch.tags[row], error)
+        return batch.keep([row for row in range(len(batch)) if row not in failed])
 
     def _emit(self, batch: MixedBatch, logits_BV: Tensor) -> None:
         """Sample each row's next token and put it into its stream; rows that have finished leave."""
@@ -389,20 +345,24 @@ class BatchingEngine(ThreadedEngine):
         kept = []
         for row, (request, token) in enumerate(zip(scheduled, sampled, strict=True)):
             if token is None:
-                self._fail(request, EngineError("The model's answer is no number: ask another model."))
+                self._finish(request, EngineError("The model's answer is no number: ask another model."))
             elif token.token in self._end_ids:
                 self._finish(request, request.finish("stop"))
-            elif not self._emit_token(request, token, traces.get(row, {})):
-                kept.append(row)
+            else:
+                output, finish = request.add(token, traces.get(row, {}), self._tokenizer)
+                self._put(request, output)
+                if finish is None:
+                    kept.append(row)
+                else:
+                    self._finish(request, finish)
         batch.keep(kept)
 
-    def _emit_token(self, request: ScheduledRequest, token: SampledToken, trace: dict[str, float]) -> bool:
-        """Put a token into its stream; True if the request ends with it."""
-        output, finish = request.add(token, trace, self._tokenizer)
-        self._put(request, output)
-        if finish is not None:
-            self._finish(request, finish)
-        return finish is not None
+
+def end_token_ids(backbone: Backbone) -> frozenset[int]:
+    """The token ids that end a text: those of the checkpoint's generation config, and the tokenizer's."""
+    configured = getattr(getattr(backbone.model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset({*ids, backbone.need_tokenizer().eos_token_id} - {None})
 
 
 def _as_serving_error(error: BaseException) -> ServingError:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from typing import Any, get_type_hints
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from graftlm.config import Config, explain
 from graftlm.errors import GraftError
 from graftlm.serving.protocol import QueueFullError, ServingError, ShuttingDownError
 
-BODY = "The request"
 LOG = logging.getLogger("graftlm.serving")
 
 
@@ -34,12 +33,8 @@ def error_body(error: GraftError) -> dict[str, Any]:
     """The JSON object of an error. An error that is no `ServingError` is a mistake in the request."""
     known = error if isinstance(error, ServingError) else ServingError()
     values = {"message": str(error), "type": known.kind, "param": known.param, "code": known.code}
-    return {"error": {key: _encodable(value) for key, value in values.items()}}
-
-
-def _encodable(text: str | None) -> str | None:
-    """The text with unpaired surrogates replaced: an error quotes the request, which may have them."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+    # An error quotes the request, which may have unpaired surrogates.
+    return {"error": {key: value and value.encode("utf-8", "replace").decode() for key, value in values.items()}}
 
 
 def error_response(error: GraftError) -> JSONResponse:
@@ -51,21 +46,14 @@ def error_response(error: GraftError) -> JSONResponse:
     return JSONResponse(error_body(error), status, headers)
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Register the handlers of an app; `Guard` converts unexpected exceptions."""
-    app.add_exception_handler(GraftError, _on_graft_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-
-
-async def _on_graft_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """The response of a `GraftError`, a body that does not fit, or a path that is not there."""
+    if isinstance(error, RequestValidationError):
+        error = _invalid(request, error)
+    elif isinstance(error, HTTPException):
+        error = _routing_error(request, error)
     assert isinstance(error, GraftError)
     return error_response(error)
-
-
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(_invalid(request, error))
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ServingError:
@@ -78,27 +66,18 @@ def _invalid(request: Request, error: RequestValidationError) -> ServingError:
         )
     if first["loc"][0] != "body":
         return ServingError(f"{first['loc'][-1]}: {first['msg']}.", str(first["loc"][-1]))
-    model = get_type_hints(request.scope["endpoint"]).get("body")
+    model: type[Config] | None = get_type_hints(request.scope["endpoint"]).get("body")
     if model is None or not isinstance(error.body, dict):
         return ServingError("The request has no JSON object in its body: send one.")
-    return _explained(model, error.body)
-
-
-def _explained(model: type[Config], values: dict[str, Any]) -> ServingError:
     try:
-        model.model_validate(values)
-    except ValidationError as error:
-        problem = max(error.errors(), key=lambda item: (item["type"] == "extra_forbidden", len(item["loc"])))
+        model.model_validate(error.body)
+    except ValidationError as refusal:
+        problem = max(refusal.errors(), key=lambda item: (item["type"] == "extra_forbidden", len(item["loc"])))
         param = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[")))
         unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
         code = "unsupported_parameter" if unsupported else None
-        return ServingError(explain(error, model, BODY), param, code=code)
+        return ServingError(explain(refusal, model, "The request"), param, code=code)
     return ServingError("The request does not fit its schema: compare it with /openapi.json.")
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(_routing_error(request, error))
 
 
 def _routing_error(request: Request, error: HTTPException) -> ServingError:

@@ -34,21 +34,15 @@ _SUFFIXES = {"text": ".txt", "markdown": ".md", "html": ".html", "latex": ".tex"
 _T = TypeVar("_T")
 
 
-def _check_encodable(text: str) -> str:
+def _check_encodable(values: dict[str, Any]) -> dict[str, Any]:
     try:
-        text.encode()
+        json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"half of a pair of surrogates stands alone at character {error.start}") from None
-    return text
-
-
-def _check_values(values: dict[str, Any]) -> dict[str, Any]:
-    _check_encodable(json.dumps(values, ensure_ascii=False))
     return values
 
 
-Text = Annotated[str, AfterValidator(_check_encodable)]
-Name = Annotated[Text, Field(min_length=1, max_length=500)]
+Name = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 class ConversationStart(Config):
@@ -62,7 +56,7 @@ class ConversationStart(Config):
         threshold: minimum expected information gain of a question in bits; None asks every question.
     """
 
-    text: Text = Field(max_length=MAX_QUERY)
+    text: str = Field(max_length=MAX_QUERY)
     template: Name = "translate"
     target: Name | None = None
     budget: int = Field(1, ge=0, le=MAX_QUESTIONS)
@@ -83,8 +77,8 @@ class ClarifyBody(Config):
 
     model: Name
     start: ConversationStart | None = None
-    conversation: Annotated[dict[str, JsonValue], AfterValidator(_check_values)] | None = None
-    answer: Annotated[Text, Field(max_length=2000)] | None = None
+    conversation: Annotated[dict[str, JsonValue], AfterValidator(_check_encodable)] | None = None
+    answer: Annotated[str, Field(max_length=2000)] | None = None
     rules: bool = False
     max_tokens: int = Field(256, ge=1)
 
@@ -109,7 +103,7 @@ class SummarizeBody(Config):
         max_tokens: maximum tokens of a written summary.
     """
 
-    text: Text = Field(max_length=MAX_TEXT)
+    text: str = Field(max_length=MAX_TEXT)
     format: Literal["text", "markdown", "html", "latex"] = "text"
     sentences: int = Field(5, ge=1, le=1000)
     language: Annotated[str, Field(pattern=r"^[a-z]{2,3}$")] | None = None
@@ -130,7 +124,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/grafts/{name}/report")
     def report(name: str) -> GraftReport:
         """All measurements of a graft."""
-        entries = {entry.name: entry for entry in service.store.entries()}
+        entries = service.store.entries()
         if name not in entries:
             known = ", ".join(entries) or "none"
             raise UnknownModelError(f"There is no graft {name[:100]!r}: name one that is served ({known}).")
@@ -185,29 +179,24 @@ class PipelineWorkers:
             raise QueueFullError(f"{self._open} such requests are under way, which is the most: try again in a moment.")
         self._open += 1
         try:
-            return await run_until_disconnect(request, self._run_in_thread(work))
+            return await run_until_disconnect(request, asyncio.get_running_loop().run_in_executor(self._pool, work))
         except MissingExtraError as error:
             raise ServingError(str(error), status=501, code="not_installed") from None
         finally:
             client.disconnect()
             self._open -= 1
 
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
 
 def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict[str, Any]:
-    conversation = _started(body.start) if body.start is not None else _continued(body)
+    if (start := body.start) is None:
+        conversation = _continued(body)
+    else:
+        _check_template(start.template)
+        limits = {"budget": start.budget, "threshold": start.threshold}
+        conversation = clarify.Conversation.start(start.text, start.template, start.target, **limits)
     writer = ClarifyWriter(client, service.tokenizer, body.max_tokens)
     chain = clarify.Chain(writer, detector=clarify.find_ambiguities if body.rules else None)
     return chain.run(conversation).to_json()
-
-
-def _started(start: ConversationStart) -> clarify.Conversation:
-    _check_template(start.template)
-    return clarify.Conversation.start(
-        start.text, start.template, start.target, budget=start.budget, threshold=start.threshold
-    )
 
 
 def _continued(body: ClarifyBody) -> clarify.Conversation:
@@ -215,7 +204,19 @@ def _continued(body: ClarifyBody) -> clarify.Conversation:
     values = body.conversation or {}
     _check_template(values.get("template"))
     conversation = clarify.Conversation.parse(values, where="conversation")
-    _check_conversation(conversation)
+    template = clarify.load_template(conversation.template)
+    if template.sha256 != conversation.template_sha256:
+        raise ServingError(
+            f"The template {conversation.template} was changed since the conversation began: begin anew.",
+            "conversation",
+        )
+    template.target(conversation.target)
+    if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
+        raise ServingError(
+            f"The conversation is larger than this server takes on: {MAX_QUERY:,} characters and {MAX_QUESTIONS} "
+            "questions at most.",
+            "conversation",
+        )
     if conversation.step == "answer":
         return conversation.reply(body.answer)
     if body.answer is not None:
@@ -230,25 +231,12 @@ def _check_template(name: object) -> None:
         raise ServingError(f"There is no template {str(name)[:100]!r}: name one of {known}.", "template")
 
 
-def _check_conversation(conversation: clarify.Conversation) -> None:
-    template = clarify.load_template(conversation.template)
-    if template.sha256 != conversation.template_sha256:
-        raise ServingError(
-            f"The template {conversation.template} was changed since the conversation began: begin anew.",
-            "conversation",
-        )
-    template.target(conversation.target)
-    if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
-        raise ServingError(
-            f"The conversation is larger than this server takes on: {MAX_QUERY:,} characters and {MAX_QUESTIONS} "
-            "questions at most.",
-            "conversation",
-        )
-
-
 def _summarize(service: Service, body: SummarizeBody, client: EngineClient) -> dict[str, Any]:
-    document = _read_document(body)
-    writer = None if body.model is None else _summary_writer(service, body, client)
+    document, writer = _read_document(body), None
+    if body.model is not None:
+        entry = service.store.entries().get(body.model)
+        layout = read_layout(entry.folder) if entry is not None else None
+        writer = SummaryWriter(client, service.tokenizer, service.context, body.max_tokens, layout)
     budget = summarize.Budget(amount=body.sentences)
     return summarize.summarize(document, writer=writer, budget=budget).to_json() | {"format": body.format}
 
@@ -264,9 +252,3 @@ def _read_document(body: SummarizeBody) -> summarize.SourceDocument:
         raise DataError(
             f"The text can't be read as {body.format} ({type(error).__name__}): send it as text."
         ) from error
-
-
-def _summary_writer(service: Service, body: SummarizeBody, client: EngineClient) -> SummaryWriter:
-    folders = {entry.name: entry.folder for entry in service.store.entries()}
-    layout = read_layout(folders[client.model]) if client.model in folders else None
-    return SummaryWriter(client, service.tokenizer, service.context, body.max_tokens, layout)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graftlm.serving.errors import error_response, internal_error
 from graftlm.serving.protocol import Engine, QueueFullError, ServingError, ShuttingDownError
 from graftlm.serving.settings import ApiKeys, ServerSettings
 
-_PROTECTED = ("/v1", "/metrics")
+_PROTECTED = ("/v1/", "/metrics/")
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0
-_MIXTURE = "mixture"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_REQUEST_BUCKETS = (*_FIRST_TOKEN_BUCKETS, 300, 600)
 
 
 def user_of(request: Request) -> str:
@@ -43,34 +42,33 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys, closing: threading.Event) -> None:
-        self.app, self.settings, self.closing = app, settings, closing
-        self.keys = keys or None
+        self.app, self.settings, self.keys, self.closing = app, settings, keys or None, closing
         self.hosts = settings.allowed_hosts()
         self.open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = Headers(scope=scope)
+        request = Request(scope, receive)
         try:
-            self._check(scope, headers)
+            self._check(scope, request.headers)
+            self.open += 1
+            try:
+                await self._run_app(scope, _replay(await self._read(request), receive), send)
+            finally:
+                self.open -= 1
+        except ClientDisconnect:
+            pass
         except ServingError as error:
-            await self._drain(headers, receive)
-            return await error_response(error)(scope, receive, send)
-        self.open += 1
-        try:
-            await self._forward(scope, headers, receive, send)
-        finally:
-            self.open -= 1
+            if error.status != 408:
+                await self._drain(Request(scope, receive))
+            await error_response(error)(scope, receive, send)
+        return None
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Check what the headers tell.
-
-        Raises:
-            ServingError: the request is refused.
-        """
+        """Check what the headers tell; a refusal is a `ServingError`."""
         self._check_host(headers.get("host", ""))
-        if _is_under(scope["path"], _PROTECTED):
+        if f"{scope['path']}/".startswith(_PROTECTED):
             scope.setdefault("state", {})["user"] = self._user(scope, headers)
             if self.closing.is_set():
                 raise ShuttingDownError("The server is shutting down and takes nothing new: try again in a moment.")
@@ -101,17 +99,6 @@ class Guard:
             raise ServingError(message, status=401, code="invalid_api_key")
         return name
 
-    async def _forward(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        try:
-            body = await self._read(receive)
-        except ServingError as error:
-            if error.status == 413:
-                await self._drain(headers, receive)
-            return await error_response(error)(scope, receive, send)
-        if body is not None:
-            await self._run_app(scope, _replay(body, receive), send)
-        return None
-
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application; an unexpected exception becomes a response, or the connection would break."""
         started = False
@@ -128,37 +115,29 @@ class Guard:
                 raise
             await error_response(internal_error(scope["path"], error))(scope, receive, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if the client disconnects."""
-        parts: list[bytes] = []
-        size = 0
+    async def _read(self, request: Request) -> bytes:
+        body = bytearray()
         try:
             async with asyncio.timeout(self.settings.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self.settings.body_bytes:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.settings.body_bytes:
                         raise self._too_large()
-                    if not message.get("more_body"):
-                        return b"".join(parts)
         except TimeoutError:
             message = f"The request did not arrive whole within {self.settings.body_seconds:g} seconds: send it faster."
             raise ServingError(message, status=408, code="request_timeout") from None
+        return bytes(body)
 
-    async def _drain(self, headers: Headers, receive: Receive) -> None:
+    async def _drain(self, request: Request) -> None:
         """Discard the rest of a body: a client that still sends does not read the response of a closed connection."""
-        if "expect" in headers:  # the client waits before it sends
+        if "expect" in request.headers:  # the client waits before it sends
             return
         left = _DRAIN_FACTOR * self.settings.body_bytes
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(_DRAIN_SECONDS):
-                while left > 0:
-                    message = await receive()
-                    left -= len(message.get("body", b""))
-                    if not message.get("more_body"):
+                async for part in request.stream():
+                    left -= len(part)
+                    if left <= 0:
                         return
 
     def _too_large(self) -> ServingError:
@@ -177,10 +156,6 @@ def _check_type(scope: Scope, headers: Headers) -> None:
         raise ServingError(message, status=415, code="unsupported_media_type")
 
 
-def _is_under(path: str, roots: Iterable[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """A receive function that returns a body that was read, then what `receive` returns."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -196,9 +171,6 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         stats = self.engine.stats()
@@ -220,50 +192,25 @@ class ServerMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()
-        for collector in (EngineCollector(engine), ProcessCollector(registry=None)):
-            registry.register(collector)
+        registry.register(EngineCollector(engine))
+        ProcessCollector(registry=registry)
         GCCollector(registry=registry)
-        self.requests = Counter(
-            "graftlm_requests",
-            "Requests by path and status; 499: the client left.",
-            ["path", "status"],
-            registry=registry,
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter(
+            "graftlm_requests", "Requests by path and status; 499: the client left.", ["path", "status"]
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = histogram(
             "graftlm_request_seconds",
             "From a request to the end of its response.",
             ["path"],
-            registry=registry,
-            buckets=_REQUEST_BUCKETS,
+            buckets=(*_FIRST_TOKEN_BUCKETS, 300, 600),
         )
-        self.first_token_seconds = Histogram(
-            "graftlm_first_token_seconds",
-            "From a request to its first token.",
-            ["model"],
-            registry=registry,
-            buckets=_FIRST_TOKEN_BUCKETS,
+        self.first_token_seconds = histogram(
+            "graftlm_first_token_seconds", "From a request to its first token.", ["model"], buckets=_FIRST_TOKEN_BUCKETS
         )
-        self.prompt_tokens = Counter("graftlm_prompt_tokens", "Prompt tokens.", ["model"], registry=registry)
-        self.completion_tokens = Counter("graftlm_completion_tokens", "New tokens.", ["model"], registry=registry)
-        self.loads = Counter("graftlm_graft_loads", "Loaded graft files.", ["graft", "outcome"], registry=registry)
-
-    def count_load(self, graft: str, outcome: str) -> None:
-        """Count a graft's new files: loaded, refused or withdrawn."""
-        self.loads.labels(graft, outcome).inc()
-
-    def count_tokens(self, model: str, prompt: int, completion: int) -> None:
-        """Count the tokens of a continuation."""
-        self.prompt_tokens.labels(model_label(model)).inc(prompt)
-        self.completion_tokens.labels(model_label(model)).inc(completion)
-
-    def observe_first_token(self, model: str, seconds: float) -> None:
-        """Record the time from a request to its first token."""
-        self.first_token_seconds.labels(model_label(model)).observe(seconds)
-
-
-def model_label(model: str) -> str:
-    """A model's name, or one label for all mixtures, so that clients can not create labels."""
-    return _MIXTURE if "+" in model else model
+        self.prompt_tokens = counter("graftlm_prompt_tokens", "Prompt tokens.", ["model"])
+        self.completion_tokens = counter("graftlm_completion_tokens", "New tokens.", ["model"])
+        self.loads = counter("graftlm_graft_loads", "Loaded graft files.", ["graft", "outcome"])
 
 
 class RequestMetrics:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -19,7 +19,7 @@ from pydantic import Field
 from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
-from graftlm.errors import BackboneError, GraftError, TapConflictError, did_you_mean
+from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafts import Graft
 from graftlm.grafts.graft_set import supports_row_groups
 
@@ -192,11 +192,7 @@ class RequestStream:
         self._items.append(item)
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput | Finish]:
-        """The outputs in the order of generation.
-
-        Raises:
-            ServingError: one of the continuations failed.
-        """
+        """The outputs in the order of generation; an exception that was put is raised."""
         available = asyncio.Event()
         self._reader = (asyncio.get_running_loop(), available)  # before the first look, so that no output is missed
         while self._unfinished:
@@ -213,19 +209,12 @@ class RequestStream:
     @staticmethod
     def wake_readers(streams: Iterable[RequestStream]) -> None:
         """Wake each event loop once for all of its streams."""
-        events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-        for stream in streams:
-            if stream._reader is not None:
-                loop, available = stream._reader
-                events.setdefault(loop, []).append(available)
-        for loop, available_events in events.items():
+        events: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
+        for loop, available in (stream._reader for stream in streams if stream._reader is not None):
+            events[loop].append(available)
+        for loop, of_loop in events.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers are gone
-                loop.call_soon_threadsafe(_set_all, available_events)
-
-
-def _set_all(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+                loop.call_soon_threadsafe(lambda events=of_loop: [event.set() for event in events])
 
 
 @dataclass(frozen=True)
@@ -245,12 +234,14 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Generates for one backbone and its grafts. All methods are thread-safe, and none blocks for long but `close`."""
+    """Generates for one backbone and its grafts. All methods are thread-safe, and none blocks for long but `close`.
+
+    Attributes:
+        names: the backbone's name first, then the grafts' names.
+    """
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The backbone's name first, then the grafts' names."""
-        ...
+    def names(self) -> tuple[str, ...]: ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
         """Accept all of these requests, or none; the stream's indices are their positions.
@@ -264,9 +255,7 @@ class Engine(Protocol):
         """Use this graft for new requests, or remove the name; running requests keep their graft."""
         ...
 
-    def stats(self) -> EngineStats:
-        """The current state."""
-        ...
+    def stats(self) -> EngineStats: ...
 
     def close(self, grace: float) -> bool:
         """Accept nothing new, finish within `grace` seconds, cancel the rest; True if all requests finished."""
@@ -285,18 +274,25 @@ def check_model(names: Sequence[str], model: str) -> None:
         )
 
 
+def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:
+    """Check that a prompt has tokens, and that the model knows them.
+
+    Raises:
+        ServingError: it has none, or an id is not in the vocabulary.
+    """
+    if not prompt:
+        raise ServingError(f"{param} has no tokens: give at least one word to continue.", param)
+    if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
+        raise ServingError(
+            f"{param} holds the token id {unknown[0]}, and the model has {vocabulary:,} tokens, from 0 on: encode it "
+            "with the model's own tokenizer.",
+            param,
+        )
+
+
 def context_limit(backbone: Backbone, limits: EngineLimits) -> int:
     """Maximum tokens of a prompt and its continuation; `UNLIMITED` if neither the model nor the limits set one."""
     return min(max_sequence_length(backbone), limits.context or UNLIMITED)
-
-
-def end_token_ids(backbone: Backbone) -> frozenset[int]:
-    """The token ids that end a text: those of the checkpoint's generation config, and the tokenizer's."""
-    configured = getattr(getattr(backbone.model, "generation_config", None), "eos_token_id", None)
-    ids = list(configured) if isinstance(configured, list | tuple) else [configured]
-    if backbone.tokenizer is not None:
-        ids.append(backbone.tokenizer.eos_token_id)
-    return frozenset(token for token in ids if isinstance(token, int))
 
 
 class ModelRegistry:
@@ -307,21 +303,20 @@ class ModelRegistry:
         grafts: grafts for this backbone, by name.
         name: name of the backbone in requests; by default its own name.
         limits: of the engine.
-        shared_batches: True accepts only grafts that can act on some rows of a batch.
 
     Raises:
         BackboneError: the backbone is not a causal language model.
         GraftError: a name is not usable.
     """
 
+    shares_batches = False  # True accepts only grafts that can act on some rows of a batch
+
     def __init__(
         self,
         backbone: Backbone,
-        grafts: Mapping[str, Graft],
+        grafts: Mapping[str, Graft] | None = None,
         name: str | None = None,
         limits: EngineLimits | None = None,
-        *,
-        shared_batches: bool = False,
     ) -> None:
         if backbone.kind != "causal-lm" or not backbone.sites.family.causal:
             raise BackboneError(
@@ -329,19 +324,17 @@ class ModelRegistry:
                 "model."
             )
         self.name, self.limits = name or backbone.name, limits or EngineLimits()
-        self._context = context_limit(backbone, self.limits)
+        self._backbone, self._context = backbone, context_limit(backbone, self.limits)
         self._vocabulary = int(backbone.config.vocab_size)
-        self._sites, self._shared_batches = backbone.sites, shared_batches
+        self._grafts: dict[str, Graft] = {}  # replaced as a whole, so that readers need no lock
         self._lock = threading.Lock()
-        self._grafts: dict[str, Graft] = {}
-        for graft_name, graft in grafts.items():
+        for graft_name, graft in (grafts or {}).items():
             self.replace(graft_name, graft)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The backbone's name first, then the grafts' names."""
-        with self._lock:
-            return (self.name, *self._grafts)
+        return (self.name, *self._grafts)
 
     def replace(self, name: str, graft: object | None) -> None:
         """Register a graft under a name, or remove the name.
@@ -358,21 +351,19 @@ class ModelRegistry:
             raise GraftError(
                 f"{type(graft).__name__} is no graft, which is expected under {name!r}: build or load one."
             )
-        if self._shared_batches and graft is not None and not supports_row_groups(graft):
+        if self.shares_batches and graft is not None and not supports_row_groups(graft):
             raise GraftError(
                 f"The graft {name} brings modules of its own into the model, which would act on the requests of others "
                 "too: use it with graft generate, which answers one at a time."
             )
         with self._lock:
-            if graft is None:
-                self._grafts.pop(name, None)
-            else:
-                self._grafts[name] = graft
+            grafts = self._grafts | {name: graft}
+            self._grafts = {known: other for known, other in grafts.items() if other is not None}
 
     def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
         """Whether all of these grafts are still registered under their names."""
-        with self._lock:
-            return all(self._grafts.get(name) is graft for name, graft in grafts)
+        known = self._grafts
+        return all(known.get(name) is graft for name, graft in grafts)
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         """The grafts that a request names; empty for the bare backbone.
@@ -380,52 +371,10 @@ class ModelRegistry:
         Raises:
             ServingError: the request does not fit the models or the limits.
         """
-        grafts = self._grafts_of(request.model)
+        grafts = {} if request.model == self.name else self._mixture(request.model, self._grafts)
         if request.max_tokens < 1:
             raise ServingError(f"max_tokens is {request.max_tokens}, but 1 at least is expected.")
-        self._check_prompt(request.prompt)
-        self._check_length(request)
-        return grafts
-
-    def _grafts_of(self, model: str) -> dict[str, Graft]:
-        with self._lock:
-            known = dict(self._grafts)
-        if model == self.name:
-            return {}
-        names = model.split("+")
-        for name in names:
-            if name == self.name:
-                raise ServingError(f"The backbone {name} is in every mixture already: leave it out of {model!r}.")
-            if name not in known:
-                raise UnknownModelError(f"There is no model {name!r}{did_you_mean(name, (self.name, *known))}.")
-            if names.count(name) > 1:
-                raise ServingError(f"The mixture {model!r} names {name} twice: leave one out.")
-        grafts = {name: known[name] for name in names}
-        if len(grafts) > 1:
-            self._check_mixture(grafts)
-        return grafts
-
-    def _check_mixture(self, grafts: dict[str, Graft]) -> None:
-        if alone := [name for name, graft in grafts.items() if not supports_row_groups(graft)]:
-            raise ServingError(
-                f"The graft {alone[0]} brings modules of its own into the model, so that it acts alone: leave out the "
-                "others, or this one."
-            )
-        try:
-            check_conflicts(self._sites, {name: graft.taps() for name, graft in grafts.items()})
-        except TapConflictError as error:
-            raise ServingError(str(error)) from error
-
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        if not prompt:
-            raise ServingError("The prompt has no tokens: give at least one word to continue.")
-        unknown = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
-        if unknown is not None:
-            raise ServingError(
-                f"The prompt holds the token id {unknown}, but the model knows 0 to {self._vocabulary - 1}."
-            )
-
-    def _check_length(self, request: GenerationRequest) -> None:
+        check_prompt(request.prompt, self._vocabulary)
         if request.max_tokens > self.limits.max_tokens:
             raise ContextLengthError(
                 f"max_tokens is {request.max_tokens}, but this server writes {self.limits.max_tokens} at most: ask "
@@ -438,3 +387,25 @@ class ModelRegistry:
                 f"{length + request.max_tokens}, but {self._context} is the most here: shorten the prompt, or ask for "
                 "fewer."
             )
+        return grafts
+
+    def _mixture(self, model: str, known: dict[str, Graft]) -> dict[str, Graft]:
+        check_model((self.name, *known), model)
+        names = model.split("+")
+        if self.name in names:
+            raise ServingError(f"The backbone {self.name} is in every mixture already: leave it out of {model!r}.")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ServingError(f"The mixture {model!r} names {twice[0]} twice: leave one out.")
+        grafts = {name: known[name] for name in names}
+        if len(grafts) == 1:
+            return grafts
+        if alone := [name for name, graft in grafts.items() if not supports_row_groups(graft)]:
+            raise ServingError(
+                f"The graft {alone[0]} brings modules of its own into the model, so that it acts alone: leave out the "
+                "others, or this one."
+            )
+        try:
+            check_conflicts(self._backbone.sites, {name: graft.taps() for name, graft in grafts.items()})
+        except TapConflictError as error:
+            raise ServingError(str(error)) from error
+        return grafts

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, JsonValue, OnErrorOmit, StrictFloat, StrictInt, TypeAdapter
 
 from graftlm.artifact import Manifest
 from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
-from graftlm.evaluation.results import FILE_NAME, Metric
+from graftlm.evaluation.results import FILE_NAME, Metric, Row
 from graftlm.runs.graft_run import graft_label
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
@@ -21,6 +21,7 @@ from graftlm.serving.store import StoredGraft
 _GRAFT_FOLDER = "graft"  # name of a graft's folder inside of a run's folder
 _MAX_REPORT_BYTES = 32 * 2**20
 _SETTINGS = ("batch_size", "learning_rate", "schedule", "precision", "seed")
+_METRICS = TypeAdapter(dict[str, OnErrorOmit[StrictInt | StrictFloat | Interval]])
 
 
 class ServedBackbone(BaseModel):
@@ -31,8 +32,15 @@ class ServedBackbone(BaseModel):
     context: int | None
 
 
-class GraftSummary(BaseModel):
-    """A graft in short. Metrics are in nats per token, None if they were not measured."""
+class TradeOff(BaseModel):
+    """Learning and forgetting in nats per token; None where they were not measured."""
+
+    learned: Interval | None
+    forgotten: Interval | None
+
+
+class GraftSummary(TradeOff):
+    """A graft in short."""
 
     name: str
     kind: str
@@ -40,8 +48,6 @@ class GraftSummary(BaseModel):
     parameters: int
     steps: int | None
     tokens: int | None
-    learned: Interval | None
-    forgotten: Interval | None
 
 
 class ServedModels(BaseModel):
@@ -52,13 +58,11 @@ class ServedModels(BaseModel):
     data: list[GraftSummary]
 
 
-class TradeOffPoint(BaseModel):
-    """A method's learning and forgetting in nats per token; `own` marks the graft itself."""
+class TradeOffPoint(TradeOff):
+    """A method's learning and forgetting; `own` marks the graft itself."""
 
     id: str
     label: str
-    learned: Interval | None
-    forgotten: Interval | None
     own: bool
 
 
@@ -86,41 +90,42 @@ def served_models(service: Service) -> ServedModels:
     """The backbone and the grafts of a service."""
     context = service.context if service.context < UNLIMITED else None
     backbone = ServedBackbone(name=service.name, chat=not service.tokenizer.plain, context=context)
-    return ServedModels(backbone=backbone, data=[graft_summary(entry) for entry in service.store.entries()])
+    return ServedModels(backbone=backbone, data=[graft_summary(entry) for entry in service.store.entries().values()])
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
     """A graft in short, from its graft.json."""
-    manifest, measured = entry.manifest, _measured(entry.manifest)
+    manifest = entry.manifest
+    counts = {key: manifest.training.get(key) for key in ("steps", "tokens")}
     return GraftSummary(
         name=entry.name,
         kind=manifest.kind,
         label=_label(manifest),
         parameters=manifest.parameters,
-        steps=_count(manifest.training.get("steps")),
-        tokens=_count(manifest.training.get("tokens")),
-        learned=_interval(measured.get("learned")),
-        forgotten=_interval(measured.get("forgotten")),
+        **{key: count if type(count) is int else None for key, count in counts.items()},
+        **_trade_off(_measured(manifest)),
     )
 
 
 def graft_report(entry: StoredGraft) -> GraftReport:
     """The measurements of a graft, from its graft.json and from the results.json of its run if there is one."""
+    manifest, measured = entry.manifest, _measured(entry.manifest)
     results, row_id = _find_results(entry)
-    summary = graft_summary(entry)
-    training = entry.manifest.training.get("training")
-    settings = training if isinstance(training, dict) else {}
-    paths = results.details.get("paths") if results is not None else None
+    rows = results.rows if results is not None else [Row(id=row_id, label=_label(manifest), metrics=measured)]
+    document = results.model_dump(mode="json") | {"command": _without_paths(results.command)} if results else None
+    settings = _mapping(manifest.training.get("training"))
     return GraftReport(
         name=entry.name,
-        card=summary,
-        points=_points(results, row_id, summary),
-        paths=paths if isinstance(paths, dict) else {},
-        measured=_measured(entry.manifest),
+        card=graft_summary(entry),
+        points=[
+            TradeOffPoint(id=row.id, label=row.label, own=row.id == row_id, **_trade_off(row.metrics))
+            for row in rows
+            if {"learned", "forgotten"} & row.metrics.keys()
+        ],
+        paths=_mapping(results.details.get("paths")) if results is not None else {},
+        measured=measured,
         training={key: settings[key] for key in _SETTINGS if settings.get(key) is not None},
-        results=None
-        if results is None
-        else results.model_dump(mode="json") | {"command": _without_paths(results.command)},
+        results=document,
     )
 
 
@@ -155,45 +160,18 @@ def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
         yield folder.parent.parent, folder.parent.name
 
 
-def _points(results: Results | None, row_id: str, summary: GraftSummary) -> list[TradeOffPoint]:
-    if results is None:
-        own = TradeOffPoint(
-            id=row_id, label=summary.label, learned=summary.learned, forgotten=summary.forgotten, own=True
-        )
-        return [own] if summary.learned or summary.forgotten else []
-    return [
-        TradeOffPoint(
-            id=row.id,
-            label=row.label,
-            learned=_interval(row.metrics.get("learned")),
-            forgotten=_interval(row.metrics.get("forgotten")),
-            own=row.id == row_id,
-        )
-        for row in results.rows
-        if {"learned", "forgotten"} & row.metrics.keys()
-    ]
-
-
 def _measured(manifest: Manifest) -> dict[str, Metric]:
     """The metrics in graft.json; values that are no metrics are left out."""
-    values = manifest.training.get("measured")
-    metrics = {name: _metric(value) for name, value in values.items()} if isinstance(values, dict) else {}
-    return {name: metric for name, metric in metrics.items() if metric is not None}
+    return _METRICS.validate_python(_mapping(manifest.training.get("measured")))
 
 
-def _metric(value: Any) -> Metric | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    try:
-        return Interval.parse(value)
-    except GraftError:
-        return None
-
-
-def _interval(metric: Metric | None) -> Interval | None:
-    if metric is None or isinstance(metric, Interval):
-        return metric
-    return Interval(mean=metric, low=metric, high=metric)
+def _trade_off(metrics: Mapping[str, Metric]) -> dict[str, Interval | None]:
+    """Both metrics as intervals."""
+    both = {name: metrics.get(name) for name in ("learned", "forgotten")}
+    return {
+        name: Interval(mean=value, low=value, high=value) if isinstance(value, int | float) else value
+        for name, value in both.items()
+    }
 
 
 def _label(manifest: Manifest) -> str:
@@ -203,5 +181,5 @@ def _label(manifest: Manifest) -> str:
         return manifest.kind
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -25,7 +25,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
-from graftlm.serving.protocol import GenerationRequest, ServingError, check_model
+from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.service import Service
 
 MAX_CHOICES = 16
@@ -46,14 +46,11 @@ class NeutralValue:
         return {"enum": [None, *self.values]}
 
     def _check(self, value: Any) -> Any:
-        if value is None or any(value == neutral and _same_json_type(value, neutral) for neutral in self.values):
+        neutral = (known for known in self.values if isinstance(known, bool) == isinstance(value, bool))
+        if value is None or value in neutral:
             return value
         allowed = f", or set it to {self.values[0]!r}" if self.values else ""
         raise UnsupportedValueError(f"this server does not implement it: leave it out{allowed}")
-
-
-def _same_json_type(value: Any, neutral: Any) -> bool:
-    return type(value) is type(neutral) or (type(neutral) is int and type(value) is float)
 
 
 OnlyNull = Annotated[Any, NeutralValue()]
@@ -67,10 +64,6 @@ OnlyNoTool = Annotated[Any, NeutralValue("none", "auto")]
 OnlyTextFormat = Annotated[Any, NeutralValue({"type": "text"})]
 OnlyTextModality = Annotated[Any, NeutralValue(["text"])]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _check_prompts(value: Any) -> list[str] | list[list[int]]:
@@ -96,7 +89,7 @@ _PROMPTS = [{"type": "array", "items": prompt, "minItems": 1} for prompt in (_TE
 Stops = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
     Field(max_length=4),
-    BeforeValidator(_as_list),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 4}]}),
 ]
 Prompts = Annotated[
@@ -173,15 +166,17 @@ class TextPart(StrictBody):
         return values
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class ChatMessage(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[
+        list[TextPart],
+        BeforeValidator(
+            lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
+            json_schema_input_type=str | list[TextPart],
+        ),
+    ]
     name: Ignored = None
 
     annotations: OnlyEmptyList = None
@@ -232,6 +227,7 @@ class ParsedRequest:
 
     Attributes:
         requests: the continuations: all of the first prompt, then all of the second.
+        model: a model's name.
         n: number of continuations of each prompt.
         logprobs, trace: whether the response reports them.
         stream: whether the response is streamed.
@@ -239,15 +235,12 @@ class ParsedRequest:
     """
 
     requests: tuple[GenerationRequest, ...]
+    model: str
     n: int
     logprobs: bool
     trace: bool
     stream: bool
     include_usage: bool
-
-    @property
-    def model(self) -> str:
-        return self.requests[0].model
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
@@ -256,12 +249,11 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
     Raises:
         ServingError: the body does not fit the model.
     """
-    check_model(service.engine.names, body.model)
-    _check_count(service, len(body.prompt) * (body.n or 1))
-    tokenizer = service.tokenizer
-    prompts = [
-        tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.check_ids(prompt) for prompt in body.prompt
-    ]
+    _check(service, body, len(body.prompt))
+    encode = service.tokenizer.encode
+    prompts = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
+    for prompt in prompts:
+        check_prompt(prompt, service.tokenizer.vocabulary)
     stop, max_tokens = tuple(body.stop or ()), body.max_tokens or _COMPLETION_TOKENS
     return _parse(body, prompts, stop=stop, logprobs=body.logprobs, max_tokens=max_tokens, user=user)
 
@@ -272,14 +264,14 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     Raises:
         ServingError: the body does not fit the model or its chat template.
     """
-    check_model(service.engine.names, body.model)
-    _check_count(service, body.n or 1)
+    _check(service, body, 1)
     if body.top_logprobs is not None and not body.logprobs:
         raise ServingError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens:
         raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
     messages = [(_TEMPLATE_ROLES.get(message.role, message.role), message.text) for message in body.messages]
     prompt = service.tokenizer.encode_chat(messages)
+    check_prompt(prompt, service.tokenizer.vocabulary, "messages")
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
         body,
@@ -291,36 +283,33 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     )
 
 
-def _parse(
-    body: ApiRequest, prompts: Sequence[tuple[int, ...]], *, logprobs: int | None, **options: Any
-) -> ParsedRequest:
-    if body.stream_options is not None and not body.stream:
-        raise ServingError(
-            "stream_options is set, and stream is not: set stream to true, or leave it out.", "stream_options"
-        )
-    n, trace = body.n or 1, body.graftlm is not None and body.graftlm.trace
-    top_p = 1.0 if body.top_p is None else body.top_p
-    temperature = (1.0 if body.temperature is None else body.temperature) if top_p > 0 else 0.0
-    options |= {"model": body.model, "temperature": temperature, "top_p": top_p or 1.0, "trace": trace}
-    requests = [
-        GenerationRequest(prompt=prompt, seed=_seed(body.seed, number), logprobs=logprobs, **options)
-        for prompt in prompts
-        for number in range(n)
-    ]
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ParsedRequest(tuple(requests), n, logprobs is not None, trace, bool(body.stream), include_usage)
-
-
-def _seed(seed: int | None, number: int) -> int | None:
-    """The seed of one of several continuations."""
-    return None if seed is None else (seed + number) % 2**63
-
-
-def _check_count(service: Service, count: int) -> None:
-    capacity = service.limits.batch_size + service.limits.queue
+def _check(service: Service, body: ApiRequest, prompts: int) -> None:
+    check_model(service.engine.names, body.model)
+    count, capacity = prompts * (body.n or 1), service.limits.batch_size + service.limits.queue
     if count > capacity:
         raise ServingError(
             f"The request asks for {count} continuations at once, and this server takes {capacity} at most: send "
             "several requests.",
             "n",
         )
+    if body.stream_options is not None and not body.stream:
+        raise ServingError(
+            "stream_options is set, and stream is not: set stream to true, or leave it out.", "stream_options"
+        )
+
+
+def _parse(
+    body: ApiRequest, prompts: Sequence[tuple[int, ...]], *, logprobs: int | None, **options: Any
+) -> ParsedRequest:
+    n, trace = body.n or 1, body.graftlm is not None and body.graftlm.trace
+    top_p = 1.0 if body.top_p is None else body.top_p
+    temperature = (1.0 if body.temperature is None else body.temperature) if top_p > 0 else 0.0
+    options |= {"model": body.model, "temperature": temperature, "top_p": top_p or 1.0, "trace": trace}
+    seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(n)]
+    requests = tuple(
+        GenerationRequest(prompt=prompt, seed=seed, logprobs=logprobs, **options)
+        for prompt in prompts
+        for seed in seeds
+    )
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return ParsedRequest(requests, body.model, n, logprobs is not None, trace, bool(body.stream), include_usage)

@@ -7,8 +7,12 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Literal, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
@@ -19,8 +23,8 @@ from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from graftlm.errors import GraftError
 from graftlm.serving.errors import error_body, internal_error
@@ -109,11 +113,6 @@ class Health(BaseModel):
     broken: list[str]
 
 
-def to_json(model: BaseModel) -> str:
-    """A response as JSON, without the keys that were not set."""
-    return model.model_dump_json(exclude_unset=True)
-
-
 class ChoiceState:
     """One continuation so far. A token appears together with the text that it belongs to.
 
@@ -129,30 +128,32 @@ class ChoiceState:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
-    def add(self, item: TokenOutput | Finish, tokenizer: ServingTokenizer) -> tuple[str, list[TokenOutput]]:
-        """The text and the tokens that an item of the stream adds.
+    def add(self, item: TokenOutput | Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
+        """The tokens that an item of the stream adds.
 
         Raises:
             ServingError: the continuation ended without a usable text.
         """
         new: list[TokenOutput] = []
         if isinstance(item, Finish):
-            self.end = _checked(item)
-            new = _tokens_within(self._held, item, tokenizer)
+            if item.reason == "cancelled":
+                raise ShuttingDownError("The server shut down before the answer was whole: ask again in a moment.")
+            if item.reason == "time" and item.completion_tokens == 0:
+                message = "The time limit of requests passed before a word was written: try again later."
+                raise ServingError(message, status=503, code="timed_out")
+            self.end, new = item, _tokens_within(self._held, item, tokenizer)
         else:
             self._held.append(item)
             if item.text:
                 new, self._held = self._held, []
         self.text += item.text
         self.outputs += new
-        return item.text, new
+        return new
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason of the end in OpenAI's words."""
-        if self.end is None:
-            return None
-        return "stop" if self.end.reason == "stop" else "length"
+        return None if self.end is None else "stop" if self.end.reason == "stop" else "length"
 
     def offset(self, data: bytes) -> int:
         """The number of characters before a token with these bytes; call it once for each token."""
@@ -161,29 +162,26 @@ class ChoiceState:
         return start
 
 
-def _checked(finish: Finish) -> Finish:
-    if finish.reason == "cancelled":
-        raise ShuttingDownError("The server shut down before the answer was whole: ask again in a moment.")
-    if finish.reason == "time" and finish.completion_tokens == 0:
-        message = "The time limit of requests passed before a word was written: try again later."
-        raise ServingError(message, status=503, code="timed_out")
-    return finish
-
-
 def _tokens_within(held: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
     """The held tokens that belong to the text: those of an end token or a stop string do not."""
     if finish.reason != "stop":
         return held
-    size, start, within = len(finish.text.encode()), 0, []
-    for output in held:
-        if start < size:
-            within.append(output)
-        start += len(tokenizer.bytes_of(output.token))
-    return within
+    sizes = [len(tokenizer.bytes_of(output.token)) for output in held]
+    starts, size = accumulate(sizes, initial=0), len(finish.text.encode())
+    return [output for output, start in zip(held, starts, strict=False) if start < size]
 
 
-class ResponseBuilder:
-    """The response to one request; subclasses define the form of its choices.
+class ChoicePart(NamedTuple):
+    """The text and tokens of one choice in an event; all of them in a whole response."""
+
+    index: int
+    text: str = ""
+    outputs: Sequence[TokenOutput] = ()
+    finish_reason: FinishReason | None = None
+
+
+class ResponseBuilder(ABC):
+    """The response to one request; subclasses define its types and the form of its choices.
 
     Args:
         parsed: the request.
@@ -191,7 +189,10 @@ class ResponseBuilder:
         fingerprint: of the backbone.
     """
 
-    prefix = ""
+    prefix: str
+    response: Callable[..., BaseModel]
+    event: Callable[..., BaseModel]
+    has_role = False  # whether a choice begins with an event of its own
 
     def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
         self.parsed, self.tokenizer = parsed, tokenizer
@@ -203,26 +204,31 @@ class ResponseBuilder:
             "system_fingerprint": fingerprint,
         }
 
-    async def complete(self, outputs: Outputs) -> str:
-        """The whole response as JSON."""
+    async def complete(self, outputs: Outputs) -> BaseModel:
+        """The whole response."""
         async for item in outputs:
             self.choices[item.index].add(item, self.tokenizer)
-        return self._response()
+        choices = [
+            self.choice(ChoicePart(index, state.text, state.outputs, state.finish_reason))
+            for index, state in enumerate(self.choices)
+        ]
+        return self.response(choices=choices, usage=self.usage, **self.head)
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
         """The events of the stream as JSON."""
         started = set[int]()
         async for item in outputs:
-            if item.index not in started and (first := self._first(item.index)):
-                yield first
-            started.add(item.index)
-            text, new = self.choices[item.index].add(item, self.tokenizer)
-            if text or new:
-                yield self._chunk(item.index, text, new)
+            index, state = item.index, self.choices[item.index]
+            if self.has_role and index not in started:
+                started.add(index)
+                yield self._event([self.chunk_choice(ChoicePart(index), role="assistant")])
+            new = state.add(item, self.tokenizer)
+            if item.text or new:
+                yield self._event([self.chunk_choice(ChoicePart(index, item.text, new))])
             if isinstance(item, Finish):
-                yield self._chunk(item.index, "", [], self.choices[item.index].finish_reason)
+                yield self._event([self.chunk_choice(ChoicePart(index, finish_reason=state.finish_reason))])
         if self.parsed.include_usage:
-            yield self._json([], chunk=True, usage=self.usage)
+            yield self._event([], usage=self.usage)
 
     @property
     def usage(self) -> CompletionUsage:
@@ -232,115 +238,79 @@ class ResponseBuilder:
         completion = sum(end.completion_tokens for end in ends if end is not None)
         return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
-    def _base(self, index: int, outputs: list[TokenOutput], finish_reason: FinishReason | None) -> dict[str, Any]:
+    def _event(self, choices: list[BaseModel], usage: CompletionUsage | None = None) -> str:
+        """An event; with `include_usage` OpenAI sets usage to null in all but the last."""
+        last = {"usage": usage} if self.parsed.include_usage else {}
+        return self.event(choices=choices, **last, **self.head).model_dump_json(exclude_unset=True)
+
+    def base(self, part: ChoicePart) -> dict[str, Any]:
         """The keys of every choice; `graftlm` is set only if it has content."""
         extras: dict[str, Any] = {}
-        if self.parsed.trace and outputs:
-            extras["trace"] = [TokenTrace(token=self._text_of(output), values=output.trace) for output in outputs]
-        end = self.choices[index].end
-        if finish_reason is not None and end is not None and end.reason == "time":
+        if self.parsed.trace and part.outputs:
+            texts = [self.tokenizer.text_of(output.token) for output in part.outputs]
+            traces = zip(texts, part.outputs, strict=True)
+            extras["trace"] = [TokenTrace(token=text, values=output.trace) for text, output in traces]
+        end = self.choices[part.index].end
+        if part.finish_reason is not None and end is not None and end.reason == "time":
             extras["ended"] = "time"
         graftlm = {"graftlm": ChoiceExtras(**extras)} if extras else {}
-        return {"index": index, "finish_reason": finish_reason, **graftlm}
+        return {"index": part.index, "finish_reason": part.finish_reason, **graftlm}
 
-    def _text_of(self, output: TokenOutput) -> str:
-        return self.tokenizer.text_of(output.token)
+    @abstractmethod
+    def choice(self, part: ChoicePart) -> BaseModel:
+        """A choice of a whole response."""
 
-    def _response(self) -> str:
-        choices = [
-            self._choice(index, state.text, state.outputs, state.finish_reason)
-            for index, state in enumerate(self.choices)
-        ]
-        return self._json(choices, usage=self.usage)
-
-    def _chunk(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None = None
-    ) -> str:
-        return self._chunk_json(self._chunk_choice(index, text, outputs, finish_reason))
-
-    def _chunk_json(self, choice: Any) -> str:
-        """A chunk; with `include_usage` OpenAI sets usage to null in all but the last."""
-        return self._json([choice], chunk=True, **({"usage": None} if self.parsed.include_usage else {}))
-
-    def _first(self, index: int) -> str | None:
-        """The chunk before the text of a choice."""
-        return None
-
-    def _choice(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> BaseModel:
-        raise NotImplementedError
-
-    def _chunk_choice(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> BaseModel:
-        return self._choice(index, text, outputs, finish_reason)
-
-    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
-        raise NotImplementedError
+    def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> BaseModel:
+        """A choice of an event; `role` begins it."""
+        return self.choice(part)
 
 
 class CompletionBuilder(ResponseBuilder):
     """The response of /v1/completions."""
 
     prefix = "cmpl"
+    response = event = staticmethod(partial(TextCompletion, object="text_completion"))
 
-    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
-        return to_json(TextCompletion(object="text_completion", choices=choices, **usage, **self.head))
+    def choice(self, part: ChoicePart) -> TextChoice:
+        logprobs = self._logprobs(part) if self.parsed.logprobs else None
+        return TextChoice(text=part.text, logprobs=logprobs, **self.base(part))
 
-    def _choice(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> TextChoice:
-        logprobs = self._logprobs(index, outputs) if self.parsed.logprobs else None
-        return TextChoice(text=text, logprobs=logprobs, **self._base(index, outputs, finish_reason))
-
-    def _logprobs(self, index: int, outputs: list[TokenOutput]) -> Logprobs:
-        offset, bytes_of = self.choices[index].offset, self.tokenizer.bytes_of
+    def _logprobs(self, part: ChoicePart) -> Logprobs:
+        offset, bytes_of, text_of = self.choices[part.index].offset, self.tokenizer.bytes_of, self.tokenizer.text_of
+        pairs = [(output.token, output.logprob or 0.0) for output in part.outputs]
         return Logprobs(
-            tokens=[self._text_of(output) for output in outputs],
-            token_logprobs=[output.logprob or 0.0 for output in outputs],
-            top_logprobs=[self._top_logprobs(output) for output in outputs],
-            text_offset=[offset(bytes_of(output.token)) for output in outputs],
+            tokens=[text_of(token) for token, _ in pairs],
+            token_logprobs=[logprob for _, logprob in pairs],
+            top_logprobs=[  # the most likely tokens, and the sampled token
+                {text_of(token): logprob for token, logprob in (*output.top, sampled)}
+                for output, sampled in zip(part.outputs, pairs, strict=True)
+            ],
+            text_offset=[offset(bytes_of(token)) for token, _ in pairs],
         )
-
-    def _top_logprobs(self, output: TokenOutput) -> dict[str, float]:
-        """The most likely tokens, and the sampled token."""
-        tokens = (*output.top, (output.token, output.logprob or 0.0))
-        return {self.tokenizer.text_of(token): logprob for token, logprob in tokens}
 
 
 class ChatBuilder(ResponseBuilder):
     """The response of /v1/chat/completions."""
 
     prefix = "chatcmpl"
+    response = staticmethod(partial(Chat, object="chat.completion"))
+    event = staticmethod(partial(ChatChunk, object="chat.completion.chunk"))
+    has_role = True
 
-    def _json(self, choices: list[Any], *, chunk: bool = False, **usage: Any) -> str:
-        if chunk:
-            return to_json(ChatChunk(object="chat.completion.chunk", choices=choices, **usage, **self.head))
-        return to_json(Chat(object="chat.completion", choices=choices, **usage, **self.head))
+    def choice(self, part: ChoicePart) -> ChatChoice:
+        message = ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
+        return ChatChoice(message=message, logprobs=self._logprobs(part), **self.base(part))
 
-    def _choice(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> ChatChoice:
-        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
-        logprobs = self._logprobs(outputs)
-        return ChatChoice(message=message, logprobs=logprobs, **self._base(index, outputs, finish_reason))
+    def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> ChatChunkChoice:
+        begin = {"role": role} if role else {}
+        content = {"content": part.text} if part.text or part.finish_reason is None else {}
+        logprobs = self._logprobs(part) if part.outputs else None
+        return ChatChunkChoice(delta=ChoiceDelta(**begin, **content), logprobs=logprobs, **self.base(part))
 
-    def _first(self, index: int) -> str | None:
-        delta = ChoiceDelta(role="assistant", content="")
-        return self._chunk_json(ChatChunkChoice(delta=delta, logprobs=None, **self._base(index, [], None)))
-
-    def _chunk_choice(
-        self, index: int, text: str, outputs: list[TokenOutput], finish_reason: FinishReason | None
-    ) -> ChatChunkChoice:
-        delta = ChoiceDelta(content=text) if text or finish_reason is None else ChoiceDelta()
-        logprobs = self._logprobs(outputs) if outputs else None
-        return ChatChunkChoice(delta=delta, logprobs=logprobs, **self._base(index, outputs, finish_reason))
-
-    def _logprobs(self, outputs: list[TokenOutput]) -> ChoiceLogprobs | None:
+    def _logprobs(self, part: ChoicePart) -> ChoiceLogprobs | None:
         if not self.parsed.logprobs:
             return None
-        return ChoiceLogprobs(content=[self._token_logprob(output) for output in outputs], refusal=None)
+        return ChoiceLogprobs(content=[self._token_logprob(output) for output in part.outputs], refusal=None)
 
     def _token_logprob(self, output: TokenOutput) -> ChatCompletionTokenLogprob:
         top = [TopLogprob(**self._named(token, logprob)) for token, logprob in output.top]
@@ -355,20 +325,22 @@ class ClientDisconnectedError(Exception):
     """The client has disconnected."""
 
 
-async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     """The result of `work`, which is cancelled when the client disconnects.
 
     Raises:
         ClientDisconnectedError: the client has disconnected.
     """
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    tasks = task, _ = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnectedError
         return task.result()
     finally:
-        await _cancel(task, disconnect)
+        for unfinished in tasks:
+            unfinished.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -376,13 +348,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events from a generator, until it ends or the client disconnects.
 
     Args:
@@ -391,36 +357,31 @@ class EventStream(Response):
         on_end: called at the end in every case.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[str, None], send_seconds: float, on_end: Callable[[], None]) -> None:
-        super().__init__(headers=_EVENT_HEADERS)
-        del self.headers["content-length"]
+        super().__init__(self._lines(), headers=_EVENT_HEADERS, media_type="text/event-stream")
         self.events, self.send_seconds, self.on_end = events, send_seconds, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending, disconnect = asyncio.create_task(self._send_all(send)), asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait((sending, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
             self.on_end()
-            await _cancel(sending, disconnect)
             await self.events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def stream_response(self, send: Send) -> None:
+        async def timed_send(message: Message) -> None:
+            async with asyncio.timeout(self.send_seconds):
+                await send(message)
+
+        with suppress(OSError):  # the client has disconnected, or accepts nothing (TimeoutError)
+            await super().stream_response(timed_send)
+
+    async def _lines(self) -> AsyncGenerator[str, None]:
+        last = "[DONE]"
         try:
             async for event in self.events:
-                await self._send(send, event)
-            await self._send(send, "[DONE]")
-        except (OSError, TimeoutError):  # the client has disconnected, or accepts nothing
-            return
+                yield f"data: {event}\n\n"
         except Exception as error:
-            if not isinstance(error, GraftError):
-                error = internal_error("a stream", error)
-            await self._send(send, json.dumps(error_body(error)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, event: str) -> None:
-        async with asyncio.timeout(self.send_seconds):
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            known = error if isinstance(error, GraftError) else internal_error("a stream", error)
+            last = json.dumps(error_body(known))
+        yield f"data: {last}\n\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from graftlm.backbone import Backbone
@@ -18,41 +17,32 @@ from graftlm.serving.store import NAME, GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
 
 
-@dataclass(frozen=True)
 class Service:
     """What the routes work with.
 
-    Attributes:
+    Args:
+        backbone: a causal language model with its tokenizer.
+        engine: generates.
+        store: the grafts in service.
         name: name of the backbone in requests.
+        settings: of the web side.
+        limits: of the engine.
+        keys: API keys.
+
+    Attributes:
         fingerprint: of the backbone, as responses report it.
         context: maximum tokens of a prompt and its continuation.
-        engine: generates.
-        limits: of the engine.
-        store: the grafts in service.
-        settings: of the web side.
         tokenizer: the backbone's.
         metrics: for Prometheus.
-        keys: API keys.
         started: start time in seconds since 1970.
         closing: set once the server accepts nothing new.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
 
-    name: str
-    fingerprint: str
-    context: int
-    engine: Engine
-    limits: EngineLimits
-    store: GraftStore
-    settings: ServerSettings
-    tokenizer: ServingTokenizer
-    metrics: ServerMetrics
-    keys: ApiKeys
-    started: int
-    closing: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         backbone: Backbone,
         engine: Engine,
         store: GraftStore,
@@ -61,30 +51,21 @@ class Service:
         settings: ServerSettings | None = None,
         limits: EngineLimits | None = None,
         keys: ApiKeys | None = None,
-    ) -> Service:
-        """A service around an engine; the other parts have defaults.
-
-        Raises:
-            BackboneError: the backbone has no tokenizer.
-        """
-        settings, limits = settings or ServerSettings(), limits or EngineLimits()
-        return cls(
-            name=name,
-            fingerprint=f"fp_{backbone.fingerprint.id}",
-            context=context_limit(backbone, limits),
-            engine=engine,
-            limits=limits,
-            store=store,
-            settings=settings,
-            tokenizer=ServingTokenizer(backbone, settings.chat_template),
-            metrics=ServerMetrics(engine),
-            keys=keys or ApiKeys(),
-            started=int(time.time()),
-        )
+    ) -> None:
+        self.engine, self.store, self.name = engine, store, name
+        self.settings, self.limits = settings or ServerSettings(), limits or EngineLimits()
+        self.keys = keys or ApiKeys()
+        self.fingerprint = f"fp_{backbone.fingerprint.id}"
+        self.context = context_limit(backbone, self.limits)
+        self.tokenizer = ServingTokenizer(backbone, self.settings.chat_template)
+        self.metrics = ServerMetrics(engine)
+        self.started, self.closing = int(time.time()), threading.Event()
 
     def reload(self, *, now: bool = False) -> None:
         """Take changed grafts into service."""
-        self.store.refresh(self.engine.replace, self.metrics.count_load, now=now)
+        self.store.refresh(
+            self.engine.replace, lambda graft, outcome: self.metrics.loads.labels(graft, outcome).inc(), now=now
+        )
 
 
 def open_service(
@@ -93,8 +74,8 @@ def open_service(
     folder: str | Path | None = None,
     *,
     name: str | None = None,
-    settings: ServerSettings | None = None,
     limits: EngineLimits | None = None,
+    settings: ServerSettings | None = None,
     keys: ApiKeys | None = None,
 ) -> Service:
     """Load grafts, start the engine, and return the service.
@@ -104,9 +85,7 @@ def open_service(
         given: folders of grafts by name.
         folder: a folder with further grafts' folders.
         name: name of the backbone in requests; by default its name on the hub, or its folder's name.
-        settings: of the web side.
-        limits: of the engine.
-        keys: API keys.
+        limits, settings, keys: as of `Service`.
 
     Raises:
         GraftError: a part can not be loaded or used.
@@ -116,7 +95,7 @@ def open_service(
     folders = {graft: Path(path) for graft, path in (given or {}).items()}
     store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
     engine = BatchingEngine(backbone, store.open(), name, limits)
-    return Service.create(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
+    return Service(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
 
 
 def served_name(name: str) -> str:

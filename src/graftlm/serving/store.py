@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from graftlm.artifact import JSON_NAME, TENSORS_NAME, Manifest, load_graft, read_manifest
 from graftlm.backbone import Backbone
@@ -24,7 +25,7 @@ LOG = logging.getLogger("graftlm.serving")
 
 FileSignature = tuple[tuple[int, ...] | None, ...]
 """Inode, size and times of each of a graft's files; None for a missing file."""
-Replace = Callable[[str, Graft | None], None]
+Replace = Callable[[str, Any], None]
 OnOutcome = Callable[[str, str], None]
 """Called with a graft's name and the outcome of its new files: loaded, refused or withdrawn."""
 
@@ -76,10 +77,9 @@ class GraftStore:
     _problems: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def entries(self) -> tuple[StoredGraft, ...]:
-        """The grafts in service, by name."""
-        watched = [self._watched[name] for name in sorted(self._watched)]
-        return tuple(item.graft for item in watched if item.graft is not None)
+    def entries(self) -> dict[str, StoredGraft]:
+        """The grafts in service by name, in the order of names."""
+        return {name: watched.graft for name, watched in sorted(self._watched.items()) if watched.graft is not None}
 
     def problems(self) -> dict[str, str]:
         """The errors of the newest files by graft; an older state of the graft may be in service."""
@@ -97,7 +97,7 @@ class GraftStore:
         if self.folder is not None and not self.folder.is_dir():
             raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
         grafts: dict[str, Graft] = {}
-        self.refresh(lambda name, graft: grafts.__setitem__(name, graft) if graft is not None else None, now=True)
+        self.refresh(grafts.__setitem__, now=True)
         if broken := [self._problems[name] for name in self.given if name in self._problems]:
             raise ArtifactError(broken[0])
         return grafts
@@ -118,10 +118,10 @@ class GraftStore:
                 signature = read_signature(watched.folder)
                 failed = now and name in self._problems
                 unchanged = signature == watched.processed and not failed
-                if unchanged or (signature != watched.seen and not now):  # changed files may still be incomplete
-                    watched.seen = signature
-                else:
-                    self._process(name, watched, signature, replace, on_outcome)
+                ready = signature == watched.seen or now  # changed files may still be incomplete
+                watched.seen = signature
+                if ready and not unchanged and (outcome := self._process(name, watched, replace)):
+                    on_outcome(name, outcome)
 
     def _search(self) -> None:
         """Watch all folders that were given or that are in `folder` now."""
@@ -135,39 +135,30 @@ class GraftStore:
             else:
                 self._report(folder.name, _bad_name(folder.name, self.reserved))
 
-    def _process(
-        self,
-        name: str,
-        watched: WatchedFolder,
-        signature: FileSignature | None,
-        replace: Replace,
-        on_outcome: OnOutcome,
-    ) -> None:
-        """Withdraw a graft whose folder is gone, or load its files."""
-        watched.seen = signature
-        if signature is None and not watched.given:
+    def _process(self, name: str, watched: WatchedFolder, replace: Replace) -> str | None:
+        """Withdraw a graft whose folder is gone, or load its files; returns the outcome."""
+        if watched.seen is None and not watched.given:
             del self._watched[name]
             self._problems.pop(name, None)
-            if watched.graft is not None:
-                replace(name, None)
-                LOG.info("graft %s: its folder is gone, and so is its name", name)
-                on_outcome(name, "withdrawn")
-            return
+            if watched.graft is None:
+                return None
+            replace(name, None)
+            LOG.info("graft %s: its folder is gone, and so is its name", name)
+            return "withdrawn"
         try:
             graft, entry = self._load(name, watched.folder)
-            if read_signature(watched.folder) != signature:
-                return  # the files changed during loading; the next check sees it
+            if read_signature(watched.folder) != watched.seen:
+                return None  # the files changed during loading; the next check sees it
             replace(name, graft)
         except Exception as error:  # whatever the error of the new files, the old graft stays in service
-            watched.processed = signature
+            watched.processed = watched.seen
             consequence = "; the one loaded before stays in service" if watched.graft is not None else ""
             self._report(name, str(error) or type(error).__name__, consequence)
-            on_outcome(name, "refused")
-            return
-        watched.processed, watched.graft = signature, entry
+            return "refused"
+        watched.processed, watched.graft = watched.seen, entry
         self._problems.pop(name, None)
         LOG.info("graft %s: loaded from %s", name, watched.folder)
-        on_outcome(name, "loaded")
+        return "loaded"
 
     def _report(self, name: str, problem: str, consequence: str = "") -> None:
         if self._problems.get(name) != problem:
@@ -191,16 +182,15 @@ class GraftStore:
 
 def read_signature(folder: Path) -> FileSignature | None:
     """The signature of a graft's files, which changes when they change; None if there are no files."""
-    stats = tuple(_stat(folder / file) for file in (JSON_NAME, TENSORS_NAME))
-    return stats if any(stats) else None
-
-
-def _stat(file: Path) -> tuple[int, ...] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    signature: list[tuple[int, ...] | None] = []
+    for file in (JSON_NAME, TENSORS_NAME):
+        try:
+            status = (folder / file).stat()
+        except OSError:
+            signature.append(None)
+        else:
+            signature.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(signature) if any(signature) else None
 
 
 def _bad_name(name: str, reserved: frozenset[str]) -> str:

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -45,7 +46,7 @@ class ServingTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(backbone.need_tokenizer())
         self.plain = not (template or self.tokenizer.chat_template)
         self._template = PLAIN_TEMPLATE if self.plain else template
-        self._vocabulary = int(getattr(backbone.config, "vocab_size", len(self.tokenizer)))
+        self.vocabulary = int(getattr(backbone.config, "vocab_size", len(self.tokenizer)))
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self._is_byte_level = is_byte_level(self.tokenizer)
         self._special = set(self.tokenizer.all_special_ids)
@@ -56,27 +57,9 @@ class ServingTokenizer:
         """Strings that end an assistant's message under the plain template."""
         return PLAIN_STOPS if self.plain else ()
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        """The ids of a text, with the special tokens that the tokenizer adds to every text.
-
-        Raises:
-            ServingError: the text has no tokens.
-        """
-        return _not_empty(self._encode(prompt, special=True), "prompt")
-
-    def check_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """The ids that a client sent.
-
-        Raises:
-            ServingError: there are none, or an id is not in the vocabulary.
-        """
-        if (largest := max(prompt, default=0)) >= self._vocabulary:
-            raise ServingError(
-                f"prompt holds the token id {largest}, and the model has {self._vocabulary:,} tokens, from 0 on: "
-                "encode it with the model's own tokenizer.",
-                "prompt",
-            )
-        return _not_empty(list(prompt), "prompt")
+    def encode(self, prompt: str, *, special: bool = True) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the tokenizer adds to every text."""
+        return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The ids of a conversation, up to the start of the assistant's next message.
@@ -97,10 +80,7 @@ class ServingTokenizer:
                 "/v1/completions.",
                 "messages",
             ) from None
-        return _not_empty(self._encode(str(text), special=self.plain), "messages")
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return self.encode(str(text), special=self.plain)
 
     def text_of(self, token: int) -> str:
         """A token's text; a token that is part of a character is written as its bytes."""
@@ -121,12 +101,6 @@ class ServingTokenizer:
         if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
             return bytes([int(byte[1], 16)])
         return text.replace("▁", " ").encode()
-
-
-def _not_empty(ids: list[int], param: str) -> tuple[int, ...]:
-    if not ids:
-        raise ServingError(f"{param} has no tokens: give at least one word to continue.", param)
-    return tuple(ids)
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -193,20 +167,18 @@ class IncrementalDetokenizer:
 
     def _new_part(self, complete: str, text: str) -> str:
         if self._before.endswith(_INCOMPLETE):  # the prompt ends within a character, which may be complete now
-            return complete[_common_prefix(self._before, text) :]
+            pairs = zip(self._before, text, strict=False)
+            return complete[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
         return complete[self._shown :]
 
     def _before_stops(self, new: str) -> tuple[str, bool]:
-        if not self._stops or not new:
-            return new, False
-        text = self._held + new
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
-            self._held = ""
+        text, self._held = self._held + new, ""
+        if starts := [start for stop in self._stops if (start := text.find(stop)) >= 0]:
             return text[: min(starts)], True
-        begun = max(_begun_length(text, stop) for stop in self._stops)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun], False
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        final = len(text) - max(begun, default=0)
+        self._held = text[final:]
+        return text[:final], False
 
     def _decode(self, ids: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -222,14 +194,3 @@ class IncrementalDetokenizer:
                 return end
             count *= 2
         return list(prompt)
-
-
-def _begun_length(text: str, stop: str) -> int:
-    """The number of characters at the end of a text that begin a stop string."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def _common_prefix(first: str, second: str) -> int:
-    """The length of the common prefix of two texts."""
-    shorter = min(len(first), len(second))
-    return next((n for n in range(shorter) if first[n] != second[n]), shorter)
