@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.utils import set_seed
 from peft import ArrowConfig, XLoraConfig, create_arrow_model, get_peft_model
 from pydantic import Field
-from torch import Tensor, nn
 
 from experiments.token_routing.texts import QUICK_TEXT_SIZES, RoutingTextSizes
 from graftlm.backbone import Backbone
@@ -19,7 +18,6 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_mixture
 from graftlm.evaluation import Row
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
@@ -150,30 +148,6 @@ class ExpertRun(RoutingRun):
 def build_routing(backbone: Backbone, experts: dict[str, Any], **routing: Any) -> Any:
     """A token-routing graft; `routing` is its config without the experts."""
     return build_graft(graft_config({"kind": "token-routing", "experts": experts, **routing}), backbone)
-
-
-class TrainablePeftModel(nn.Module):
-    """A PEFT model with the forward signature of the training loop."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        totals: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **_: Any,
-    ) -> GraftedOutput:
-        """The loss of one batch. Position ids separate the documents of a row."""
-        logits = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).logits
-        loss = language_modelling_loss(logits, labels, totals)
-        return GraftedOutput(loss=loss, lm_loss=loss.detach())
 
 
 def load_xlora(backbone: Backbone, adapters: Sequence[str | Path]) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from experiments.token_routing.experts import RoutingRun, TrainablePeftModel, build_routing, load_arrow, load_xlora
+from experiments.token_routing.experts import RoutingRun, build_routing, load_arrow, load_xlora
 from experiments.token_routing.texts import DOMAINS, RoutingQuestion, read_changing, read_questions
 from graftlm.backbone import Backbone, leading_bos
 from graftlm.evaluation import Row
@@ -28,6 +28,7 @@ from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import GraftedModel
 from graftlm.runs.run import Measurement, RunContext
 from graftlm.training import train
+from graftlm.training.language_model import LanguageModel
 
 CENTROIDS = "centroids.safetensors"
 FIRST, SECOND = "code", "reading"  # domains of the halves of a document that changes domain
@@ -55,7 +56,8 @@ class CentroidRun(RoutingRun):
     def measure(self, context: RunContext) -> Measurement:
         adapters = dict(zip(self.domains, context.dependencies.values(), strict=True))
         experts = {domain: {"path": str(path)} for domain, path in adapters.items()}
-        graft = build_routing(self.load_backbone(), experts, **({"embedder": self.embedder} if self.embedder else {}))
+        routing = {"embedder": self.embedder} if self.embedder else {}
+        graft = build_routing(self.load_backbone(), experts, **routing)
         graft.fit({domain: self._draw_examples(domain) for domain in self.domains})
         context.folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in graft.tensors().items()}
@@ -129,8 +131,12 @@ class MixtureRun(RoutingRun):
         mixture = self.mixture(backbone)
         set_seed(self.seed)
         model = load_xlora(backbone, adapters)
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        trainee = LanguageModel(model)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         training, folder = self.training(self.router_learning_rate), context.folder / "training"
-        train(TrainablePeftModel(model), mixture, training, folder, identity={"run": self.settings()}, progress=False)
+        train(trainee, mixture, training, folder, identity={"run": self.settings()}, progress=False)
         return model
 
     def _questions(self, domain: str) -> list[RoutingQuestion]:
@@ -140,11 +146,13 @@ class MixtureRun(RoutingRun):
         """Nats per token of the right answers, by domain, and accuracy on ARC."""
         amounts, tokenizer = self.sizes.amounts, backbone.need_tokenizer()
         questions = {domain: self._questions(domain)[: amounts.tested] for domain in DOMAINS}
-        metrics: dict[str, float] = {}
-        for domain, of_domain in questions.items():
-            scores = score_answers(model, tokenizer, [Example(q.prompt, q.answer) for q in of_domain])
-            metrics[f"nll_{domain}"] = scores.nats_per_token
-        metrics["nll_average"] = float(np.mean([metrics[f"nll_{domain}"] for domain in DOMAINS]))
+        metrics = {
+            f"nll_{domain}": score_answers(
+                model, tokenizer, [Example(q.prompt, q.answer) for q in of_domain]
+            ).nats_per_token
+            for domain, of_domain in questions.items()
+        }
+        metrics["nll_average"] = float(np.mean(list(metrics.values())))
         if self.part == "test":
             multiple_choice = [question for question in self._questions("science") if question.choices]
             metrics["arc_accuracy"] = choice_accuracy(model, tokenizer, multiple_choice[: amounts.chosen])
@@ -166,18 +174,19 @@ class MixtureRun(RoutingRun):
         logits, texts, prompts = [], [], self.reads == "cache-questions"
         for cache in ("keep", "recompute"):
             with self.open_model(context, cache=cache) as (model, _, backbone):
-                texts = self._prompted_answers(backbone) if prompts else self._unprompted_documents(backbone)
+                texts = list(self._prompted_answers(backbone) if prompts else self._documents(backbone))
                 logits.append(predicted_logits(model, backbone, texts, prompts=prompts))
         return cache_distance(logits[0], logits[1], texts)
 
-    def _prompted_answers(self, backbone: Backbone) -> list[PromptedIds]:
+    def _prompted_answers(self, backbone: Backbone) -> Iterator[PromptedIds]:
         """A sixth of the questions with their right answers: `recompute` takes a pass for each route."""
-        count = max(1, self.sizes.amounts.tested // 6)
-        questions = [question for domain in DOMAINS for question in self._questions(domain)[:count]]
-        return [(token_ids(backbone, [q.prompt, q.answer]), len(token_ids(backbone, [q.prompt]))) for q in questions]
+        for domain in DOMAINS:
+            for question in self._questions(domain)[: max(1, self.sizes.amounts.tested // 6)]:
+                given = len(token_ids(backbone, [question.prompt]))
+                yield token_ids(backbone, [question.prompt, question.answer]), given
 
-    def _unprompted_documents(self, backbone: Backbone) -> list[PromptedIds]:
-        return [(token_ids(backbone, halves), 1) for halves in read_changing(Path(self.texts), self.part)]
+    def _documents(self, backbone: Backbone) -> Iterator[PromptedIds]:
+        return ((token_ids(backbone, halves), 1) for halves in read_changing(Path(self.texts), self.part))
 
 
 def choice_accuracy(model: Any, tokenizer: Any, questions: Sequence[RoutingQuestion]) -> float:
@@ -196,12 +205,12 @@ def routing_accuracy(
     model: Any, graft: Any, backbone: Backbone, questions: Mapping[str, Sequence[RoutingQuestion]]
 ) -> float:
     """The fraction of prompts whose last token gives the domain's own expert the largest weight."""
-    correct = []
-    for domain, of_domain in questions.items():
-        for question in of_domain:
-            _, weights = read_tokens(model, graft, backbone, [question.prompt])
-            correct.append(graft.names[int(weights[-1, :-1].argmax())] == domain)
-    return float(np.mean(correct))
+
+    def leader(prompt: str) -> str:
+        _, weights = read_tokens(model, graft, backbone, [prompt])
+        return graft.names[int(weights[-1, :-1].argmax())]
+
+    return float(np.mean([leader(q.prompt) == domain for domain, of_domain in questions.items() for q in of_domain]))
 
 
 def read_tokens(model: Any, graft: Any, backbone: Backbone, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -255,7 +264,7 @@ def cache_distance(kept: Sequence[Tensor], again: Sequence[Tensor], texts: Seque
 
 def document_metrics(documents: Documents, names: Sequence[str]) -> dict[str, float]:
     """Nats per token of both halves and of whole documents; for routes also when they switch."""
-    metrics = _half_nats(documents, documents)
+    metrics = half_nats(documents, documents)
     if len(names) > 1:
         tokens = [switched_after(document, names) for document in documents]
         metrics["switch_tokens"] = float(np.median(tokens))
@@ -263,25 +272,20 @@ def document_metrics(documents: Documents, names: Sequence[str]) -> dict[str, fl
     return metrics
 
 
-def switch_by_hand(first: Documents, second: Documents) -> dict[str, float]:
-    """Nats of one expert before the boundary and of another after it, as if the boundary were known."""
-    return _half_nats(first, second)
+def half_nats(first: Documents, second: Documents) -> dict[str, float]:
+    """Nats of tokens before the boundary in `first`, without the first token, and after it in `second`.
 
-
-def _half_nats(first: Documents, second: Documents) -> dict[str, float]:
-    """Nats of tokens before the boundary in `first`, without the first token, and after it in `second`."""
+    With one expert's documents and another's, the boundary is known by hand.
+    """
     before = np.concatenate([np.array(document["nats"])[: document["first"] - 1] for document in first])
     after = np.concatenate([np.array(document["nats"])[document["first"] - 1 :] for document in second])
-    both = np.concatenate([before, after])
-    means = {"nll_code_half": before.mean(), "nll_prose_half": after.mean(), "nll_document": both.mean()}
-    return {name: float(value) for name, value in means.items()}
+    halves = {"nll_code_half": before, "nll_prose_half": after, "nll_document": np.concatenate([before, after])}
+    return {name: float(nats.mean()) for name, nats in halves.items()}
 
 
 def switched_after(document: Mapping[str, Any], names: Sequence[str]) -> int:
     """Tokens after the boundary until the second half's expert leads and stays; all of them where it never does."""
     weights = np.array(document["weights"])[document["first"] :, : len(names)]
     right = weights.argmax(-1) == names.index(SECOND)
-    for token in range(len(right)):
-        if right[token : token + STABLE_TOKENS].all():
-            return token
-    return len(right)
+    stable = (token for token in range(len(right)) if right[token : token + STABLE_TOKENS].all())
+    return next(stable, len(right))

@@ -1,39 +1,68 @@
 """Four LoRA experts on one backbone, mixed in every way of the table, for every seed.
 
-All choices are made on validation text with the first seed (`choices.py`). Every run chooses the routing's policy and
-the window for documents. `--table choices` compares targets and learning rates; `experts.py` and `study.py` hold them.
+All choices are made on validation text with the first seed (`study.py`). Every run chooses the routing's policy and
+the window for documents. `--table choices` compares targets and learning rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from experiments import Options
-from experiments.study import check_files
-from experiments.token_routing.choices import choice_rows, choose_policy, choose_window, document_routing
-from experiments.token_routing.measure import FIRST, SECOND, MixtureRun, switch_by_hand
-from experiments.token_routing.results import INTERVALS, LABELS, aims, paper_rows, switch_plot, table_1_plot
-from experiments.token_routing.study import XLORA_RATE, TokenRoutingStudy, embedder_folder, numbers_of
+from experiments.study import bars, check_files, published
+from experiments.token_routing.measure import FIRST, SECOND, Documents, MixtureRun, half_nats
+from experiments.token_routing.study import (
+    XLORA_RATE,
+    Metrics,
+    Policy,
+    TokenRoutingStudy,
+    choice_rows,
+    choose_policy,
+    choose_window,
+    document_routing,
+    embedder_folder,
+    numbers,
+)
 from experiments.token_routing.texts import DOMAINS, FILES
-from graftlm.evaluation import Results, Row, combine_seeds
+from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.plots import PALETTE
 from graftlm.evaluation.report import write_report
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
 OPTIONAL_TABLES = ("minilm", "choices")
+INTERVALS = (1, 2, 3, 4)  # k: routes are renewed every k tokens
+LABELS = {
+    "base": "backbone",
+    **{f"expert_{domain}": f"{domain} expert everywhere" for domain in DOMAINS},
+    "uniform": "uniform mixture",
+    "oracle": "each domain's own expert",
+    **{f"routed_k{k}": f"routed, k = {k}" for k in INTERVALS},
+    **{f"paper_k{k}": f"the paper's weighting, k = {k}" for k in INTERVALS},
+    "linear_k2": "routed, k = 2, factors summed as published",
+    "prompt_only": "routed by the prompt alone",
+    "xlora": "X-LoRA (PEFT)",
+    "arrow": "Arrow (PEFT)",
+    "switch_routed": "documents: routed by the last tokens",
+    "switch_routed_all": "documents: routed by all text so far",
+    "switch_by_hand": "documents: the right expert for each half",
+    "switch_base": "documents: backbone",
+    **{f"switch_expert_{domain}": f"documents: {domain} expert" for domain in DOMAINS},
+    **{f"cache_k{k}": f"keys and values kept or made again, k = {k}" for k in INTERVALS},
+    "cache_documents": "documents: keys and values kept or made again",
+}
 CACHE_WINDOW = 16
+SHOWN_TOKENS = 48
 UNIFORM = {"temperature": 1e6}
 # The paper's weighting, without centring, by the backbone's token embeddings. `minilm_k2` has the paper's embedder.
 PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False}}
-
-Metrics = dict[str, float]
-Policy = Mapping[str, Any]
 
 
 def run(options: Options) -> Results:
@@ -68,19 +97,16 @@ def run(options: Options) -> Results:
         rows.append(minilm_row(study, embedder))
     if "choices" in tables:
         rows += choice_rows(study)
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper_rows(), details=details)
+    paper = published(__file__, {row.id for row in rows})
+    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper, details=details)
     write_report(results, options.out, plots=plots)
     return results
 
 
 def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     """Every row for every seed; the backbone's row has no seed."""
-    runs = {(row, seed): run for seed in study.seeds for row, run in _table_1_runs(study, policy, seed)}
-    base = study.mixture("base", (), 0, mixture_kind="none")
-    measured = study.measure([base, *runs.values()], "rows")
-    rows = {"base": [numbers_of(measured, base)]}
-    for (row, _), mixture in runs.items():
-        rows.setdefault(row, []).append(numbers_of(measured, mixture))
+    runs = [study.mixture("base", 0, (), mixture_kind="none")]
+    rows = study.numbers([*runs, *(run for seed in study.seeds for run in _table_1_runs(study, policy, seed))], "rows")
     rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(study.seeds))]
     for seed, metrics in zip(study.seeds, rows["linear_k2"], strict=True):
         metrics["update_error"] = update_error([study.runs / expert.id for expert in study.experts(seed)])
@@ -88,36 +114,33 @@ def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     return _rows(rows)
 
 
-def _table_1_runs(study: TokenRoutingStudy, policy: Policy, seed: int) -> Iterable[tuple[str, MixtureRun]]:
-    """The runs of one seed by row. Where only k differs, routing accuracy is measured once, at k = 2."""
-    experts = study.experts(seed)
-    for domain, expert in zip(DOMAINS, experts, strict=True):
-        yield f"expert_{domain}", study.mixture(f"expert_{domain}", [expert], seed)
+def _table_1_runs(study: TokenRoutingStudy, policy: Policy, seed: int) -> Iterator[MixtureRun]:
+    """The runs of one seed. Where only k differs, routing accuracy is measured once, at k = 2."""
+    for domain in DOMAINS:
+        yield study.mixture(f"expert_{domain}", seed, [study.expert(domain, seed)])
     routings: dict[str, dict[str, Any]] = {"uniform": UNIFORM}
     routings |= {f"routed_k{k}": {**policy, "every": k} for k in INTERVALS}
     routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in INTERVALS}
     routings["linear_k2"] = {**policy, "every": 2, "combination": "linear"}
     routings["prompt_only"] = {**policy, "every": 2, "reads": "prompt"}
     for row, routing in routings.items():
-        yield row, study.mixture(row, experts, seed, routing=routing, trace=row.endswith("_k2"))
-    yield "xlora", study.mixture("xlora", experts, seed, mixture_kind="xlora", router_learning_rate=XLORA_RATE)
-    yield "arrow", study.mixture("arrow", experts, seed, mixture_kind="arrow")
+        yield study.mixture(row, seed, routing=routing, trace=row.endswith("_k2"))
+    yield study.mixture("xlora", seed, mixture_kind="xlora", router_learning_rate=XLORA_RATE)
+    yield study.mixture("arrow", seed, mixture_kind="arrow")
 
 
 def _oracle(experts: Mapping[str, Metrics]) -> Metrics:
     """Metrics of the domain's own expert for each domain."""
     metrics = {f"nll_{domain}": of_expert[f"nll_{domain}"] for domain, of_expert in experts.items()}
-    metrics["nll_average"] = mean(metrics.values())
-    return metrics | {"arc_accuracy": experts["science"]["arc_accuracy"]}
+    return metrics | {"nll_average": mean(metrics.values()), "arc_accuracy": experts["science"]["arc_accuracy"]}
 
 
 def _copy_routing_accuracy(rows: Mapping[str, Sequence[Metrics]]) -> None:
     """Copy the accuracy at k = 2 to all rows of the same routing: a prompt's route does not depend on k."""
     for row, measured in rows.items():
         source = "routed_k2" if row == "prompt_only" else f"{row.partition('_k')[0]}_k2"
-        if source in rows:
-            for metrics, other in zip(measured, rows[source], strict=True):
-                metrics["routing_accuracy"] = other["routing_accuracy"]
+        for metrics, other in zip(measured, rows.get(source, ()), strict=False):
+            metrics["routing_accuracy"] = other["routing_accuracy"]
 
 
 def update_error(adapters: Sequence[Path]) -> float:
@@ -129,77 +152,116 @@ def update_error(adapters: Sequence[Path]) -> float:
     experts = [load_file(folder / "adapter_model.safetensors") for folder in adapters]
     errors = []
     for key in experts[0]:
-        if not key.endswith(".lora_A.weight"):
-            continue
-        factors = [(expert[key], expert[key.replace("lora_A", "lora_B")]) for expert in experts]
-        exact: Any = sum(b @ a for a, b in factors)
-        sum_a: Any = sum(a for a, _ in factors)
-        sum_b: Any = sum(b for _, b in factors)
-        published = sum_b @ sum_a
-        errors.append(float((published - exact).norm() / exact.norm()))
+        if key.endswith(".lora_A.weight"):
+            factors = [(expert[key], expert[key.replace("lora_A", "lora_B")]) for expert in experts]
+            sums: Any = [sum(values) for values in zip(*((b @ a, a, b) for a, b in factors), strict=True)]
+            exact, sum_a, sum_b = sums
+            errors.append(float((sum_b @ sum_a - exact).norm() / exact.norm()))
     return mean(errors)
 
 
 def table_switch(study: TokenRoutingStudy, policy: Policy) -> tuple[list[Row], Figure, dict[str, Any]]:
     """Documents of code and then prose: every single expert, and routes by the last tokens and by all tokens."""
     window, windows = choose_window(study, policy)
-    runs: dict[tuple[str, int], MixtureRun] = {}
+    routed = {"switch_routed": window, "switch_routed_all": None}
+    runs = [study.mixture("switch_base", 0, (), mixture_kind="none", reads="documents")]
     for seed in study.seeds:
-        experts = study.experts(seed)
-        for domain, expert in zip(DOMAINS, experts, strict=True):
-            row = f"switch_expert_{domain}"
-            runs[row, seed] = study.mixture(row, [expert], seed, reads="documents")
-        for row, size in (("switch_routed", window), ("switch_routed_all", None)):
-            runs[row, seed] = study.mixture(
-                row, experts, seed, routing=document_routing(policy, size), reads="documents"
-            )
-    base = study.mixture("switch_base", (), 0, mixture_kind="none", reads="documents")
-    measured = study.measure([base, *runs.values()], "documents")
-    rows = {"switch_base": [numbers_of(measured, base)]}
-    for (row, _), mixture in runs.items():
-        rows.setdefault(row, []).append(numbers_of(measured, mixture))
-    details = {key: measured[mixture.id].details for key, mixture in runs.items()}
-    rows["switch_by_hand"] = [
-        switch_by_hand(*(details[f"switch_expert_{half}", seed]["documents"] for half in (FIRST, SECOND)))
-        for seed in study.seeds
-    ]
-    figure = switch_plot({LABELS[row]: details[row, study.seeds[0]] for row in ("switch_routed", "switch_routed_all")})
+        runs += [
+            study.mixture(f"switch_expert_{domain}", seed, [study.expert(domain, seed)], reads="documents")
+            for domain in DOMAINS
+        ]
+        for row, size in routed.items():
+            runs.append(study.mixture(row, seed, routing=document_routing(policy, size), reads="documents"))
+    measured = study.measure(runs, "documents")
+    rows = {row: list(map(numbers, of_seeds)) for row, of_seeds in measured.items()}
+    halves = zip(*(measured[f"switch_expert_{half}"] for half in (FIRST, SECOND)), strict=True)
+    rows["switch_by_hand"] = [half_nats(*(half.details["documents"] for half in pair)) for pair in halves]
+    figure = switch_plot({LABELS[row]: measured[row][0].details for row in routed})
     return _rows(rows), figure, {"window": window, "windows_on_validation": windows}
 
 
 def table_cache(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     """Distance of `cache: keep` from `recompute` with the first seed: on right answers, and on documents."""
-    seed = study.seeds[0]
-    experts = study.experts(seed)
-    runs = {
-        f"cache_k{k}": study.mixture(
-            f"cache_k{k}", experts, seed, routing={**policy, "every": k}, reads="cache-questions"
-        )
-        for k in INTERVALS
-    }
+    runs = [study.mixture(f"cache_k{k}", routing={**policy, "every": k}, reads="cache-questions") for k in INTERVALS]
     routing = document_routing(policy, CACHE_WINDOW)
-    runs["cache_documents"] = study.mixture("cache_documents", experts, seed, routing=routing, reads="cache-documents")
-    measured = study.measure(runs.values(), "keys and values")
-    return _rows({row: [numbers_of(measured, mixture)] for row, mixture in runs.items()})
+    runs.append(study.mixture("cache_documents", routing=routing, reads="cache-documents"))
+    return _rows(study.numbers(runs, "keys and values"))
 
 
 def minilm_row(study: TokenRoutingStudy, embedder: str) -> Row:
     """The paper's weighting by the paper's embedder with the first seed alone: each renewal reads all text again."""
-    seed = study.seeds[0]
     routing = {**PUBLISHED, "embedder": {"name": embedder, "centre": False}, "every": 2}
-    mixture = study.mixture("minilm_k2", study.experts(seed), seed, routing=routing, trace=True)
-    metrics = numbers_of(study.measure([mixture], "MiniLM"), mixture)
-    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=dict(metrics))
+    metrics: dict[str, Any]
+    ((metrics,),) = study.numbers([study.mixture("minilm_k2", routing=routing, trace=True)], "MiniLM").values()
+    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=metrics)
 
 
 def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:
     """Rows over seeds, in the order of the labels."""
     return [
-        Row(
-            id=name,
-            label=label,
-            metrics={key: combine_seeds([metrics[key] for metrics in rows[name]]) for key in rows[name][0]},
-        )
-        for name, label in LABELS.items()
-        if name in rows
+        Row(id=row, label=label, metrics={key: combine_seeds([m[key] for m in rows[row]]) for key in rows[row][0]})
+        for row, label in LABELS.items()
+        if row in rows
     ]
+
+
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """The aims of the measured tables."""
+    metrics = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    found: list[Aim] = []
+    if routed := metrics.get("routed_k2"):
+        limits = {"oracle": 1.02, "uniform": 1.0, "base": 1.0, "paper_k2": 1.0, "arrow": 1.0, "xlora": 1.0}
+        for other, limit in limits.items():
+            text = f"log-perplexity at k = 2 over that of: {LABELS[other]}"
+            ratio = routed["nll_average"] / metrics[other]["nll_average"]
+            found.append(_aim_below(text, "nll_average", limit, ratio))
+        text, share = "prompts with the right expert", routed["routing_accuracy"]
+        found.append(Aim(text=text, metric="routing_accuracy", aim=0.95, measured=share, met=share >= 0.95))
+    if routed := metrics.get("switch_routed"):
+        ratio = routed["nll_document"] / min(metrics[f"switch_expert_{d}"]["nll_document"] for d in DOMAINS)
+        text = "changing documents: log-perplexity over the best single expert's"
+        found.append(_aim_below(text, "nll_document", 1.0, ratio))
+        text = "changing documents: tokens until the route has switched, median"
+        found.append(_aim_below(text, "switch_tokens", 32, routed["switch_tokens"]))
+    return found
+
+
+def _aim_below(text: str, metric: str, aim: float, value: float) -> Aim:
+    """An upper limit. A ratio to another row, whose aim is 1, must stay below it; other values may reach it."""
+    return Aim(text=text, metric=metric, aim=aim, measured=value, met=value < aim or (aim != 1 and value == aim))
+
+
+def table_1_plot(rows: Sequence[Row]) -> Figure:
+    """Log-perplexity by row and domain."""
+    figure = bars(rows, {f"nll_{domain}": domain for domain in DOMAINS}, "nats per answer token")
+    figure.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)  # the bars fill the axes
+    return figure
+
+
+def switch_plot(details: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """The mean weight of every expert around the boundary: a panel for each row.
+
+    Args:
+        details: `documents` and `names` of each row, by label.
+    """
+    figure = Figure(figsize=(9.2, 1.2 + 2.4 * len(details)), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(len(details), 1, sharex=True, sharey=True))
+    for axes, (label, of_row) in zip(panels, details.items(), strict=True):
+        means = _weights_around_boundary(of_row["documents"])
+        positions = np.arange(len(means)) - len(means) // 2
+        for index, name in enumerate(of_row["names"]):
+            axes.plot(positions, means[:, index], color=PALETTE[index], linewidth=1.8, label=f"{name} expert")
+        axes.axvline(0, color="#222222", linewidth=0.9)
+        axes.set_title(label, loc="left", fontsize=10)
+        axes.set_ylabel("weight")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("tokens from the boundary: code before it, prose behind it")
+    panels[0].legend(loc="center left", frameon=False, fontsize=9)
+    return figure
+
+
+def _weights_around_boundary(documents: Documents) -> np.ndarray:
+    """The mean weights at as many tokens before the boundary as after it; every document reaches so far."""
+    reach = [min(document["first"], len(document["weights"]) - document["first"]) for document in documents]
+    cut = min(SHOWN_TOKENS, *reach)
+    return np.mean([np.array(d["weights"])[d["first"] - cut : d["first"] + cut] for d in documents], axis=0)

@@ -1,29 +1,45 @@
-"""The study of token routing: its backbone, its texts, and the runs that its tables consist of."""
+"""The study of token routing: its backbone, texts and runs, and the choices made on validation text, first seed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from experiments import Options
 from experiments.pretrain import PretrainRun
-from experiments.study import Measurements, Study, mini_lm
+from experiments.study import Study, mini_lm
 from experiments.token_routing.experts import QUICK_SIZES, TARGETS, ExpertRun, RoutingSizes
 from experiments.token_routing.measure import CentroidRun, MixtureRun
 from experiments.token_routing.texts import DOMAINS, write_corpus, write_texts
 from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.errors import MissingExtraError
-from graftlm.evaluation import value_of
+from graftlm.evaluation import Row, value_of
 from graftlm.io import digest
 from graftlm.runs.run import Measurement, Run
 
 EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2  # chosen by `--table choices`
+TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
+TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2, 3e-2, 1e-1)}
+SHARPNESS: tuple[dict[str, Any], ...] = (
+    {"top": 1},
+    {"temperature": 0.03},
+    {"temperature": 0.1},
+    {"temperature": 0.3},
+    {"temperature": 0.1, "top": 2},
+)
+EXAMPLES = ("whole", "prompt", "both")
+WINDOWS = (8, 16, 32, 64)
+
+Metrics = dict[str, float]
+Policy = Mapping[str, Any]
+Policies = list[dict[str, Any]]
 
 
 class TokenRoutingStudy(Study):
@@ -71,36 +87,30 @@ class TokenRoutingStudy(Study):
         self.pretraining = self.execute([run], "backbone")[run.id]
         return str(self.runs / run.id)
 
-    def expert(
-        self,
-        domain: str,
-        seed: int,
-        *,
-        prefix: str = "expert",
-        learning_rate: float = EXPERT_RATE,
-        targets: tuple[str, ...] = TARGETS,
-        sizes: RoutingSizes | None = None,
-    ) -> ExpertRun:
-        """The training of one domain's expert."""
-        shared: dict[str, Any] = self._shared(seed) | ({"sizes": sizes} if sizes else {})
-        return ExpertRun(
-            id=f"{prefix}-{domain}_s{seed}", domains=(domain,), learning_rate=learning_rate, targets=targets, **shared
-        )
+    def expert(self, domain: str, seed: int, prefix: str = "expert", **changes: Any) -> ExpertRun:
+        """The training of one domain's expert; `changes` are fields of the run."""
+        fields: dict[str, Any] = self._shared(seed) | {"learning_rate": EXPERT_RATE} | changes
+        return ExpertRun(id=f"{prefix}-{domain}_s{seed}", domains=(domain,), **fields)
 
     def experts(self, seed: int) -> list[ExpertRun]:
         """The training of every domain's expert."""
         return [self.expert(domain, seed) for domain in DOMAINS]
 
-    def mixture(self, name: str, experts: Iterable[ExpertRun], seed: int, **fields: Any) -> MixtureRun:
+    def mixture(
+        self, name: str, seed: int | None = None, experts: Iterable[ExpertRun] | None = None, **fields: Any
+    ) -> MixtureRun:
         """The measurement of one mixture of experts.
 
         Args:
             name: start of the run's id; the seed follows.
-            experts: the runs that it depends on.
+            seed: by default the first one.
+            experts: the runs that it depends on; by default all experts of the seed.
             fields: of `MixtureRun`; `routing` may hold `examples`, the text of its centroids.
         """
-        dependencies: list[Run] = list(experts)
-        domains = tuple(domain for run in dependencies for domain in run.domains)  # type: ignore[attr-defined]
+        seed = self.seeds[0] if seed is None else seed
+        experts = self.experts(seed) if experts is None else list(experts)
+        dependencies: list[Run] = [*experts]
+        domains = tuple(domain for run in experts for domain in run.domains)
         routing = dict(fields.pop("routing", {}))
         examples = routing.pop("examples", "whole")
         if len(dependencies) > 1 and fields.get("mixture_kind", "routing") == "routing":
@@ -113,27 +123,27 @@ class TokenRoutingStudy(Study):
                 **self._shared(seed),
             )
             dependencies.append(centroids)
-        depends_on = tuple(run.id for run in dependencies)
-        run_id = f"{name}_s{seed}"
+        run_id, depends_on = f"{name}_s{seed}", tuple(run.id for run in dependencies)
         self._dependencies[run_id] = dependencies
-        return MixtureRun(
-            id=run_id, domains=domains, depends_on=depends_on, routing=routing, **self._shared(seed), **fields
-        )
+        fields |= self._shared(seed)
+        return MixtureRun(id=run_id, domains=domains, depends_on=depends_on, routing=routing, **fields)
 
-    def measure(self, mixtures: Iterable[MixtureRun], title: str) -> Measurements:
-        """Execute mixtures, after the runs that they depend on; measurements by id."""
-        mixtures = list(mixtures)
-        needed = {run.id: run for mixture in mixtures for run in self._dependencies[mixture.id]}
-        return self.execute([*needed.values(), *mixtures], title)
+    def measure(self, mixtures: Sequence[MixtureRun], title: str) -> dict[str, list[Measurement]]:
+        """Execute mixtures, after the runs that they depend on; measurements of all seeds by name."""
+        needed = [run for mixture in mixtures for run in self._dependencies[mixture.id]]
+        measured = self.execute([*needed, *mixtures], title)
+        by_name: dict[str, list[Measurement]] = {}
+        for mixture in mixtures:
+            by_name.setdefault(mixture.id.rpartition("_s")[0], []).append(measured[mixture.id])
+        return by_name
+
+    def numbers(self, mixtures: Sequence[MixtureRun], title: str) -> dict[str, list[Metrics]]:
+        """The plain numbers of mixtures, of all seeds by name."""
+        return {name: list(map(numbers, of_seeds)) for name, of_seeds in self.measure(mixtures, title).items()}
 
     def _shared(self, seed: int) -> dict[str, Any]:
-        return {
-            "backbone": self.backbone,
-            "texts": str(self.texts),
-            "sizes": self.sizes,
-            "seed": seed,
-            "device": self.options.device,
-        }
+        shared = {"backbone": self.backbone, "texts": str(self.texts), "sizes": self.sizes}
+        return shared | {"seed": seed, "device": self.options.device}
 
     def details(self) -> dict[str, Any]:
         """What a reader needs to know beside the rows."""
@@ -147,22 +157,97 @@ class TokenRoutingStudy(Study):
 
     def expert_details(self) -> dict[str, Any]:
         """The cost and the losses of the first seed's experts."""
-        runs = {run.domains[0]: run.id for run in self.experts(self.seeds[0])}
-        measured = self.execute(self.experts(self.seeds[0]), "experts")
+        experts = self.experts(self.seeds[0])
+        measured = self.execute(experts, "experts")
         return {
-            "experts": {domain: numbers(measured[run_id]) for domain, run_id in runs.items()},
-            "losses": {f"{domain} expert": measured[run_id].details["losses"] for domain, run_id in runs.items()},
+            "experts": {run.domains[0]: numbers(measured[run.id]) for run in experts},
+            "losses": {f"{run.domains[0]} expert": measured[run.id].details["losses"] for run in experts},
         }
 
 
-def numbers(measurement: Measurement) -> dict[str, float]:
+def numbers(measurement: Measurement) -> Metrics:
     """All metrics as plain numbers."""
     return {name: value_of(value) for name, value in measurement.row.metrics.items()}
 
 
-def numbers_of(measured: Mapping[str, Measurement], run: Run) -> dict[str, float]:
-    """All metrics of a run as plain numbers."""
-    return numbers(measured[run.id])
+def choose_policy(study: TokenRoutingStudy) -> tuple[dict[str, Any], dict[str, Policies]]:
+    """The routing with the lowest log-perplexity on validation questions at k = 2, and all candidates.
+
+    The embedder (a layer's hidden states, whitened or not) is chosen first, at temperature 0.1 with centroids of whole
+    examples and of their prompts. Then temperatures, centring and the texts of the centroids are chosen with it.
+    """
+    embedders: Policies = [
+        {"temperature": 0.1, "embedder": {"layers": layers, "whiten": whiten, "centre": True}, "examples": "both"}
+        for layers in range(study.sizes.layers + 1)
+        for whiten in (False, True)
+    ]
+    embedders = _measure_policies(study, "embedder", embedders, every=3)
+    embedder = _best(embedders)["embedder"]
+    policies = [{**sharpness, "embedder": embedder, "examples": text} for text in EXAMPLES for sharpness in SHARPNESS]
+    plain = {"embedder": {**embedder, "centre": False}, "examples": "both"}
+    policies += [{**sharpness, **plain} for sharpness in SHARPNESS]
+    measured = _measure_policies(study, "policy", policies, every=8)
+    return _best(measured), {"embedders_on_validation": embedders, "policies_on_validation": measured}
+
+
+def _measure_policies(study: TokenRoutingStudy, name: str, policies: Policies, *, every: int) -> Policies:
+    """Policies with their metrics on validation questions. A quick run measures one in `every` of them."""
+    policies = policies[::every] if study.options.quick else policies
+    runs = [
+        study.mixture(f"{name}-{number}", routing={**policy, "every": 2}, part="validation", trace=True)
+        for number, policy in enumerate(policies)
+    ]
+    measured = study.numbers(runs, f"{name} candidates").values()
+    return [{**policy, **metrics} for policy, (metrics,) in zip(policies, measured, strict=True)]
+
+
+def _best(measured: Sequence[Policy]) -> dict[str, Any]:
+    """The policy of the lowest log-perplexity, without its metrics."""
+    best = min(measured, key=lambda policy: policy["nll_average"])
+    return {key: value for key, value in best.items() if not key.startswith(("nll_", "routing_"))}
+
+
+def choose_window(study: TokenRoutingStudy, policy: Policy) -> tuple[int, dict[str, Metrics]]:
+    """The number of last tokens in a route with the lowest log-perplexity of validation documents, and all tried."""
+    runs = [
+        study.mixture(
+            f"window-{window}", routing=document_routing(policy, window), part="validation", reads="documents"
+        )
+        for window in WINDOWS
+    ]
+    measured = study.numbers(runs, "windows").values()
+    metrics = {str(window): of_window for window, (of_window,) in zip(WINDOWS, measured, strict=True)}
+    return int(min(metrics, key=lambda window: metrics[window]["nll_document"])), metrics
+
+
+def document_routing(policy: Policy, window: int | None) -> dict[str, Any]:
+    """A routing for documents without a prompt."""
+    return {**policy, "every": 2, "prompt": "causal", "window": window}
+
+
+def choice_rows(study: TokenRoutingStudy) -> list[Row]:
+    """Targets and learning rates on validation text: of experts at a quarter of the steps, and of X-LoRA's router."""
+    short = study.sizes.model_copy(update={"steps": max(1, study.sizes.steps // 4)})
+    tried = [(name, rate) for name in TRIED_TARGETS for rate in TRIED_RATES["expert"]]
+    runs: list[MixtureRun] = []
+    for name, rate in tried:
+        changes = {"learning_rate": rate, "targets": TRIED_TARGETS[name], "sizes": short}
+        for domain in DOMAINS:
+            expert = study.expert(domain, study.seeds[0], f"short-{name}-{rate:g}", **changes)
+            runs.append(study.mixture(f"try-{name}-{rate:g}-{domain}", experts=[expert], part="validation"))
+    for rate in TRIED_RATES["xlora"]:
+        fields: dict[str, Any] = {"mixture_kind": "xlora", "router_learning_rate": rate, "part": "validation"}
+        runs.append(study.mixture(f"try-xlora-{rate:g}", **fields))
+    measured = study.numbers(runs, "choices")
+    rows = []
+    for name, rate in tried:
+        nlls = {f"nll_{d}": measured[f"try-{name}-{rate:g}-{d}"][0][f"nll_{d}"] for d in DOMAINS}
+        metrics: dict[str, Any] = nlls | {"nll_average": mean(nlls.values())}
+        rows.append(Row(id=f"try_{name}_{rate:g}", label=f"experts on {name}, rate {rate:g}", metrics=metrics))
+    for rate in TRIED_RATES["xlora"]:
+        (metrics,) = measured[f"try-xlora-{rate:g}"]
+        rows.append(Row(id=f"try_xlora_{rate:g}", label=f"X-LoRA, rate {rate:g}", metrics=metrics))
+    return rows
 
 
 def embedder_folder(options: Options) -> str:

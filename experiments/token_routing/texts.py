@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +88,6 @@ QUICK_TEXT_SIZES = RoutingTextSizes(
 )
 
 
-def format_prompt(question: str) -> str:
-    """Write a question as a prompt."""
-    return f"{question.strip()}\nAnswer:"
-
-
 def write_corpus(data: Path, file: Path, amounts: RoutingTextSizes) -> None:
     """Write the backbone's training text: English novels, Wikipedia, Python."""
     novels = (text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels])
@@ -122,29 +119,29 @@ def write_texts(
     for domain, parts in domains.items():
         clean = {part: [entry for entry in parts[part] if not known & shingles([entry.text])] for part in PARTS[1:]}
         left_out[domain] = sum(len(parts[part]) - len(items) for part, items in clean.items())
-        _write(folder / f"{domain}-train.jsonl", spaced(_shuffled(parts["train"]), amounts.trained))
-        for part, count in {"validation": amounts.validated, "test": max(amounts.tested, amounts.chosen)}.items():
-            _write(folder / f"{domain}-{part}.jsonl", _shuffled(clean[part])[:count])
+        written = {
+            "train": spaced(_shuffled(parts["train"]), amounts.trained),
+            "validation": _shuffled(clean["validation"])[: amounts.validated],
+            "test": _shuffled(clean["test"])[: max(amounts.tested, amounts.chosen)],
+        }
+        for part, items in written.items():
+            _write(folder / f"{domain}-{part}.jsonl", (entry._asdict() | {"text": entry.text} for entry in items))
         domains[domain] = {**parts, **clean}
     for part in PARTS[1:]:
         pairs = _changing(domains["code"][part], domains["reading"][part], tokenizer, amounts)
-        (folder / f"changing-{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), "utf-8")
+        _write(folder / f"changing-{part}.jsonl", pairs)
     return left_out
 
 
 def read_questions(folder: Path, domain: str, part: str) -> list[RoutingQuestion]:
     """The written questions of one domain and part."""
-    with (folder / f"{domain}-{part}.jsonl").open(encoding="utf-8") as lines:
-        return [
-            RoutingQuestion(entry["prompt"], entry["answer"], tuple(entry["choices"]))
-            for entry in map(json.loads, lines)
-        ]
+    lines = _json_lines(folder / f"{domain}-{part}.jsonl")
+    return [RoutingQuestion(entry["prompt"], entry["answer"], tuple(entry["choices"])) for entry in lines]
 
 
 def read_changing(folder: Path, part: str) -> list[tuple[str, str]]:
     """The documents that change domain, as pairs of code and prose."""
-    with (folder / f"changing-{part}.jsonl").open(encoding="utf-8") as lines:
-        return [(first, second) for first, second in map(json.loads, lines)]
+    return [(first, second) for first, second in _json_lines(folder / f"changing-{part}.jsonl")]
 
 
 def shingles(texts: Iterable[str]) -> set[int]:
@@ -161,20 +158,15 @@ def shingles(texts: Iterable[str]) -> set[int]:
 
 def _math(data: Path) -> Parts:
     """GSM8K. The last twentieth of its training part is validation."""
-
-    def read(file: str) -> list[RoutingQuestion]:
-        return [
-            RoutingQuestion(format_prompt(entry["question"]), f" {entry['answer']}\n")
-            for entry in _json_lines(data / file)
-        ]
-
-    return _split_validation(*map(read, GSM8K))
+    train, test = (
+        [_question(entry["question"], f" {entry['answer']}\n") for entry in _json_lines(data / file)] for file in GSM8K
+    )
+    return _split_validation(train, test)
 
 
 def _science(data: Path) -> Parts:
     """ARC, easy and challenge in turn, as questions without choices. The last twentieth of training is validation."""
-    train, test = ([_cloze(entry) for entry in _alternating(data, ARC[part])] for part in ("train", "test"))
-    return _split_validation(train, test)
+    return _split_validation(*([_cloze(entry) for entry in _alternating(data, files)] for files in ARC.values()))
 
 
 def _split_validation(train: list[RoutingQuestion], test: list[RoutingQuestion]) -> Parts:
@@ -186,7 +178,7 @@ def _cloze(entry: Mapping[str, str]) -> RoutingQuestion:
     question, _, rest = entry["instruction"].removeprefix(_QUESTION).partition("\n\nAnswer1: ")
     parts = _CHOICE.split("Answer1: " + rest.partition("\n\nAnswer format")[0])
     choices = {f"answer{number}": f" {text.strip()}\n" for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-    return RoutingQuestion(format_prompt(question), choices[entry["answer"]], tuple(choices.values()))
+    return _question(question, choices[entry["answer"]], *choices.values())
 
 
 def _code(data: Path) -> Parts:
@@ -195,35 +187,35 @@ def _code(data: Path) -> Parts:
     for entry in _json_lines(data / MBPP):
         for part, numbers in MBPP_PARTS.items():
             if entry["task_id"] in numbers:
-                parts[part].append(
-                    RoutingQuestion(
-                        format_prompt(entry["text"]), "\n" + entry["code"].replace("\r\n", "\n").strip() + "\n"
-                    )
-                )
+                code = entry["code"].replace("\r\n", "\n").strip()
+                parts[part].append(_question(entry["text"], f"\n{code}\n"))
     modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["expert"]
-    parts["train"] += [RoutingQuestion(format_prompt(entry.doc), f"\n{entry.code}\n") for entry in functions(modules)]
+    parts["train"] += [_question(entry.doc, f"\n{entry.code}\n") for entry in functions(modules)]
     return parts
 
 
 def _reading(data: Path) -> Parts:
     """XQuAD and QED, split by article."""
-    articles: dict[str, list[RoutingQuestion]] = {}
+    articles: defaultdict[str, list[RoutingQuestion]] = defaultdict(list)
+
+    def add(title: str, passage: str, question: str, answer: str) -> None:
+        item = _question(f"{passage.strip()}\n{question}", f" {answer.strip()}\n")
+        articles[title.replace("_", " ").lower()].append(item)
+
     for article in json.loads((data / XQUAD).read_text(encoding="utf-8"))["data"]:
         for paragraph in article["paragraphs"]:
             for entry in paragraph["qas"]:
-                item = _reading_question(paragraph["context"], entry["question"], entry["answers"][0]["text"])
-                articles.setdefault(article["title"].replace("_", " ").lower(), []).append(item)
+                add(article["title"], paragraph["context"], entry["question"], entry["answers"][0]["text"])
     for entry in _json_lines(data / QED):
         answers = [span["string"] for spans in entry["original_nq_answers"] for span in spans]
         if answers:
-            item = _reading_question(entry["paragraph_text"], entry["question_text"], min(answers, key=len))
-            articles.setdefault(entry["title_text"].replace("_", " ").lower(), []).append(item)
+            add(entry["title_text"], entry["paragraph_text"], entry["question_text"], min(answers, key=len))
     dealt = deal(list(articles), {"train": 8, "validation": 1, "test": 2})
     return {part: [item for title in titles for item in articles[title]] for part, titles in dealt.items()}
 
 
-def _reading_question(passage: str, question: str, answer: str) -> RoutingQuestion:
-    return RoutingQuestion(format_prompt(f"{passage.strip()}\n{question}"), f" {answer.strip()}\n")
+def _question(question: str, answer: str, *choices: str) -> RoutingQuestion:
+    return RoutingQuestion(f"{question.strip()}\nAnswer:", answer, choices)
 
 
 # Documents that change domain
@@ -265,19 +257,17 @@ def _articles(data: Path) -> list[str]:
 def _alternating(data: Path, files: Sequence[str]) -> Iterator[Mapping[str, str]]:
     """The questions of several files in turn. The rest of the longer files follows at the end."""
     lists = [json.loads((data / file).read_text(encoding="utf-8")) for file in files]
-    for index in range(max(map(len, lists))):
-        yield from (entry[index] for entry in lists if index < len(entry))
+    yield from (entry for entries in zip_longest(*lists) for entry in entries if entry is not None)
 
 
-def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(file: Path) -> Iterator[Any]:
     with file.open(encoding="utf-8") as lines:
         yield from (json.loads(line) for line in lines if line.strip())
 
 
-def _write(file: Path, items: Iterable[RoutingQuestion]) -> None:
+def _write(file: Path, values: Iterable[Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(entry._asdict() | {"text": entry.text}) + "\n" for entry in items)
-    file.write_text("".join(lines), encoding="utf-8")
+    file.write_text("".join(f"{json.dumps(value)}\n" for value in values), encoding="utf-8")
 
 
 def _fitting(items: Sequence[RoutingQuestion], tokenizer: Any, length: int) -> list[RoutingQuestion]:

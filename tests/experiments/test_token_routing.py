@@ -15,9 +15,9 @@ import torch
 from experiments import Options
 from experiments.parents import ENGLISH
 from experiments.study import MINI_LM, MINI_LM_PACKAGE
-from experiments.token_routing import choices, measure, study, texts
+from experiments.token_routing import measure, study, texts
 from experiments.token_routing.experts import load_arrow, load_xlora
-from experiments.token_routing.results import INTERVALS, LABELS
+from experiments.token_routing.run import INTERVALS, LABELS
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.evaluation import Results, value_of
@@ -129,7 +129,7 @@ def test_tokens_until_a_route_switches() -> None:
     assert metrics["nll_prose_half"] == 2
     assert metrics["switch_tokens"] == 5
     other = {**steady, "nats": [5.0] * 16}
-    assert measure.switch_by_hand([steady], [other])["nll_prose_half"] == 5
+    assert measure.half_nats([steady], [other])["nll_prose_half"] == 5
 
 
 def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> None:
@@ -188,8 +188,8 @@ def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path
 
 def test_choices_are_made_on_validation_text(folder: Path, tmp_path: Path) -> None:
     results = run.run(Options(data=folder, out=tmp_path, quick=True, jobs=1, tables=("choices",)))
-    rates = choices.TRIED_RATES
-    assert len(results.rows) == len(choices.TRIED_TARGETS) * len(rates["expert"]) + len(rates["xlora"])
+    rates = study.TRIED_RATES
+    assert len(results.rows) == len(study.TRIED_TARGETS) * len(rates["expert"]) + len(rates["xlora"])
     assert all(row.metrics.keys() >= NLLS and "arc_accuracy" not in row.metrics for row in results.rows)
 
 
