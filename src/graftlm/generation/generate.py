@@ -56,15 +56,7 @@ class TracedToken:
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt and its continuation.
-
-    Attributes:
-        prompt: the prompt.
-        text: the new text.
-        tokens: the number of new tokens.
-        seconds: the duration of the generation.
-        trace: one entry per new token; None without tracing.
-    """
+    """A prompt and its continuation: new text, number of tokens, duration, and trace, one entry per new token."""
 
     prompt: str
     text: str
@@ -111,7 +103,7 @@ def generate_text(
 
     Args:
         model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's.
         prompt: the text to continue.
         decoding: how tokens are chosen; by default 64 greedy tokens.
         on_text: called with each chunk of text, the prompt first. Beam search calls it once, at the end.
@@ -124,8 +116,8 @@ def generate_text(
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
         raise GraftError("A trace follows one continuation, and beams follow several: leave out num_beams.")
-    inputs = tokenizer(prompt, return_tensors="pt", verbose=False)
-    ids = inputs["input_ids"].to(model.device)
+    inputs = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
+    ids = inputs["input_ids"]
     _check_length(model, ids.shape[-1], decoding.max_new_tokens)
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
@@ -133,7 +125,7 @@ def generate_text(
     start = time.perf_counter()
     output = model.generate(
         input_ids=ids,
-        attention_mask=inputs["attention_mask"].to(model.device),
+        attention_mask=inputs["attention_mask"],
         streamer=stream,
         pad_token_id=padding_id(tokenizer),
         return_dict_in_generate=True,
@@ -151,20 +143,18 @@ def generate_text(
 
 def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache: Any) -> list[TracedToken]:
     """The trace of each new token, read at the position that predicted it."""
-    traces = model.cache_traces(cache) if isinstance(model, GraftedModel) else {}
-    if isinstance(model, GraftedModel) and not traces:
-        # This graft keeps no trace in the cache, but traces a forward pass.
-        traces = model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)[1]
+    traces: Any = {}
+    if isinstance(model, GraftedModel):  # a graft without a trace in the cache may trace a forward pass
+        traces = model.cache_traces(cache) or model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)[1]
     if not traces:
         raise GraftError("There is no trace: the model has no graft that decides at each token.")
-    entries: list[TracedToken] = []
-    text = ""
+    entries, text = [], ""
     for end in range(prompt_length + 1, len(tokens) + 1):
         decoded = str(tokenizer.decode(tokens[prompt_length:end], skip_special_tokens=True))
         if end < len(tokens):
             decoded = decoded.removesuffix("\ufffd")  # a character may take several tokens
         entries.append(TracedToken(decoded[len(text) :], trace_values(traces, 0, end - 2)))
-        text = decoded if len(decoded) > len(text) else text
+        text = max(text, decoded, key=len)
     return entries
 
 

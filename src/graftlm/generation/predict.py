@@ -31,11 +31,7 @@ _CHUNK_ROWS = 1024  # rows in memory at a time
 class TaskGraft:
     """A trained graft with heads, not yet attached.
 
-    Attributes:
-        backbone: the backbone that it was trained on.
-        graft: the graft.
-        configs: each task's config from training, without its files.
-        length: maximum tokens per row, as in training.
+    `configs` are the tasks' from training, without files; `length` is the maximum of tokens per row, as in training.
     """
 
     backbone: Backbone
@@ -99,25 +95,15 @@ def load_task_graft(
 
 
 def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
-    values = manifest.training.get("tasks")
-    if not isinstance(values, dict):
-        return {}
+    tasks: Any = manifest.training.get("tasks")
     try:
-        return {
-            name: LabelledConfig.parse({**dict(task), "train": []}, where=name)  # type: ignore[arg-type]  # parse checks
-            for name, task in values.items()
-        }
-    except (RecipeError, TypeError, ValueError):
+        return {name: LabelledConfig.parse({**task, "train": []}, where=name) for name, task in tasks.items()}
+    except (RecipeError, TypeError, AttributeError):
         return {}
 
 
 def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size: int = 64) -> Results:
-    """Measure a graft on labelled rows of its tasks.
-
-    Args:
-        task_graft: the graft.
-        files: a file for each task, with the columns of the training rows.
-        batch_size: rows per forward pass.
+    """Measure a graft on labelled rows of its tasks: a file for each, with the columns of the training rows.
 
     Raises:
         DataError: the graft has no such task, or a row can't be read.
@@ -146,10 +132,10 @@ def predict_rows(
     """
     spec, encoder = task_graft.task(name), task_graft.encoder
     number = list(task_graft.tasks).index(name)
-    remaining = iter(rows)
+    rows = iter(rows)
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         predict = predictor(model)
-        while chunk := list(islice(remaining, _CHUNK_ROWS)):
+        while chunk := list(islice(rows, _CHUNK_ROWS)):
             predictions = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
             yield from (prediction.to_json(spec, row) for prediction, row in zip(predictions, chunk, strict=True))
 
@@ -169,15 +155,18 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
             f"{len(texts)} columns of text are named, but the task has {len(config.texts)}, "
             f"{' and '.join(config.texts)}: name as many."
         )
-    if source != "-" and not Path(source).is_file():
+    origin, path = source, Path(source)
+    if source == "-":
+        origin, lines = "stdin", (decode_utf8(line, "stdin").rstrip("\r\n") for line in sys.stdin.buffer)
+    elif not path.is_file():
         raise DataError(f"There is no file {source}: name one, or - for stdin.")
-    if source != "-" and is_table(Path(source)):
+    elif is_table(path):
         keys = {f"text.{i}": name for i, name in enumerate(texts)}
-        for values, where in read_values(Path(source), keys, "task", config.columns):
+        for values, where in read_values(path, keys, "task", config.columns):
             yield _question(config, values, texts, where)
         return
-    stdin = (decode_utf8(line, "stdin").rstrip("\r\n") for line in sys.stdin.buffer)
-    origin, lines = ("stdin", stdin) if source == "-" else (source, read_text(Path(source)).split("\n"))
+    else:
+        lines = iter(read_text(path).split("\n"))
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{origin}: line {number}"
@@ -209,5 +198,5 @@ def _question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str
         if not isinstance(words, list) or not words:
             raise DataError(f"{where} has no words in the column {names[0]!r}: give a text, or a list of words.")
         return LabelledRow(tuple(check_text(word, names[0], where) for word in words), None, where)
-    pairs = zip(values, names, strict=True)
-    return LabelledRow(tuple(check_not_empty(value, name, where) for value, name in pairs), None, where)
+    texts = (check_not_empty(value, name, where) for value, name in zip(values, names, strict=True))
+    return LabelledRow(tuple(texts), None, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterator
+from itertools import cycle
 
 from rich.console import Console
 from rich.text import Text
@@ -15,32 +16,23 @@ from graftlm.generation.generate import Generation, TracedToken
 _GREY = "#8A8A8A"  # of the label `none`
 
 
-def _labels(generation: Generation) -> list[str]:
-    return list(generation.trace[0].values) if generation.trace else []
-
-
-def _colours(generation: Generation) -> dict[str, str]:
-    """A colour for each label; grey for `none`."""
-    labels = [label for label in _labels(generation) if label != "none"]
-    return {label: PALETTE[index % len(PALETTE)] for index, label in enumerate(labels)} | {"none": _GREY}
-
-
-def _means(generation: Generation) -> dict[str, float]:
-    """Each label's mean over the tokens."""
+def _means_and_colours(generation: Generation) -> tuple[dict[str, float], dict[str, str]]:
+    """Each label's mean over the tokens, and its colour; grey for `none`."""
     tokens = generation.trace or []
-    return {label: sum(token.values[label] for token in tokens) / len(tokens) for label in _labels(generation)}
+    labels = list(tokens[0].values) if tokens else []
+    means = {label: sum(token.values[label] for token in tokens) / len(tokens) for label in labels}
+    return means, dict(zip([label for label in labels if label != "none"], cycle(PALETTE))) | {"none": _GREY}
 
 
 def print_trace(generation: Generation, console: Console | None = None) -> None:
     """Print the text, each token in the colour of its largest value, and a legend."""
     console = console or Console()
-    colours = _colours(generation)
+    means, colours = _means_and_colours(generation)
     text = Text(generation.prompt)
     for token in generation.trace or []:
         text.append(token.text, style=colours[_largest(token)])
     console.print(text)
     console.print()
-    means = _means(generation)
     for label, mean in means.items():
         count = sum(_largest(token) == label for token in generation.trace or [])
         line = Text("■ ", style=colours[label])
@@ -51,17 +43,16 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
 
 def trace_page(generation: Generation) -> str:
     """A self-contained HTML page: tokens in the colour of their largest value, all values on hover."""
-    colours = _colours(generation)
+    means, colours = _means_and_colours(generation)
     legend = "".join(
         f'<li><span class="dot" style="background:{colours[label]}"></span>{html.escape(label)} {share:.0%}</li>'
-        for label, share in _means(generation).items()
+        for label, share in means.items()
     )
-    data = json.dumps([token.values for token in generation.trace or []]).replace("<", "\\u003c")
     return _PAGE.format(
         prompt=html.escape(generation.prompt),
         tokens="".join(_spans(generation, colours)),
         legend=legend,
-        data=data,
+        data=json.dumps([token.values for token in generation.trace or []]).replace("<", "\\u003c"),
         title=html.escape(generation.prompt[:60]),
     )
 

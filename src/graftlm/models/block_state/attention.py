@@ -65,8 +65,8 @@ class RelativePositionBias(nn.Module):
         buckets, offset = self.num_buckets, 0
         if self.bidirectional:
             buckets //= 2
-            offset = (distance < 0) * buckets
-        distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
+            offset, distance = (distance < 0) * buckets, distance.abs()
+        distance = distance.clamp(min=0)
         exact = buckets // 2
         ratio = torch.log(distance.clamp(min=1) / exact) / math.log(self.max_distance / exact)
         far = (exact + ratio * (buckets - exact)).long().clamp(max=buckets - 1)
@@ -82,17 +82,14 @@ class SlidingBuffer:
 
     def extend(self, new_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """The `span` entries before the grid (B, span, ...) and those on it (B, G, ...), both with cached entries."""
-        cached = None if cache is None else cache.tensors.get(self.name)
-        past, current = new_BGE.new_zeros(new_BGE.shape[0], self.span, *new_BGE.shape[2:]), new_BGE
-        if cached is not None:
-            entries = write_rows(torch.cat([past, current], dim=1), grid.offsets, cached.to(new_BGE.dtype))
-            past, current = entries[:, : self.span], entries[:, self.span :]
-            kept = slice_rows(entries, grid.ends, self.span)
-        else:
-            kept = slice_rows(current, tuple(end - self.span for end in grid.ends), self.span)
-        if cache is not None:
-            cache.store(self.name, kept)
-        return past, current
+        past = new_BGE.new_zeros(new_BGE.shape[0], self.span, *new_BGE.shape[2:])
+        if cache is None:
+            return past, new_BGE
+        entries = torch.cat([past, new_BGE], dim=1)
+        if self.name in cache.tensors:
+            entries = write_rows(entries, grid.offsets, cache.tensors[self.name].to(new_BGE.dtype))
+        cache.store(self.name, slice_rows(entries, grid.ends, self.span))
+        return entries[:, : self.span], entries[:, self.span :]
 
     def append(self, new_B1E: Tensor, cache: LayerCache) -> Tensor:
         """The last entries (B, span, ...), including the new one."""
@@ -143,10 +140,9 @@ def scaled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2) + bias.to(q.dtype)
         return scores.softmax(-1) @ v
     lead = q.shape[:-3]
-    if bias is not None:
-        bias = bias.to(q.dtype)
-        has_lead = bias.dim() > 3
-        bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4) if has_lead else bias[(None,) * (4 - bias.dim())]
+    if bias is not None and bias.dim() > 3:
+        bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
+    bias = None if bias is None else bias.to(q.dtype)[(None,) * (4 - bias.dim())]
     flat = (tensor.flatten(0, -4) for tensor in (q, k, v))  # fused kernels have one batch dimension
     return functional.scaled_dot_product_attention(*flat, attn_mask=bias).unflatten(0, lead)
 
@@ -191,8 +187,7 @@ def split_windows(x_BG: Tensor, width: int) -> Tensor:
 
 def overlapping_windows(x_BS: Tensor, width: int, before: int, after: int = 0) -> Tensor:
     """(B, windows, before + w + after, ...): each window of (B, before + G + after, ...) with its surroundings."""
-    windows = x_BS.unfold(1, before + width + after, width)  # (B, windows, ..., size)
-    return windows.movedim(-1, 2)
+    return x_BS.unfold(1, before + width + after, width).movedim(-1, 2)
 
 
 class WindowAttention(nn.Module):
@@ -218,15 +213,12 @@ class WindowAttention(nn.Module):
             keys = self.buffer.append(kv, cache)
             return self._step(q, keys, grid), keys[:, -grid.window :]
         past, current = self.buffer.extend(kv, grid, cache)
-        far = self._detached(x_BTd, current, grid) if self.detach_past and torch.is_grad_enabled() else current
+        far = current
+        if self.detach_past and torch.is_grad_enabled():  # keys and values of hidden states without gradients
+            far = grid.to_grid(functional.linear(x_BTd.detach(), self.kv.weight))
+            if any(grid.offsets):  # the first window also holds cached tokens
+                far = torch.where(grid.occupied[..., None], far, current)
         return self._attend_windows(q, past, current, far, grid), current
-
-    def _detached(self, x_BTd: Tensor, current: Tensor, grid: WindowGrid) -> Tensor:
-        """(B, G, 2d): keys and values again, of hidden states without gradients."""
-        detached = grid.to_grid(functional.linear(x_BTd.detach(), self.kv.weight))
-        if any(grid.offsets):  # the first window also holds cached tokens
-            detached = torch.where(grid.occupied[..., None], detached, current)
-        return detached
 
     def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
         distance = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)

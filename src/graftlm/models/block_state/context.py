@@ -12,6 +12,8 @@ window, H heads, K width of a head, S states, E channels, d hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -99,9 +101,9 @@ class FilterStateAttention(nn.Module):
         self.window, width, channels = config.window, config.hidden_size, config.state_width
         self.in_proj = nn.Linear(width, channels, bias=False)
         self.ssm = WindowEndSSM(config, "state")
-        self.backward_ssm = WindowEndSSM(config, "back") if config.bidirectional else None
+        self.backward_ssm: Any = WindowEndSSM(config, "back") if config.bidirectional else None
         self.initial_states = nn.Parameter(torch.empty(config.filters, channels))
-        self.final_states = nn.Parameter(torch.empty(config.filters, channels)) if config.bidirectional else None
+        self.final_states: Any = nn.Parameter(torch.empty(config.filters, channels)) if config.bidirectional else None
         self.out_proj = nn.Linear(channels, width, bias=False)
         self.norm = RMSNorm(width, config)
         self.context_ids = nn.Parameter(torch.empty(config.filters * (2 if config.bidirectional else 1), width))
@@ -112,14 +114,12 @@ class FilterStateAttention(nn.Module):
         u = grid.to_grid(self.in_proj(x_BTd))
         ends = self.ssm(u, grid, cache).to(x_BTd.dtype)  # (B, I, S, E)
         states = previous_window_states(ends, self.initial_states, grid, cache, "context")
-        if self.backward_ssm is not None and self.final_states is not None:
+        if self.backward_ssm is not None:
             states = torch.cat([states, self._next_window_states(u, grid)], dim=2)
         return self.cross_attention(x_BTd, self.norm(self.out_proj(states)) + self.context_ids, grid)
 
     def _next_window_states(self, u: Tensor, grid: WindowGrid) -> Tensor:
         """(B, I, S, E): outputs of the backward models at the first token of the next window."""
-        assert self.backward_ssm is not None
-        assert self.final_states is not None
         flipped = (u * grid.occupied[..., None]).flip(1)
         ends = self.backward_ssm(flipped, grid.reversed(), None).to(u.dtype).flip(1)
         after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
@@ -161,12 +161,10 @@ class RecurrentStateAttention(nn.Module):
         has_full_windows = not grid.decoding and grid.slots >= self.window
         windows = split_windows(kv_BG, self.window).unbind(1) if has_full_windows else (kv_BG,)
         ends: list[Tensor] = []
-        for kv in windows:
-            if len(ends) < max(grid.completed_windows):
-                state = self._update(state, kv)
+        for number, kv in enumerate(windows):
+            state = self._update(state, kv) if number < max(grid.completed_windows) else state
             ends.append(state)
-        stacked = torch.stack(ends, dim=1)
-        return previous_window_states(stacked, self.initial_states, grid, cache, "states")
+        return previous_window_states(torch.stack(ends, dim=1), self.initial_states, grid, cache, "states")
 
     def _update(self, state_BSd: Tensor, kv_BW: Tensor) -> Tensor:
         """(B, S, d): the states after a full window."""

@@ -110,13 +110,7 @@ def chunked_convolution(
 
     Channels are the batch dimension of all products, so no result is transposed between them.
 
-    Args:
-        u_BTE: inputs.
-        c_CEP: complex weights from states to outputs.
-        d_CE: weights from inputs to outputs.
-        log_a_EP: complex.
-        initial_BEP: complex state before the first token; zero if None.
-        chunk: c.
+    `c`, `log_a` and the initial state, which is zero if None, are complex; `d` are weights from inputs to outputs.
     """
     rows, length, _ = u_BTE.shape
     steps = powers(log_a_EP, chunk + 1)

@@ -9,7 +9,7 @@ Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidde
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,25 +36,17 @@ class BlockStateMixer(nn.Module):
 
     def __init__(self, config: BlockStateConfig, layer: int) -> None:
         super().__init__()
-        width = config.hidden_size
         self.attention = WindowAttention(config)
-        self.context = _context_attention(config) if config.has_context(layer) else None
-        self.out = nn.Linear(width * (2 if self.context is not None else 1), width, bias=False)
+        context = FilterStateAttention if config.context == "mf" else TokenStateAttention
+        context = RecurrentStateAttention if config.mixer == "recurrent" else context
+        self.context = context(config) if config.has_context(layer) else None
+        self.out = nn.Linear((1 + config.has_context(layer)) * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, T, d)."""
         outputs, kv = self.attention(x_BTd, grid, cache)
-        if self.context is None:
-            features = concat_features(outputs)
-        else:
-            features = concat_features(outputs, self.context(x_BTd, kv, grid, cache))
-        return self.out(grid.from_grid(features, x_BTd.shape[1]))
-
-
-def _context_attention(config: BlockStateConfig) -> nn.Module:
-    if config.mixer == "recurrent":
-        return RecurrentStateAttention(config)
-    return FilterStateAttention(config) if config.context == "mf" else TokenStateAttention(config)
+        contexts = [] if self.context is None else [self.context(x_BTd, kv, grid, cache)]
+        return self.out(grid.from_grid(concat_features(outputs, *contexts), x_BTd.shape[1]))
 
 
 class FeedForward(nn.Module):
@@ -137,12 +129,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
 
     def parameters_without_decay(self) -> set[str]:
         """Names of the parameters of state-space models, which weight decay would harm."""
-        return {
-            f"{name}.{parameter}"
-            for name, module in self.named_modules()
-            if isinstance(module, S4DKernel | UnstructuredKernel)
-            for parameter, _ in module.named_parameters()
-        }
+        return {name for name, _ in self.named_parameters() if ".kernels." in name}
 
     def check_lengths(self, trained: int, longest: int) -> None:
         """Check that rows of `trained` tokens span several windows, and that texts of `longest` tokens can be read.
@@ -164,28 +151,19 @@ class BlockStatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
         if isinstance(module, S4DKernel | UnstructuredKernel):
             module.reset_parameters()
         elif isinstance(module, ZeroInitLinear):
             module.weight.zero_()
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.normal_(std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, nn.RMSNorm):
-            module.weight.fill_(1)
-        elif isinstance(module, TokenStateAttention) and module.multi_head:
-            module.kv_per_head.normal_(std=std)
-        elif isinstance(module, FilterStateAttention):
-            for states in (module.initial_states, module.final_states):
-                if states is not None:
-                    states.normal_()
-            module.context_ids.normal_(std=std)
-        elif isinstance(module, RecurrentStateAttention):
-            module.initial_states.normal_()
-            module.context_ids.normal_(std=std)
-            module.gate.fill_(1)
+        else:
+            super()._init_weights(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in ("initial_states", "final_states"):
+                parameter.normal_()
+            elif name in ("context_ids", "kv_per_head"):
+                parameter.normal_(std=self.config.initializer_range)
+            elif name == "gate":
+                parameter.fill_(1)
 
 
 class BlockStateModel(BlockStatePreTrainedModel):
@@ -194,8 +172,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        has_positions = config.mixer == "block-state" and config.positional_ssm
-        self.positional_ssm = PositionalSSM(config) if has_positions else None
+        self.positional_ssm = PositionalSSM(config) if config.mixer == "block-state" and config.positional_ssm else None
         self.layers = nn.ModuleList(BlockStateLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config)
         self.dropout = nn.Dropout(config.dropout)
@@ -237,8 +214,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
                 layer_cache.num_columns += x.shape[1]
             layer_caches[0].store("past", torch.tensor(grid.total_lengths))
         out = self.norm(x)
-        hidden_states = (*hidden, out) if output_hidden_states else None
-        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache, hidden_states=hidden_states)
+        return BaseModelOutputWithPast(out, cache, (*hidden, out) if output_hidden_states else None)
 
     def _caches(self, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, list[Any]]:
         """The cache and its layers, one for each layer of the model; None without a cache."""
@@ -312,15 +288,10 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
-        loss = None
+        loss: Any = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=cast("Any", loss),
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
 
 
 class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
@@ -346,5 +317,5 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         mask = torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask
         mask = mask.to(hidden)[..., None]
         logits = self.score((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
-        loss = None if labels is None else functional.cross_entropy(logits.float(), labels)
-        return SequenceClassifierOutput(loss=cast("Any", loss), logits=logits)
+        loss: Any = None if labels is None else functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss, logits)

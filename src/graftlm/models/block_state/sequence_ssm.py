@@ -20,13 +20,7 @@ from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
 
 
 class TokenSSM(nn.Module):
-    """A state-space model with C outputs of each channel at each token.
-
-    Args:
-        config: the model's config.
-        outputs: C.
-        name: of its state in the cache.
-    """
+    """A state-space model with C outputs of each channel at each token; the cache has its state under `name`."""
 
     def __init__(self, config: BlockStateConfig, outputs: int, name: str) -> None:
         super().__init__()
@@ -69,12 +63,7 @@ class TokenSSM(nn.Module):
 
 
 class WindowEndSSM(nn.Module):
-    """M state-space models with one output each, for each channel, at the last token of every window.
-
-    Args:
-        config: the model's config; M is its `filters`.
-        name: of their state in the cache.
-    """
+    """M state-space models with one output each, for each channel, at the last token of every window."""
 
     def __init__(self, config: BlockStateConfig, name: str) -> None:
         super().__init__()

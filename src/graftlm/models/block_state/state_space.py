@@ -27,14 +27,7 @@ _FASTEST_DECAY, _SLOWEST_DECAY = 64.0, 0.5  # of unstructured kernels, over the 
 
 
 class S4DKernel(nn.Module):
-    """Structured kernels: M systems for each of E channels, each with C outputs.
-
-    Args:
-        channels: E.
-        outputs: C, outputs of the same states.
-        systems: M, each with states of its own.
-        state_size: N.
-    """
+    """Structured kernels: for each of E channels, M systems of states of size N, and C outputs of each system."""
 
     def __init__(self, channels: int, outputs: int, systems: int, state_size: int) -> None:
         super().__init__()
@@ -69,10 +62,7 @@ class S4DKernel(nn.Module):
     def final_state(self, u_BTE: Tensor, initial_BMEP: Tensor | None, lengths_B: Tensor) -> Tensor:
         """(B, M, E, P) complex: the state after the last token, x_T = a^T x_0 + sum over j of a^(T-1-j) u_j.
 
-        Args:
-            u_BTE: right-aligned inputs, zero before each row's first token.
-            initial_BMEP: state before them; zero if None.
-            lengths_B: number of inputs of each row.
+        Inputs are right-aligned, and zero before each row's first of `lengths_B` tokens; None stands for x_0 = 0.
         """
         length = u_BTE.shape[1]
         log_a, _ = self.discretize()
@@ -98,11 +88,7 @@ class S4DKernel(nn.Module):
 class UnstructuredKernel(nn.Module):
     """Kernels computed from the time by a small network, with a decay for each channel.
 
-    Args:
-        channels: E.
-        outputs: C M, kernels of each channel.
-        length: L, the length of training; its times are those from 0 to 1.
-        limit: the longest text.
+    Each of E channels has `outputs` = C M kernels. Times from 0 to 1 are those of `length` = L; `limit` is the longest.
     """
 
     def __init__(self, channels: int, outputs: int, length: int, limit: int) -> None:

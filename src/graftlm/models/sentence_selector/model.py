@@ -7,8 +7,7 @@ s size of sentence vectors, w width of the document encoder, h hidden size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from graftlm.models.sentence_selector.config import SentenceSelectorConfig
 
 
-@dataclass(frozen=True)
-class SelectorOutput:
+class SelectorOutput(NamedTuple):
     """All sentences of one document, best first, with their scores.
 
     Scores of a classifier are log-odds. Scores of a pointer are log-probabilities: for the sequence of the beam search,
@@ -31,11 +29,9 @@ class SelectorOutput:
     scores: list[float]
 
 
-def _bidirectional_lstm(config: SentenceSelectorConfig, input_size: int) -> nn.LSTM:
+def _lstm(config: SentenceSelectorConfig, input_size: int, **options: bool) -> nn.LSTM:
     dropout = config.dropout if config.num_layers > 1 else 0.0
-    return nn.LSTM(
-        input_size, config.hidden_size, config.num_layers, batch_first=True, bidirectional=True, dropout=dropout
-    )
+    return nn.LSTM(input_size, config.hidden_size, config.num_layers, batch_first=True, dropout=dropout, **options)
 
 
 class LstmSentenceEncoder(nn.Module):
@@ -45,7 +41,7 @@ class LstmSentenceEncoder(nn.Module):
         super().__init__()
         self.padding_idx = config.vocab_size
         self.embed = nn.Embedding(config.vocab_size + 1, config.embedding_size, padding_idx=self.padding_idx)
-        self.lstm = _bidirectional_lstm(config, config.embedding_size)
+        self.lstm = _lstm(config, config.embedding_size, bidirectional=True)
 
     def forward(self, ids_BNT: Tensor) -> Tensor:
         """Return (B, N, w); sentences of padding only get zeros."""
@@ -65,7 +61,7 @@ class LstmDocumentEncoder(nn.Module):
 
     def __init__(self, config: SentenceSelectorConfig, input_size: int) -> None:
         super().__init__()
-        self.lstm = _bidirectional_lstm(config, input_size)
+        self.lstm = _lstm(config, input_size, bidirectional=True)
 
     def forward(self, s_BNs: Tensor, mask_BN: Tensor) -> Tensor:
         """Return (B, N, w)."""
@@ -123,17 +119,16 @@ class ClassifierHead(nn.Module):
         return self.out_proj(torch.cat([d_BNw, document_BNw], dim=-1)).squeeze(-1)
 
 
-@dataclass
-class PointerState:
+class PointerState(NamedTuple):
     """Hidden and cell states of the pointer's LSTM, (layers, B, h), and its last attention output h̃, (B, h)."""
 
     hidden: Tensor
     cell: Tensor
     attended: Tensor
 
-    def select(self, rows_B: Tensor) -> PointerState:
+    def select(self, rows: Tensor | slice) -> PointerState:
         """Return the state of the given rows."""
-        return PointerState(self.hidden[:, rows_B], self.cell[:, rows_B], self.attended[rows_B])
+        return PointerState(self.hidden[:, rows].contiguous(), self.cell[:, rows].contiguous(), self.attended[rows])
 
 
 class PointerHead(nn.Module):
@@ -144,10 +139,9 @@ class PointerHead(nn.Module):
 
     def __init__(self, config: SentenceSelectorConfig, input_size: int) -> None:
         super().__init__()
-        dropout = config.dropout if config.num_layers > 1 else 0.0
         hidden = config.hidden_size
         self.start = nn.Parameter(torch.zeros(input_size))
-        self.lstm = nn.LSTM(input_size + hidden, hidden, config.num_layers, batch_first=True, dropout=dropout)
+        self.lstm = _lstm(config, input_size + hidden)
         self.state_proj = nn.Linear(config.width, hidden)
         self.query_proj = nn.Linear(hidden, config.width, bias=False)
         self.attention_proj = nn.Linear(config.width + hidden, hidden)
@@ -179,32 +173,26 @@ class PointerHead(nn.Module):
             last_Bs = s_BNs[rows_B, target_B.clamp(min=0)]
         return torch.stack(steps, dim=1)
 
-    def search(self, s_Ns: Tensor, d_Nw: Tensor, steps: int, beam_size: int) -> tuple[list[int], list[float], Tensor]:
+    def search(self, s_Ns: Tensor, d_Nw: Tensor, steps: int, beam_size: int) -> tuple[dict[int, float], Tensor]:
         """Search the most likely sequence of distinct sentences of one document with beams.
 
-        Returns:
-            indices of the sequence, their log-probabilities, and log-probabilities of the step after it, (N,).
+        Returns its indices with their log-probabilities, and log-probabilities of the step after it, (N,).
         """
         state = self.initial_state(d_Nw[None], torch.ones(1, len(d_Nw), dtype=torch.bool, device=d_Nw.device))
         last_Bs = self.start[None]
-        sequences: list[list[int]] = [[]]
-        log_probs: list[list[float]] = [[]]
+        beams: list[dict[int, float]] = [{}]
         totals_B = torch.zeros(1, device=d_Nw.device)
         for _ in range(min(steps, len(d_Nw))):
             step_BN, state = self._step_beams(last_Bs, state, d_Nw)
-            for row, sequence in enumerate(sequences):
-                step_BN[row, sequence] = float("-inf")
+            for row, beam in enumerate(beams):
+                step_BN[row, list(beam)] = float("-inf")
             best = (totals_B[:, None] + step_BN).flatten().topk(min(beam_size, int(step_BN.isfinite().sum())))
             rows, columns = best.indices // len(d_Nw), best.indices % len(d_Nw)
-            beams = list(zip(rows.tolist(), columns.tolist(), strict=True))
-            sequences, log_probs = (
-                [[*sequences[row], column] for row, column in beams],
-                [[*log_probs[row], float(step_BN[row, column])] for row, column in beams],
-            )
+            pairs = zip(rows.tolist(), columns.tolist(), strict=True)
+            beams = [beams[row] | {column: float(step_BN[row, column])} for row, column in pairs]
             totals_B, state, last_Bs = best.values, state.select(rows), s_Ns[columns]
-        best_row = torch.zeros(1, dtype=torch.long, device=d_Nw.device)
-        next_1N, _ = self._step_beams(last_Bs[:1], state.select(best_row), d_Nw)
-        return sequences[0], log_probs[0], next_1N[0]
+        next_1N, _ = self._step_beams(last_Bs[:1], state.select(slice(1)), d_Nw)
+        return beams[0], next_1N[0]
 
     def _step_beams(self, last_Bs: Tensor, state: PointerState, d_Nw: Tensor) -> tuple[Tensor, PointerState]:
         """Step several beams on one document."""
@@ -245,11 +233,8 @@ class SentenceSelector(PreTrainedModel):
     def forward(self, inputs: Tensor, mask_BN: Tensor, targets: Tensor) -> Tensor:
         """Return the loss: mean binary cross-entropy of the sentences, or mean cross-entropy of the pointer's steps.
 
-        Args:
-            inputs: as for `encode`.
-            mask_BN: as for `encode`.
-            targets: for a classifier, (B, N), 1 for sentences of the extract. For a pointer, (B, K), their indices in
-                order, padded with −1.
+        `targets` of a classifier are (B, N), 1 for sentences of the extract. Those of a pointer are (B, K), the
+        sentences' indices in order, padded with −1. The other inputs are those of `encode`.
         """
         s_BNs, d_BNw = self.encode(inputs, mask_BN)
         if isinstance(self.head, ClassifierHead):
@@ -260,11 +245,9 @@ class SentenceSelector(PreTrainedModel):
 
     @torch.inference_mode()
     def rank(self, inputs: Tensor, steps: int | None = None) -> SelectorOutput:
-        """Rank all sentences of one document.
+        """Rank all sentences of one document, given token ids, (N, T), or sentence embeddings, (N, v).
 
-        Args:
-            inputs: token ids, (N, T), or sentence embeddings, (N, v).
-            steps: sentences that the pointer's search selects; None takes `extract_size`.
+        A pointer's search selects `steps` of them, by default `extract_size`.
         """
         mask_BN = torch.ones(1, len(inputs), dtype=torch.bool, device=inputs.device)
         s_BNs, d_BNw = self.encode(inputs[None], mask_BN)
@@ -272,9 +255,9 @@ class SentenceSelector(PreTrainedModel):
             return _sorted(self.head(d_BNw, mask_BN)[0])
         pointer = cast("PointerHead", self.head)
         length = int(steps or self.config.extract_size)
-        sequence, log_probs, next_N = pointer.search(s_BNs[0], d_BNw[0], length, self.config.beam_size)
-        rest, scores = [index for index in _sorted(next_N).indices if index not in sequence], next_N.tolist()
-        return SelectorOutput([*sequence, *rest], [*log_probs, *(scores[index] for index in rest)])
+        sequence, next_N = pointer.search(s_BNs[0], d_BNw[0], length, self.config.beam_size)
+        scores = sequence | {i: score for i, score in zip(*_sorted(next_N), strict=True) if i not in sequence}
+        return SelectorOutput(list(scores), list(scores.values()))
 
 
 def _sorted(scores_N: Tensor) -> SelectorOutput:
