@@ -47,14 +47,12 @@ class _BackboneEmbedder:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        tokenizer = backbone.tokenizer
-        special = sorted(set(tokenizer.all_special_ids)) if tokenizer is not None else []
+        special = [] if backbone.tokenizer is None else backbone.tokenizer.all_special_ids
         self._special = torch.tensor(special, dtype=torch.long, device=backbone.device)
 
     def _not_special(self, ids: Tensor) -> Tensor:
         """False at special tokens, which carry no content."""
-        if self._special.device != ids.device:
-            self._special = self._special.to(ids.device)
+        self._special = self._special.to(ids.device)
         return torch.isin(ids, self._special, invert=True)
 
     def _means(self, spans: RouteSpans, vectors_BSd: Iterable[Tensor]) -> Tensor:
@@ -64,8 +62,7 @@ class _BackboneEmbedder:
         rows = []
         for row, (updates_T, vectors_Sd) in enumerate(zip(spans.updates, vectors_BSd, strict=True)):
             last = columns[spans.past :][updates_T]
-            start = spans.start[row][updates_T]
-            first = start if spans.window is None else torch.maximum(start, last - spans.window + 1)
+            first = torch.maximum(spans.start[row][updates_T], last + 1 - (spans.window or columns.numel()))
             mask = ((columns >= first[:, None]) & (columns <= last[:, None]) & content_BS[row]).float()
             means = (mask @ vectors_Sd.float()) / mask.sum(-1, keepdim=True).clamp(min=1)
             rows.append(means.new_zeros(len(updates_T), means.shape[-1]).masked_scatter(updates_T[:, None], means))
@@ -78,8 +75,7 @@ class TokenEmbedder(_BackboneEmbedder):
     def texts(self, texts: Sequence[str]) -> Tensor:
         tokenizer = self._backbone.need_tokenizer()
         embeddings = []
-        for text in texts:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for ids in tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]:
             tokens = torch.tensor(ids, dtype=torch.long, device=self._backbone.device)
             content = self._not_special(tokens).float()
             embeddings.append((content @ self._embed(tokens)) / content.sum().clamp(min=1))
@@ -96,8 +92,7 @@ class TokenEmbedder(_BackboneEmbedder):
         columns = torch.arange(running_sum.length, spans.ids.shape[1], device=new.device)
         mask = ((columns >= spans.start[:, -1:]) & self._not_special(new)).float()
         sums, counts = (mask[:, None] @ self._embed(new))[:, 0], mask.sum(-1, keepdim=True)
-        if running_sum.sums is not None and running_sum.counts is not None:
-            sums, counts = sums + running_sum.sums, counts + running_sum.counts
+        sums, counts = sums + running_sum.sums, counts + running_sum.counts
         running_sum.length, running_sum.sums, running_sum.counts = spans.ids.shape[1], sums, counts
         return sums / counts.clamp(min=1)
 
@@ -114,11 +109,10 @@ class _EmbedderCacheLayer(DynamicLayer):
 
         Columns that one generation has not computed are dropped from all, and computed again.
         """
-        lengths = [layer.get_seq_length() for layer in layers]
-        common = min(length + padding for length, padding in zip(lengths, paddings, strict=True))
-        kept = [min(length, max(0, common - padding)) for length, padding in zip(lengths, paddings, strict=True)]
-        for layer, length, count in zip(layers, lengths, kept, strict=True):
-            layer.crop(count - length)
+        common = min(layer.get_seq_length() + padding for layer, padding in zip(layers, paddings, strict=True))
+        kept = [max(0, common - padding) for padding in paddings]  # at most the layer's length
+        for layer, count in zip(layers, kept, strict=True):
+            layer.crop(count - layer.get_seq_length())
         return join_columns(layers, [common - count for count in kept])
 
 
@@ -140,9 +134,8 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         tokenizer = self._backbone.need_tokenizer()
         limit = max_sequence_length(self._backbone, tokenizer)
         embeddings = []
-        for text in texts:
-            ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:limit]], dtype=torch.long)
-            ids = ids.to(self._backbone.device)
+        for tokens in tokenizer(list(texts), verbose=False)["input_ids"]:
+            ids = torch.tensor([tokens[:limit]], dtype=torch.long, device=self._backbone.device)
             content = self._not_special(ids[0])
             if content.any():
                 embeddings.append(self._silent_pass.states(ids, None, None, None)[0][content].float().mean(0))
@@ -248,11 +241,10 @@ def _without_hooks(module: nn.Module, name: str) -> nn.Module:
     clone = object.__new__(type(module))
     for key, value in vars(module).items():
         is_hooks = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict)
-        clone.__dict__[key] = {} if is_hooks else value
-    clone.__dict__.pop("_compiled_call_impl", None)  # it would call the original module
-    children = module._modules.items()
-    clone.__dict__["_modules"] = {
-        key: None if child is None else _without_hooks(child, name) for key, child in children
+        vars(clone)[key] = {} if is_hooks else value
+    vars(clone).pop("_compiled_call_impl", None)  # it would call the original module
+    vars(clone)["_modules"] = {
+        key: child if child is None else _without_hooks(child, name) for key, child in module._modules.items()
     }
     return clone
 
@@ -290,8 +282,8 @@ class SentenceEmbedder:
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         texts = []
         for row, token in spans.updates.nonzero().tolist():
-            start, stop = int(spans.start[row, token]), spans.past + token + 1
-            first = start if spans.window is None else max(start, stop - spans.window)
+            stop = spans.past + token + 1
+            first = max(int(spans.start[row, token]), stop - (spans.window or stop))
             texts.append(self._tokenizer.decode(spans.ids[row, first:stop], skip_special_tokens=True))
         vectors = self.texts(texts).to(spans.ids.device)
         embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
@@ -303,8 +295,6 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
     """The embedder that a config names.
 
     Raises:
-        MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the sentence-transformers model can't be loaded.
         GraftError: the backbone has no such layer.
     """
     if config.name != "backbone":

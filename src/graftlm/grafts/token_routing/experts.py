@@ -107,15 +107,17 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[d
             f"The expert {name} in {folder} is not the one that the graft was made with (its {TENSORS_NAME} has "
             "another SHA-256): restore that adapter, or build the graft again."
         )
-    base = str(peft_config.base_model_name_or_path or "an unnamed base")
-    factor_tensors = {
-        key: tensor for key, tensor in tensors.items() if not _is_backbone_copy(name, folder, key, tensor, backbone)
-    }
     factors = {
-        path: _checked_factors(name, path, a, b, peft_config, base, backbone)
-        for path, (a, b) in _pair_factors(name, folder, factor_tensors).items()
+        path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone)
+        for path, pair in _pair_factors(name, folder, tensors, backbone).items()
     }
-    _warn_of_another_base(name, peft_config.base_model_name_or_path, backbone)
+    base = peft_config.base_model_name_or_path
+    if base and Path(base).name.lower() != Path(backbone.name).name.lower():  # folders move, names stay
+        warnings.warn(
+            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: the shapes fit, but an "
+            "adapter is valid only for the base it was trained on.",
+            stacklevel=2,
+        )
     return factors, digest
 
 
@@ -162,7 +164,7 @@ def _target_paths(target: str, backbone: Backbone) -> list[str]:
 
 def write_adapter(factors: Mapping[str, Factors], folder: Path, base: str) -> Path:
     """Write an expert in PEFT's format; returns the folder."""
-    ranks = {path: expert.a.shape[0] for path, expert in factors.items()}
+    ranks = {path: len(expert.a) for path, expert in factors.items()}
     alphas = {path: expert.scale * ranks[path] for path, expert in factors.items()}
     max_rank, max_alpha = max(ranks.values()), max(alphas.values())
     config = LoraConfig(
@@ -198,22 +200,18 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         kind = values.get("peft_type") if isinstance(values, dict) else type(values).__name__
         raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected.")
+    for key in (key for key in (*_VARIANTS, *values) if values.get(key)):
+        if key in _VARIANTS:
+            raise _unmixable(name, folder, f"{_VARIANTS[key]} ({key})", "train it as plain LoRA")
+        if key not in LoraConfig.__dataclass_fields__:
+            raise _unmixable(name, folder, f"the unknown setting {key}", "upgrade peft, or train it as plain LoRA")
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}
-    for key, variant in _VARIANTS.items():
-        if values.get(key):
-            raise _unmixable(name, folder, f"{variant} ({key})", "train it as plain LoRA")
-    if foreign := [key for key in values if key not in known and values[key]]:
-        raise _unmixable(name, folder, f"the unknown setting {foreign[0]}", "upgrade peft, or train it as plain LoRA")
     if known.get("bias", "none") != "none":
         raise _unmixable(name, folder, f"biases (bias={known['bias']})", "train it with bias='none'")
     if str(known.get("init_lora_weights")).lower().startswith(_BASE_CHANGING_INITS):
-        init = known["init_lora_weights"]
-        raise _unmixable(
-            name,
-            folder,
-            f"an initialisation that changed the base's weights (init_lora_weights={init})",
-            "convert it with save_pretrained(path_initial_model_for_weight_conversion=…)",
-        )
+        variant = f"an initialisation that changed the base's weights (init_lora_weights={known['init_lora_weights']})"
+        remedy = "convert it with save_pretrained(path_initial_model_for_weight_conversion=…)"
+        raise _unmixable(name, folder, variant, remedy)
     try:
         return LoraConfig(**known)
     except (TypeError, ValueError) as error:
@@ -243,73 +241,53 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     return tensors, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _is_backbone_copy(name: str, folder: Path, key: str, tensor: Tensor, backbone: Backbone) -> bool:
-    """Whether a tensor is a copy of the backbone's, which PEFT saves beside the factors of embeddings.
+def _pair_factors(
+    name: str, folder: Path, tensors: Mapping[str, Tensor], backbone: Backbone
+) -> dict[str, dict[str, Tensor]]:
+    """A (r, in) and B (out, r) by module path, without the backbone's tensors, which PEFT saves beside an embedding's.
 
     Raises:
-        ArtifactError: it is no LoRA factor, and differs from the backbone's tensor.
+        ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
-    if _KEY.fullmatch(key):
-        return False
-    path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
     parameters = dict(backbone.model.named_parameters(remove_duplicate=False))
-    own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
-    if own is not None and own.shape == tensor.shape and torch.equal(own.cpu(), tensor.to(own.dtype)):
-        return True
-    raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", "train it as plain LoRA")
-
-
-def _pair_factors(name: str, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A (r, in) and B (out, r) by module path."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        match = _KEY.fullmatch(key)
-        if match is None or tensor.dim() != 2:
-            raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
-        pairs.setdefault(match[1], {})[match[3]] = tensor
+        if match := _KEY.fullmatch(key):
+            if tensor.dim() != 2:
+                raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
+            pairs.setdefault(match[1], {})[match[3]] = tensor
+            continue
+        path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
+        if own is None or own.shape != tensor.shape or not torch.equal(own.cpu(), tensor.to(own.dtype)):
+            raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", "train it as plain LoRA")
     for path, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
             raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
     if not pairs:
         raise ArtifactError(f"The expert {name} in {folder} has no factors: copy it again.")
-    return {path: (pair["A"], pair["B"]) for path, pair in pairs.items()}
+    return pairs
 
 
 def _checked_factors(
-    name: str, path: str, a: Tensor, b: Tensor, peft_config: LoraConfig, base: str, backbone: Backbone
+    name: str, path: str, a: Tensor, b: Tensor, peft_config: LoraConfig, backbone: Backbone
 ) -> Factors:
-    def wrong_backbone(reason: str) -> WrongBackboneError:
-        return WrongBackboneError(
-            f"The expert {name} was trained on {base}, and in {backbone.name} {reason}: use adapters of this backbone."
-        )
-
+    rank = len(a)
     try:
         target = ExpertTarget.of(backbone.model.get_submodule(path), path)
     except AttributeError:
-        raise wrong_backbone(f"there is no module {path}") from None
-    rank = a.shape[0]
-    if (a.shape[1], b.shape[0]) != (target.inputs, target.outputs) or b.shape[1] != rank:
-        raise wrong_backbone(
-            f"{path} has {target.inputs} inputs and {target.outputs} outputs, not {a.shape[1]} and {b.shape[0]}"
-        )
-    return Factors(a, b.T.contiguous(), _scale(path, rank, peft_config))
-
-
-def _scale(path: str, rank: int, peft_config: LoraConfig) -> float:
-    """s as in PEFT, where alpha patterns match the end of a module's path."""
-    patterns = (peft_config.alpha_pattern or {}).items()
-    matches = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", path))
-    return next(matches, peft_config.lora_alpha) / (rank**0.5 if peft_config.use_rslora else rank)
-
-
-def _warn_of_another_base(name: str, base: str | None, backbone: Backbone) -> None:
-    """Warn if an adapter that fits names another base. Only folder names are compared, as folders move."""
-    if base and Path(base).name.lower() != Path(backbone.name).name.lower():
-        warnings.warn(
-            f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: the shapes fit, but an "
-            "adapter is valid only for the base it was trained on.",
-            stacklevel=2,
-        )
+        reason = f"there is no module {path}"
+    else:
+        if (a.shape[1], b.shape[0], b.shape[1]) == (target.inputs, target.outputs, rank):
+            patterns = (peft_config.alpha_pattern or {}).items()
+            matches = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", path))
+            divisor = rank**0.5 if peft_config.use_rslora else rank
+            return Factors(a, b.T.contiguous(), next(matches, peft_config.lora_alpha) / divisor)
+        reason = f"{path} has {target.inputs} inputs and {target.outputs} outputs, not {a.shape[1]} and {b.shape[0]}"
+    base = peft_config.base_model_name_or_path or "an unnamed base"
+    raise WrongBackboneError(
+        f"The expert {name} was trained on {base}, and in {backbone.name} {reason}: use adapters of this backbone."
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -13,7 +13,8 @@ the bare backbone's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
-from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
+from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
@@ -75,7 +76,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         self._recompute = Recompute(backbone)
         experts, factors = {}, {}
         for name, expert in config.experts.items():
-            factors[name], digest = _load_factors(name, expert, config.bundle, backbone)
+            if expert.path is None:
+                factors[name], digest = new_factors(name, expert, backbone), None
+            elif config.bundle and expert.sha256 is not None and not Path(expert.path).expanduser().exists():
+                factors[name], digest = {}, expert.sha256  # `load_tensors` restores its factors
+            else:
+                factors[name], digest = read_adapter(name, expert, backbone)
             experts[name] = expert.model_copy(update={"sha256": digest})
         self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
@@ -93,9 +99,13 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
                 for number, name in enumerate(self.names)
                 if path in factors[name]
             }
+            ranks = sorted({len(expert.a) for expert in own.values()})
+            if combination == "linear" and len(ranks) > 1:
+                raise RecipeError(
+                    f"combination: linear sums factors of equal rank, but at {path} they have the ranks "
+                    f"{', '.join(map(str, ranks))}: use experts of one rank, or combination: exact."
+                )
             if own:
-                if combination == "linear":
-                    _check_equal_ranks(path, own)
                 mixture = MixedProjection(own, ExpertTarget.of(module, path), combination, trained)
                 self.mixtures[path.replace(".", "/")] = mixture
 
@@ -108,18 +118,15 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
 
     def taps(self) -> list[Tap]:
         taps = [
-            Tap(Site("module", path=path), "after", "add", self._tap(mixture))
+            Tap(Site("module", path=path), "after", "add", partial(self._add, mixture))
             for path, mixture in self._mixtures_by_path()
         ]
-        return taps + (self._recompute.taps() if self._recomputes else [])
+        return [*taps, self._recompute.tap()] if self._recomputes else taps
 
-    def _tap(self, mixture: MixedProjection) -> Callable[[Call, Tensor, Tensor], Tensor | None]:
-        def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            routes: RouteWeights | None = call.scratch.get(self)
-            delta = None if routes is None else mixture(inputs, routes)
-            return None if delta is None else delta.to(outputs.dtype)
-
-        return add
+    def _add(self, mixture: MixedProjection, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+        routes: RouteWeights | None = call.scratch.get(self)
+        delta = None if routes is None else mixture(inputs, routes)
+        return None if delta is None else delta.to(outputs.dtype)
 
     def prepare(self, call: Call) -> None:
         forced = self._recompute.forced_weights()
@@ -131,11 +138,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         if not call.input_ids.shape[1]:
             raise GraftError("Token routing was given an empty sequence: pass at least one token.")
         layer = routing_layer(call, self, self._backbone[0].sites.n_layers)
-        state = None if layer is None else layer.state
-        is_prompt = layer is not None and state is None
-        whole_document = call.training or not self._causal
-        spans = route_spans(call, self.config, state, whole_document=whole_document, is_prompt=is_prompt)
-        running_sum = None if layer is None else layer.running_sum
+        state, running_sum = (None, None) if layer is None else (layer.state, layer.running_sum)
+        spans = route_spans(call, self.config, state, causal=self._causal)
         weights_BTE = self._token_weights(call, spans, state, running_sum)
         if layer is not None:
             layer.append(spans, weights_BTE)
@@ -168,7 +172,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
             return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
         if experts == 1 and (self.config.threshold is None or call.training):
             return torch.tensor([1.0, 0.0], device=updates_BT.device).expand(*updates_BT.shape, 2)
-        self._need_centroids()
+        if not len(self.centroids):
+            self.fit({})
         vectors = self._need_embedder().prefixes(call, spans, running_sum)
         whitener = self.whitener if self.config.embedder.whiten else None
         cosines = cosines_to(self.centroids, vectors, self._centre(self.centroids), whitener)
@@ -248,11 +253,6 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         self._embedder_checked = True
         return self._embedder
 
-    def _need_centroids(self) -> None:
-        """Compute the centroids from the config's own examples if none were set."""
-        if not len(self.centroids):
-            self.fit({})
-
     # The artefact
 
     def factors(self, name: str) -> dict[str, Factors]:
@@ -270,7 +270,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
 
     def tensors(self) -> dict[str, Tensor]:
         """Centroids, the whitener if used, and the factors of new or bundled experts."""
-        self._need_centroids()
+        if not len(self.centroids):
+            self.fit({})  # from the config's own examples
         whitener = {"whitener": self.whitener} if self.config.embedder.whiten else {}
         return {"centroids": self.centroids, "probe": self.probe} | whitener | self._saved_factors()
 
@@ -311,26 +312,14 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         """Rebuild the mixtures with bundled experts whose folders no longer exist."""
         factors: dict[str, dict[str, Factors]] = {name: self.factors(name) for name in self.names}
         absent = [name for name, own in factors.items() if not own]
-        for name in absent:
-            for key in tensors:
-                if key.startswith(f"{name}.") and key.endswith(".a"):
-                    path = key[len(name) + 1 : -2]
-                    a, b, scale = (tensors.get(f"{name}.{path}.{part}", torch.zeros(0)) for part in ("a", "b", "scale"))
-                    factors[name][path] = Factors(a, b, float(scale) if scale.numel() == 1 else 1.0)
+        for key in tensors:
+            name, _, path = key.removesuffix(".a").partition(".")
+            if name in absent and key.endswith(".a"):
+                a, b, scale = (tensors.get(f"{name}.{path}.{part}", torch.zeros(0)) for part in ("a", "b", "scale"))
+                factors[name][path] = Factors(a, b, float(scale) if scale.numel() == 1 else 1.0)
         if absent:
             self.mixtures.clear()
             self._build_mixtures(factors)
-
-
-def _load_factors(
-    name: str, expert: ExpertConfig, bundled: bool, backbone: Backbone
-) -> tuple[dict[str, Factors], str | None]:
-    """An expert's factors by module path and the hash of its file; no factors for a bundled one without a folder."""
-    if expert.path is None:
-        return new_factors(name, expert, backbone), None
-    if bundled and expert.sha256 is not None and not Path(expert.path).expanduser().exists():
-        return {}, expert.sha256
-    return read_adapter(name, expert, backbone)
 
 
 def _placed(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
@@ -338,12 +327,3 @@ def _placed(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
     dtype = torch.float32 if trained else backbone.model.dtype
     a, b = (tensor.detach().to(backbone.device, dtype) for tensor in (factors.a, factors.b))
     return Factors(a, b, factors.scale)
-
-
-def _check_equal_ranks(path: str, factors: Mapping[int, Factors]) -> None:
-    ranks = sorted({expert.a.shape[0] for expert in factors.values()})
-    if len(ranks) > 1:
-        raise RecipeError(
-            f"combination: linear sums factors of equal rank, but at {path} they have the ranks "
-            f"{', '.join(map(str, ranks))}: use experts of one rank, or combination: exact."
-        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,7 @@ _CACHED_STACKS = 4
 """Stacks of expert subsets that a module caches: routes change seldom, and subsets recur."""
 
 
-@dataclass(frozen=True)
-class AdapterLayout:
+class AdapterLayout(NamedTuple):
     """The experts of a stack, in order, with their ranks and scales."""
 
     experts: tuple[int, ...]
@@ -68,8 +68,7 @@ class RouteWeights:
         return self._scaled[key]
 
 
-@dataclass(frozen=True)
-class _StackedFactors:
+class _StackedFactors(NamedTuple):
     """The factors of several experts: `a` (R, in), `b` (R, out)."""
 
     layout: AdapterLayout
@@ -138,7 +137,11 @@ class MixedProjection(nn.Module):
         """The factors of the active experts; None when none of them changes this module."""
         if self._trains and torch.is_grad_enabled():
             return self._stack(self.layout.experts)
-        full = self._refreshed_full_stack()
+        first, full = self.a[0], self._full_stack
+        if full is None or first.data_ptr() != full.a.data_ptr() or first.dtype != full.a.dtype:
+            self._subset_stacks.clear()  # parameters were moved or replaced
+            full = self._full_stack = self._stack(self.layout.experts)
+            self._make_views(full)
         if active is None or self._trains:
             return full
         chosen = tuple(e for e in self.layout.experts if e in active)
@@ -150,30 +153,20 @@ class MixedProjection(nn.Module):
             self._subset_stacks[chosen] = self._stack(chosen)
         return self._subset_stacks[chosen]
 
-    def _refreshed_full_stack(self) -> _StackedFactors:
-        """The stack of all experts, rebuilt after parameters were moved or replaced."""
-        first, full = self.a[0], self._full_stack
-        if full is None or first.data_ptr() != full.a.data_ptr() or first.dtype != full.a.dtype:
-            self._subset_stacks.clear()
-            full = self._full_stack = self._stack(self.layout.experts)
-            self._make_views(full)
-        return full
-
     @torch.no_grad()
     def _make_views(self, stack: _StackedFactors) -> None:
         if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
             return
-        start = 0
-        for index, rank in enumerate(self.layout.ranks):
-            rows = slice(start, start + rank)
-            self.a[index].data, self.b[index].data = stack.a[rows], stack.b[rows]
-            start += rank
+        for own, stacked in ((self.a, stack.a), (self.b, stack.b)):
+            for parameter, rows in zip(own, stacked.split(self.layout.ranks), strict=True):
+                parameter.data = rows
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
-        indices = [self.layout.experts.index(expert) for expert in experts]
-        factors = ([own[i] for i in indices] for own in (self.a, self.b))
-        a, b = ([p.full_tensor() if isinstance(p, DTensor) else p for p in own] for own in factors)  # sharded or not
-        layout = AdapterLayout(
-            experts, tuple(self.layout.ranks[i] for i in indices), tuple(self.layout.scales[i] for i in indices)
+        factors = [self.factors(expert) for expert in experts]
+        ranks, scales = tuple(len(own.a) for own in factors), tuple(own.scale for own in factors)
+        a, b = (  # sharded or not
+            [p.full_tensor() if isinstance(p, DTensor) else p for p in own]
+            for own in zip(*((own.a, own.b) for own in factors), strict=True)
         )
+        layout = AdapterLayout(experts, ranks, scales)
         return _StackedFactors(layout, *(a[0], b[0]) if len(a) == 1 else (torch.cat(a), torch.cat(b)))

@@ -47,9 +47,7 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     if config.top is not None and config.top < weights.shape[-1]:
         values, indices = (x[..., : config.top] for x in weights.sort(dim=-1, descending=True, stable=True))
         weights = torch.zeros_like(weights).scatter(-1, indices, values / values.sum(-1, keepdim=True))
-    bare = torch.zeros_like(best)
-    if config.threshold is not None:
-        bare = (best < config.threshold).to(weights.dtype)
+    bare = torch.zeros_like(best) if config.threshold is None else (best < config.threshold).to(weights.dtype)
     return torch.cat([weights * (1 - bare), bare], dim=-1)
 
 
@@ -77,6 +75,8 @@ def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
     Raises:
         GraftError: the examples of every domain are identical.
     """
+    from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
+
     centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
     count, width = centred_Nd.shape
     _, singular_K, u_Kd = torch.linalg.svd(centred_Nd, full_matrices=False)
@@ -87,15 +87,6 @@ def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
             "embedder.whiten needs examples of one expert that differ from each other, and none do: give each expert "
             "several examples, or set whiten to false."
         )
-    a = _shrinkage(centred_Nd, s_K)
+    a = max(MINIMUM_SHRINKAGE, ledoit_wolf_shrinkage(centred_Nd.cpu().numpy(), assume_centered=True))
     f_K = (a * t / (a * t + (1 - a) * s_K)).sqrt()
     return ((1 - f_K).sqrt()[:, None] * u_Kd).float().contiguous()
-
-
-def _shrinkage(centred_Nd: Tensor, s_K: Tensor) -> float:
-    """a, by two identities: |x x^T|^2 = |x|^4, and |S|^2 is the sum of its squared eigenvalues."""
-    count, width = centred_Nd.shape
-    square = s_K.square().sum()
-    b = centred_Nd.square().sum(1).square().sum() / count**2 - square / count
-    c = square - s_K.sum().square() / width
-    return min(1.0, max(MINIMUM_SHRINKAGE, float(b / c))) if c > 0 else 1.0

@@ -17,11 +17,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.backbone.cache import join_columns, slots
@@ -29,8 +29,7 @@ from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 
-@dataclass(frozen=True)
-class RoutingState:
+class RoutingState(NamedTuple):
     """What a generation's cache keeps of the tokens before this pass.
 
     Attributes:
@@ -49,8 +48,8 @@ class RunningSum:
     """Sums of embeddings over the tokens so far, (B, d), their counts, (B, 1), and the number of columns covered."""
 
     length: int = 0
-    sums: Tensor | None = None
-    counts: Tensor | None = None
+    sums: Tensor | float = 0.0
+    counts: Tensor | float = 0.0
 
 
 class RoutingCacheLayer(DynamicLayer):
@@ -151,22 +150,10 @@ class RouteSpans:
         return updates.scatter(1, self.columns, True)[:, 1:]
 
 
-def route_spans(
-    call: Call,
-    config: TokenRoutingConfig,
-    state: RoutingState | None,
-    *,
-    whole_document: bool = False,
-    is_prompt: bool = False,
-) -> RouteSpans:
-    """The spans of a pass.
+def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | None, *, causal: bool) -> RouteSpans:
+    """The spans of a pass, given the state of the tokens in the cache.
 
-    Args:
-        call: the pass, with its token ids.
-        config: of the routing.
-        state: of the tokens in the cache; None for none.
-        whole_document: every route depends on the whole document, as in training and in encoders.
-        is_prompt: this pass starts a generation, so that its tokens are the prompt.
+    In training and in encoders, every route depends on the whole document.
     """
     ids_BT = call.input_ids
     assert ids_BT is not None
@@ -178,10 +165,11 @@ def route_spans(
     start = columns - index
     mask = call.token_mask if call.attention_mask is None else call.attention_mask[:, -ids_BT.shape[1] :]
     real = torch.ones_like(ids_BT, dtype=torch.bool) if mask is None else mask.bool().to(ids_BT.device)
-    if whole_document:
-        end = _last_columns(start, real, columns)
+    if call.training or not causal:
+        in_document = (start[:, :, None] == start[:, None, :]) & real[:, None, :]
+        end = torch.where(in_document, columns[:, None, :], start[:, :, None]).amax(-1)  # its last column
         return RouteSpans(ids_BS, start, end, torch.ones_like(start), config.window)
-    n = _prompt_lengths(call, config, state, start, real, is_prompt)
+    n = _prompt_lengths(call, config, state, start, real)
     generated = index + 1 - n
     b = torch.where(generated <= 0, n - 1, index - generated % config.every)
     if config.reads == "prompt":
@@ -190,7 +178,7 @@ def route_spans(
 
 
 def _prompt_lengths(
-    call: Call, config: TokenRoutingConfig, state: RoutingState | None, start: Tensor, real: Tensor, is_prompt: bool
+    call: Call, config: TokenRoutingConfig, state: RoutingState | None, start: Tensor, real: Tensor
 ) -> Tensor:
     """(B, T) n: the number of prompt tokens of each token's document, at least one."""
     length = start.shape[1]
@@ -200,15 +188,9 @@ def _prompt_lengths(
         prompt, first = call.prompt.to(start.device) & real, start.clamp(max=length - 1)
         counts = torch.zeros_like(start).scatter_add(1, first, prompt.long())
         return counts.gather(1, first).clamp(min=1)
-    if is_prompt and config.prompt == "whole":
+    if call.cache is not None and config.prompt == "whole":  # the first pass of a generation
         return real.sum(1, keepdim=True).clamp(min=1).expand(-1, length)
     return torch.ones_like(start)
-
-
-def _last_columns(start: Tensor, real: Tensor, columns: Tensor) -> Tensor:
-    """(B, T) the last column of each token's document that is not padding."""
-    same_document = start[:, :, None] == start[:, None, :]
-    return torch.where(same_document & real[:, None, :], columns[:, None, :], start[:, :, None]).amax(-1)
 
 
 class Recompute:
@@ -227,9 +209,9 @@ class Recompute:
         """The weights (B, 1, E + 1) of the pass that starts now, if it is a nested one."""
         return getattr(self._forced, "weights", None)
 
-    def taps(self) -> list[Tap]:
-        """The tap that inserts the states of nested passes."""
-        return [Tap(Site("norm"), "after", "replace", self._insert)]
+    def tap(self) -> Tap:
+        """It inserts the states of nested passes."""
+        return Tap(Site("norm"), "after", "replace", self._insert)
 
     def __call__(self, call: Call, spans: RouteSpans, weights_BTE: Tensor, state: RoutingState | None) -> Tensor:
         """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights."""
@@ -237,13 +219,15 @@ class Recompute:
         route_BT = nn.functional.pad(spans.updates.long().cumsum(1), (1, 0)).gather(1, spans.columns)
         newest_B1E = weights_BTE[:, -1:]
         self._recompute_cache(call, spans, newest_B1E, state)
+        positions = None if spans.past else call.position_ids
         older = []
         for route in range(int(route_BT.max())):
             mask = route_BT == route
             if mask.any():
                 column = torch.where(mask.any(1), mask.long().argmax(1), weights_BTE.shape[1] - 1)
                 weights = weights_BTE.gather(1, column[:, None, None].expand(-1, 1, weights_BTE.shape[-1]))
-                older.append((mask & (route_BT < route_BT[:, -1:]), self._states(call, spans, weights)))
+                output = self._run(spans.ids, call.attention_mask, weights, position_ids=positions, use_cache=False)
+                older.append((mask & (route_BT < route_BT[:, -1:]), output.last_hidden_state[:, spans.past :]))
         call.scratch[self] = older
         return newest_B1E
 
@@ -253,7 +237,7 @@ class Recompute:
         past = spans.past
         fresh = DynamicCache(config=self._model[0].config)
         mask = None if call.attention_mask is None else call.attention_mask[:, :past]
-        self._run(spans.ids[:, :past], mask, newest_B1E, fresh)
+        self._run(spans.ids[:, :past], mask, newest_B1E, past_key_values=fresh, use_cache=True)
         for index, new in enumerate(fresh.layers[: self._layers]):
             old = call.cache.layers[index]
             if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
@@ -261,31 +245,12 @@ class Recompute:
             else:  # such as a recurrent state
                 call.cache.layers[index] = new
 
-    def _states(self, call: Call, spans: RouteSpans, weights_B1E: Tensor) -> Tensor:
-        """(B, T, d) last hidden states of this pass's tokens when the whole text is read with the given weights."""
-        positions = call.position_ids if call.attention_mask is None and not spans.past else None
-        output = self._run(spans.ids, call.attention_mask, weights_B1E, None, positions)
-        return output.last_hidden_state[:, spans.past :]
-
-    def _run(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        weights_B1E: Tensor,
-        cache: Cache | None,
-        positions: Tensor | None = None,
-    ) -> Any:
+    def _run(self, ids: Tensor, mask: Tensor | None, weights_B1E: Tensor, **inputs: Any) -> Any:
         if mask is not None:
-            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
         outer, self._forced.weights = self.forced_weights(), weights_B1E
         try:
-            return self._model[0](
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
+            return self._model[0](input_ids=ids, attention_mask=mask, **inputs)
         finally:
             self._forced.weights = outer
 
