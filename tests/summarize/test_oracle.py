@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.pipelines.summarize import oracle, oracle_extract, oracle_labels
-from graftlm.pipelines.summarize.text import rouge_tokens
+from graftlm.pipelines.summarize.oracle import rouge_tokens
 
 rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
 SCORER = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
@@ -45,14 +45,6 @@ def test_labels_are_those_of_the_naive_loop(document: list[str], summary: list[s
     ]
     assert oracle_labels(document, summary, each) == wanted
     assert oracle_extract(document, summary, each) == sorted({index for labels in wanted for index in labels})
-
-
-def test_many_sentences_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = np.random.default_rng(0)
-    document = [" ".join(chance.choice(WORDS, size=chance.integers(0, 20))) for _ in range(50)]
-    whole = oracle.rouge_scores(document, document[:5])
-    monkeypatch.setattr(oracle, "_MAX_CELLS", 7)
-    np.testing.assert_allclose(oracle.rouge_scores(document, document[:5]), whole, rtol=1e-12)
 
 
 @given(st.text(max_size=60))

@@ -21,9 +21,9 @@ from graftlm.pipelines.summarize.rating import (
     page,
     parse_systems,
     rating_page,
-    reference,
 )
 from graftlm.pipelines.summarize.rating.page import RatingItem, key_path
+from summarize import alpha_reference as reference
 from summarize.rating_pages import items, write_systems
 
 pytest.importorskip("sentencex")

@@ -6,8 +6,7 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,9 +14,7 @@ from graftlm.errors import DataError, MissingExtraError
 
 _DISTRIBUTIONS = {"markdown_it": "markdown-it-py", "rouge_score": "rouge-score"}  # where it differs from the module
 _LINE_BREAK = re.compile(r"[\r\n]")
-_ROUGE_TOKEN = re.compile(r"[a-z0-9]+")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
-_STEM_CACHE = 100_000  # the latest words, however many documents there are
 _SCRIPT_SAMPLE = 20_000  # characters read to detect the script
 _LANGUAGES = {
     "LATIN": "en", "CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "ARABIC": "ar", "HEBREW": "he",
@@ -73,18 +70,6 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
         if stripped:
             start += len(sentence) - len(sentence.lstrip())
             yield start, start + len(stripped)
-
-
-@cache
-def _stemmer() -> Callable[[str], str]:
-    porter: Any = import_extra("nltk.stem.porter", "ROUGE")
-    return lru_cache(_STEM_CACHE)(porter.PorterStemmer().stem)
-
-
-def rouge_tokens(text: str) -> list[str]:
-    """Tokenize as rouge-score does: runs of a–z and 0–9 in lower case; tokens above three characters are stemmed."""
-    stemmed = _stemmer()
-    return [stemmed(token) if len(token) > 3 else token for token in _ROUGE_TOKEN.findall(text.lower())]
 
 
 def split_words(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Slow, literal form of Krippendorff's alpha: pair by pair, from its definition. Only tests import it."""
+"""Slow, literal form of Krippendorff's alpha: pair by pair, from its definition."""
 
 from __future__ import annotations
 
