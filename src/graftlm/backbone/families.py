@@ -29,9 +29,6 @@ class Sublayer:
     entry: str
     exit: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "exit", self.exit or self.entry)
-
 
 @dataclass(frozen=True)
 class Family:
@@ -166,10 +163,7 @@ def register_family(model_type: str, family: Family) -> None:
 class Site:
     """A location in a backbone where taps act.
 
-    Args:
-        kind: what is there.
-        layer: index of the layer, for layers, attentions and FFNs; negative indices count from the end.
-        path: the module's path below the model, for the kind `module`.
+    Layers, attentions and FFNs have the index of a layer, negative ones count from the end; `module` has its path.
     """
 
     kind: SiteKind
@@ -193,10 +187,9 @@ class Sites:
         self.family = _family(model)
         self._model, self._base = model, model.base_model
         self.config = getattr(model.config, self.family.text_config or "", model.config)
-        layers = self._resolve(self._base, self.family.layers)
-        if not isinstance(layers, nn.ModuleList):
+        self.layers: Any = self._resolve(self._base, self.family.layers)
+        if not isinstance(self.layers, nn.ModuleList):
             raise UnknownFamilyError(f"{self.family.layers} of {type(model).__name__} is not a list of layers.")
-        self.layers: nn.ModuleList = layers
 
     @property
     def n_layers(self) -> int:
@@ -239,7 +232,7 @@ class Sites:
                 )
             layer = self.layers[site.layer]
             sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)
-            return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit)
+            return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit or sublayer.entry)
         if site.kind == "head":
             module = self._model.get_output_embeddings()
         elif site.kind == "module":
@@ -276,5 +269,5 @@ def _family(model: PreTrainedModel) -> Family:
             "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
             "print(model.base_model) shows."
         )
-    sublayers: dict[str, Any] = {name: Sublayer(declared[name]) for name in ("attention", "ffn")}
-    return Family(**(declared | sublayers))
+    fields: dict[str, Any] = declared | {name: Sublayer(declared[name]) for name in ("attention", "ffn")}
+    return Family(**fields)

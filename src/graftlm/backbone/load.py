@@ -45,14 +45,9 @@ _RUNTIME_FIELDS = {
 
 @dataclass
 class Backbone:
-    """A frozen pretrained model and its tokenizer; never modified, never saved.
+    """A frozen pretrained model and its tokenizer, if any; never modified, never saved.
 
-    Attributes:
-        model: the live transformers model.
-        tokenizer: its tokenizer, or None.
-        name: the hub name or path that it was loaded from.
-        sites: locations of its layers and their modules.
-        kind: its head, so that it can be loaded in the same form again.
+    `name` is the hub name or path, and `kind` the head, by which it can be loaded again; `sites` locate its modules.
     """
 
     model: PreTrainedModel
@@ -246,12 +241,8 @@ def _unwrap(model: Any) -> PreTrainedModel:
 class Fingerprint:
     """Identifies a backbone by a hash of its config and by sampled weights.
 
-    Samples are kept in bfloat16, so one checkpoint has the same fingerprint in float32, bfloat16 and float16. Weights
-    that a quantiser packed are NaN and don't count.
-
-    Args:
-        architecture: SHA-256 of the config.
-        samples: base64 of the sampled weights as bfloat16.
+    `samples` are base64 of bfloat16, so one checkpoint has the same fingerprint in float32, bfloat16 and float16.
+    Weights that a quantiser packed are NaN and don't count.
     """
 
     architecture: str

@@ -51,10 +51,8 @@ class RowScopeError(Exception):
 class RowScopedHooks(TapHooks):
     """Registers the taps of several owners. A pass is announced with `row_scopes`; without them it is bare.
 
-    Args:
-        model: the live model.
-        taps: each owner's taps; two owners may replace at one site, as their rows differ.
-        prepare: called with the owner and the `Call` of its rows before each forward pass.
+    Two owners may replace at one site, as their rows differ. Before each forward pass, `prepare` is called with each
+    owner and the `Call` of its rows.
 
     Raises:
         TapError: a tap names a site that the model does not have.
@@ -77,10 +75,9 @@ class RowScopedHooks(TapHooks):
         return [pair for pairs in call.scratch.get(self, {}).values() for pair in pairs]
 
     def _prepare_scopes(self, call: Call) -> None:
-        by_owner: dict[Hashable, list[tuple[RowScope, Call]]] = {}
+        by_owner = call.scratch[self] = {scope.owner: [] for scope in call.row_scopes}
         for scope in call.row_scopes:
-            by_owner.setdefault(scope.owner, []).append((scope, _scoped_call(scope, call)))
-        call.scratch[self] = by_owner
+            by_owner[scope.owner].append((scope, _scoped_call(scope, call)))
         for scope, scoped in self.calls(call):
             with self._acting(scope):
                 self._prepare_owner(scope.owner, scoped)

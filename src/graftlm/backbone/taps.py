@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,12 +66,11 @@ class Call:
 
         A graft casts its inputs to it once, where autocast would cast them in each Linear.
         """
-        key = (graft, "dtype")
-        if key not in self.scratch:
+        if (graft, "dtype") not in self.scratch:
             weight = next(graft.parameters())
             autocast = torch.is_autocast_enabled(weight.device.type)
-            self.scratch[key] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        return self.scratch[key]
+            self.scratch[graft, "dtype"] = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        return self.scratch[graft, "dtype"]
 
     def document_numbers(self) -> Tensor | None:
         """(B, T) the number of each token's document in its row; None for one document per row.
@@ -138,12 +137,9 @@ class _CallStack(threading.local):
 
 
 class TapHooks:
-    """Registers taps as forward hooks on one live model; without owners it registers none.
+    """Registers each owner's taps, in their order, as forward hooks on one live model.
 
-    Args:
-        model: the live model.
-        taps: each owner's taps, in the order in which they act.
-        prepare: called with the `Call` before each forward pass.
+    Before each forward pass, `prepare` is called with its `Call`.
 
     Raises:
         TapError: a tap names a site that the model does not have.
@@ -188,9 +184,7 @@ class TapHooks:
     @contextmanager
     def announce(self, **values: Any) -> Iterator[list[Call]]:
         """Set fields of the `Call`s of this thread's next forward passes; yields the list of those calls."""
-        calls: list[Call] = []
-        outer = self._stack.announced
-        self._stack.announced = (values, calls)
+        outer, self._stack.announced = self._stack.announced, (values, calls := [])
         try:
             yield calls
         finally:
@@ -203,14 +197,11 @@ class TapHooks:
     @contextmanager
     def _resume(self, call: Call) -> Iterator[None]:
         # A recomputed block must not add to the scratch values a second time.
-        scratch = dict(call.scratch)
-        self._stack.calls.append(call)
+        self._stack.calls.append(replace(call, scratch=dict(call.scratch)))
         try:
             yield
         finally:
             self._stack.calls.pop()
-            call.scratch.clear()
-            call.scratch.update(scratch)
 
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values, calls = self._stack.announced or ({}, [])
@@ -282,8 +273,7 @@ class TapHooks:
 
     def _current(self) -> Call:
         # Taps also act on a module that is called on its own, outside the model's forward pass.
-        calls = self._stack.calls
-        return calls[-1] if calls else Call()
+        return self._stack.calls[-1] if self._stack.calls else Call()
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -315,12 +305,9 @@ def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
 def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
     """The additive mask (B, 1 or H, T, S) that keeps hidden keys hidden and adds `bias` to the other scores.
 
-    Args:
-        mask: as transformers passes it: None hides only later tokens, a boolean mask is True at visible keys, and a
-            floating-point mask is additive.
-        bias: (B or 1, H or 1, T, S); the last T of its S keys are the queries' own. A wider mask has further keys
-            before these, which get no bias.
-        causal: a missing mask hides later tokens.
+    As transformers passes it, a boolean mask is True at visible keys, a floating-point one is additive, and in causal
+    models None hides only later tokens. The last T of the bias's S keys are the queries' own. A wider mask has further
+    keys before these, which get no bias.
     """
     if mask is None and causal:
         queries, keys = bias.shape[-2:]

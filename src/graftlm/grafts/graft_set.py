@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, JoinError, RowScopedHooks, RowScopeError, join, use_growing_layers
+from graftlm.backbone import Backbone, Call
+from graftlm.backbone.cache import JoinError, join, use_growing_layers
+from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, ReplacesModel, Trace

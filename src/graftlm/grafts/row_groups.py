@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import Call, JoinError, RowScope, clone_cache, join
+from graftlm.backbone import Call
+from graftlm.backbone.cache import JoinError, clone_cache, join
+from graftlm.backbone.row_hooks import RowScope
 from graftlm.errors import GraftError
 
 
