@@ -97,6 +97,11 @@ class _RejectedError(Exception):
     """A candidate gets no example; the message is the reason."""
 
 
+def _reject_if(condition: object, reason: str) -> None:
+    if condition:
+        raise _RejectedError(reason)
+
+
 def build_ambiguity_set(
     documents: Sequence[ParallelDocument],
     language: str,
@@ -115,7 +120,7 @@ def build_ambiguity_set(
     Raises:
         DataError: there is no checker for one of the kinds.
     """
-    kinds = tuple(kinds) if kinds is not None else buildable(language)
+    kinds = buildable(language) if kinds is None else tuple(kinds)
     examples: list[AmbiguousExample] = []
     rejected: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for document in documents:
@@ -179,8 +184,7 @@ class _Labeller:
             return self._polysemy_example(candidate)
         _CHECKS[kind](self, candidate)
         context = self._context(index, after=kind == "name")
-        if len(context) < _MIN_CONTEXT:
-            raise _RejectedError("too little context")
+        _reject_if(len(context) < _MIN_CONTEXT, "too little context")
         return AmbiguousExample(
             id=f"{pair.id}:{kind}",
             kind=kind,
@@ -197,8 +201,7 @@ class _Labeller:
         senses = polysemous_words().get(word) or candidate.ambiguity.senses
         matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
         translations = [translation for translation in matches if translation]
-        if len(translations) != 1:
-            raise _RejectedError("no listed translation, or of several meanings")
+        _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
         return AmbiguousExample(
             id=f"{pair.id}:polysemy:{word}",
             kind="polysemy",
@@ -213,12 +216,10 @@ class _Labeller:
     def _context(self, index: int, *, after: bool) -> tuple[str, ...]:
         """Three sentences, and up to five while they have at most 20 words, in text order."""
         sources = [pair.source for pair in self._document.pairs]
-        nearest_first = sources[index + 1 :] if after else sources[:index][::-1]
-        context: list[str] = []
-        for sentence in nearest_first[:_MAX_CONTEXT]:
-            if len(context) >= _MIN_CONTEXT and len(" ".join(context).split()) > _CONTEXT_WORDS:
-                break
-            context.append(sentence)
+        nearest_first = (sources[index + 1 :] if after else sources[:index][::-1])[:_MAX_CONTEXT]
+        context = nearest_first[:_MIN_CONTEXT]
+        while len(context) < len(nearest_first) and len(" ".join(context).split()) <= _CONTEXT_WORDS:
+            context.append(nearest_first[len(context)])
         return tuple(context if after else context[::-1])
 
     def _label(self, candidate: _Candidate, context: Sequence[str]) -> str:
@@ -231,39 +232,35 @@ class _Labeller:
         if kind in ("name", "profession") and (gender := english_gender(pair.source)):
             return gender
         if kind == "name":
-            if gender := english_gender(" ".join(context)):
-                return gender
-            raise _RejectedError("no pronoun decides, or both genders")
+            gender = english_gender(" ".join(context))
+            _reject_if(gender is None, "no pronoun decides, or both genders")
+            return str(gender)
         rules = checker(CHECKERS[kind], self._language)
         result = rules.check(pair.target, pair.source)
-        if result.mixed or result.label is None:
-            raise _RejectedError("no marker decides, or both labels")
+        _reject_if(result.mixed or result.label is None, "no marker decides, or both labels")
         if kind == "formality":
             self._check_address(result, rules.table)
         elif kind == "it":
             _check_referent(candidate, result, rules.table)
-        return result.label
+        return str(result.label)
 
     def _check_formality(self, candidate: _Candidate) -> None:
         source = candidate.pair.source
-        if len(source.split()) >= _MAX_WORDS:
-            raise _RejectedError("20 words or more")
-        if word_pattern("archaic_you").search(source):
-            raise _RejectedError("thou and ye, which show the form")
-        if word_pattern("generic_you").search(source) and not word_pattern("dialogue").search(source):
-            raise _RejectedError("you that may be people in general")
-        third_person = checker("formality", self._language).table.address.third_person
-        if third_person and word_pattern("other_persons").search(source):
-            raise _RejectedError("pronouns of others, which the polite form may stand for")
+        _reject_if(len(source.split()) >= _MAX_WORDS, "20 words or more")
+        _reject_if(word_pattern("archaic_you").search(source), "thou and ye, which show the form")
+        is_generic = word_pattern("generic_you").search(source) and not word_pattern("dialogue").search(source)
+        _reject_if(is_generic, "you that may be people in general")
+        if checker("formality", self._language).table.address.third_person:
+            others = word_pattern("other_persons").search(source)
+            _reject_if(others, "pronouns of others, which the polite form may stand for")
 
     def _check_address(self, result: CheckResult, table: CheckerTable) -> None:
         """Rejects weak markers, and forms shared by one person and several if several may be addressed."""
         markers = [marker for marker in result.markers if marker.weight >= 1]
-        if not markers:
-            raise _RejectedError("no marker that decides alone")
+        _reject_if(not markers, "no marker that decides alone")
         shared = all(re.fullmatch(table.address.shared, marker.text, re.IGNORECASE) for marker in markers)
-        if result.label == table.address.label and shared and self._may_address_several:
-            raise _RejectedError("a form that several persons share")
+        if result.label == table.address.label and shared:
+            _reject_if(self._may_address_several, "a form that several persons share")
 
     @cached_property
     def _may_address_several(self) -> bool:
@@ -283,14 +280,10 @@ class _Labeller:
 
     def _check_it(self, candidate: _Candidate) -> None:
         source = candidate.pair.source
-        if len(re.findall(r"\bit\b", source, re.IGNORECASE)) > 1:
-            raise _RejectedError("it more than once")
-        if GENDERED.search(source):
-            raise _RejectedError("pronouns of persons, which may be those of the translation")
-        if candidate.parsed and candidate.role is None:
-            raise _RejectedError("it that is neither subject nor object")
-        if candidate.parsed and _has_referent(candidate):
-            raise _RejectedError("a referent in the sentence itself")
+        _reject_if(len(re.findall(r"\bit\b", source, re.IGNORECASE)) > 1, "it more than once")
+        _reject_if(GENDERED.search(source), "pronouns of persons, which may be those of the translation")
+        _reject_if(candidate.parsed and candidate.role is None, "it that is neither subject nor object")
+        _reject_if(candidate.parsed and _has_referent(candidate), "a referent in the sentence itself")
 
     def _check_name(self, candidate: _Candidate) -> None:
         start = candidate.ambiguity.start
@@ -300,14 +293,13 @@ class _Labeller:
             return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
 
         others = [token for token in candidate.tokens if token.pos == "PROPN" and not is_surname(token)]
-        if candidate.parsed and others and candidate.role != "subject":
-            raise _RejectedError("other names, whose pronouns may be those")
+        if candidate.parsed and candidate.role != "subject":
+            _reject_if(others, "other names, whose pronouns may be those")
         self._check_person(candidate)
 
     def _check_person(self, candidate: _Candidate) -> None:
         source = candidate.pair.source
-        if GENDERED.search(source) and english_gender(source) is None:
-            raise _RejectedError("persons of both genders")
+        _reject_if(GENDERED.search(source) and english_gender(source) is None, "persons of both genders")
 
 
 _CHECKS: dict[AmbiguityKind, Callable[[_Labeller, _Candidate], None]] = {
@@ -332,24 +324,20 @@ def _has_referent(candidate: _Candidate) -> bool:
 def _check_referent(candidate: _Candidate, result: CheckResult, table: CheckerTable) -> None:
     """Rejects pronouns in another role than "it" has, and those that may refer to a clause or to nothing."""
     roles = (candidate.role, None) if candidate.parsed else ("subject", "object", None)
-    if any(marker.role not in roles for marker in result.markers):
-        raise _RejectedError("a pronoun in another role")
-    if result.label == "neuter":
-        raise _RejectedError("neuter, which stands for clauses and for nothing as well")
+    _reject_if(any(marker.role not in roles for marker in result.markers), "a pronoun in another role")
+    _reject_if(result.label == "neuter", "neuter, which stands for clauses and for nothing as well")
     if result.label != table.clauses:
         return
     tokens, head = candidate.tokens, candidate.token.head
     verbs = {tokens[head].lemma} if candidate.parsed else set(re.findall(r"\w+", candidate.pair.source.lower()))
-    if verbs & word_list("clausal_verbs"):
-        raise _RejectedError("a verb of saying or doing: it may stand for a clause")
-    if not candidate.parsed:
-        return
-    predicates = {head, *(i for i, word in enumerate(tokens) if word.head == head and word.dep == "acomp")}
-    after = tokens[tokens.index(candidate.token) :]
-    if any(word.head in predicates and word.dep in _CLAUSES for word in after):
-        raise _RejectedError("a clause or a particle depends on its verb: it may stand for nothing")
-    if tokens[head].lemma == "be" and len(predicates) == 1:
-        raise _RejectedError("a noun or a place after be: it may stand for nothing")
+    _reject_if(verbs & word_list("clausal_verbs"), "a verb of saying or doing: it may stand for a clause")
+    if candidate.parsed:
+        predicates = {head, *(i for i, word in enumerate(tokens) if word.head == head and word.dep == "acomp")}
+        after = tokens[tokens.index(candidate.token) :]
+        dependent = any(word.head in predicates and word.dep in _CLAUSES for word in after)
+        _reject_if(dependent, "a clause or a particle depends on its verb: it may stand for nothing")
+        alone = tokens[head].lemma == "be" and len(predicates) == 1
+        _reject_if(alone, "a noun or a place after be: it may stand for nothing")
 
 
 def _translation_in(translations: frozenset[str], target: str) -> str | None:

@@ -1,22 +1,31 @@
-"""Metrics of Tables 4.2 and 4.3: BLEU and chrF by sacrebleu, labels by the checkers, words of polysemy, mistakes."""
+"""Metrics of Tables 4.2 and 4.3: BLEU and chrF by sacrebleu, labels by the checkers, words of polysemy, mistakes.
+
+Metrics of the user, such as COMET and BLEURT, are commands: their packages conflict with this project's.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest
 from scipy.stats import binomtest
 
 from experiments.clarify.builder import CHECKERS
+from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Metric
 from graftlm.pipelines.clarify.ambiguity import detect
 from graftlm.pipelines.clarify.checkers import checker, languages
 from graftlm.pipelines.clarify.datasets import AmbiguousExample
+from graftlm.pipelines.summarize.metrics import bootstrap
 
 RESAMPLES = 300
 _GENDERS = {
@@ -28,7 +37,11 @@ _FORMS = {
     "formal": r"\b(?:formal|polite|politely|stranger)\b",
 }
 _ANSWER_WORDS = {"formality": _FORMS, "name": _GENDERS, "profession": _GENDERS}
+_SCORER_NAME = re.compile(r"[a-z][a-z_]*")
+_BUILT_IN = {"bleu", "chrf", "accuracy", "coverage", "share", "hit", "calls", "questions", "examples"}
 _QUESTION_WORDS = {"formality": r"\byou|\bformal|\bpolite|address", "it": r"\bit\b|\bthis\b|\bthat\b"}
+
+Translation = tuple[str, str, str]  # a text, a model's translation, the reference
 
 
 def text_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample], language: str) -> dict[str, Metric]:
@@ -168,3 +181,72 @@ def share(count: int, total: int) -> Interval:
         return Interval(mean=0.0, low=0.0, high=100.0)
     mean, ends = 100 * count / total, binomtest(count, total).proportion_ci(method="wilson")
     return Interval(mean=mean, low=min(mean, 100 * ends.low), high=max(mean, 100 * ends.high))
+
+
+class Scorer:
+    """A command that gives each translation a number, larger for better ones.
+
+    It reads translations from its standard input, one JSON object per line with `src`, `mt` and `ref`, and writes a
+    number for each, in order, one per line.
+
+    Args:
+        argument: `NAME=COMMAND`; no shell reads the command.
+
+    Raises:
+        RecipeError: the argument has another form, or the name is taken.
+    """
+
+    def __init__(self, argument: str) -> None:
+        self.name, sign, command = argument.partition("=")
+        if not sign or not command.strip() or not _SCORER_NAME.fullmatch(self.name):
+            raise RecipeError(f"A scorer is written NAME=COMMAND, such as comet='python comet.py', not {argument!r}.")
+        if self.name in _BUILT_IN:
+            raise RecipeError(f"The name {self.name} is taken by a metric that is always there: give it another one.")
+        self._command = shlex.split(command)
+
+    def __call__(self, translations: Sequence[Translation]) -> list[float]:
+        """A number for each translation.
+
+        Raises:
+            EvaluationError: the command can't be run, fails, or writes something else.
+        """
+        rows = (dict(zip(("src", "mt", "ref"), translation, strict=True)) for translation in translations)
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        try:
+            process = subprocess.run(self._command, input=lines, capture_output=True, encoding="utf-8", check=False)
+        except OSError as error:
+            raise EvaluationError(
+                f"The scorer {self.name} can't be run ({error.strerror}: {self._command[0]}): check its command."
+            ) from None
+        if process.returncode:
+            last = (process.stderr.strip().splitlines() or ["no message"])[-1][:100]
+            raise EvaluationError(f"The scorer {self.name} ended with {process.returncode} ({last}): try it by itself.")
+        try:
+            numbers = [float(line) for line in process.stdout.split()]
+        except ValueError:
+            output = process.stdout.strip()[:40]
+            raise EvaluationError(
+                f"The scorer {self.name} wrote {output!r}, where a number a line is expected."
+            ) from None
+        if len(numbers) != len(translations) or not np.isfinite(numbers).all():
+            counts = f"{len(numbers)} numbers for {len(translations)} translations"
+            raise EvaluationError(f"The scorer {self.name} wrote {counts}, not a finite one each.")
+        return numbers
+
+
+def score_rows(
+    scorer: Scorer, kind: str, examples: Sequence[AmbiguousExample], outputs: Sequence[str]
+) -> dict[str, Metric]:
+    """A scorer's mean with a 95% bootstrap interval over translations (seed 0).
+
+    For polysemy: the best number of the first 3 and 10 words or phrases of each output, on average, as in BLEURT@n. An
+    output without a word counts as the scorer rates the empty text.
+    """
+    if kind == "polysemy":
+        lists = [split_list(output)[:10] or [""] for output in outputs]
+        words = [(ex.source, word, ex.reference) for ex, row in zip(examples, lists, strict=True) for word in row]
+        numbers = iter(scorer(words))
+        scores = [[next(numbers) for _ in row] for row in lists]
+        return {f"{scorer.name}{n}": float(np.mean([max(row[:n]) for row in scores])) for n in (3, 10)}
+    translations = [(ex.source, output, ex.reference) for ex, output in zip(examples, outputs, strict=True)]
+    return {scorer.name: bootstrap(scorer(translations))}

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.clarify import metrics, needed, paper
+from experiments.clarify import metrics, needed
 from experiments.clarify.conversations import ConversationRun, Method
 from experiments.clarify.data import TABLES, Key, fingerprint, read_sets, sample
-from experiments.clarify.scorers import Scorer, score_rows
+from experiments.clarify.metrics import Scorer, score_rows
 from experiments.clarify.scripted import NAME as SCRIPTED
-from experiments.study import bars
+from experiments.study import bars, published
 from graftlm.errors import RecipeError
-from graftlm.evaluation import Metric, Results, Row
+from graftlm.evaluation import Metric, PaperRow, Results, Row
 from graftlm.evaluation.report import write_report
 from graftlm.pipelines.clarify import load_template
 from graftlm.pipelines.clarify.datasets import AmbiguousExample
@@ -72,8 +72,8 @@ def run(options: Options) -> Results:
     if "needed" in tables:
         rows += needed.rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
     details |= {"wall_s": round(time.perf_counter() - started, 1), "limit": limit}
-    published = [] if scripted else paper.rows(rows)
-    results = Results.here(NAME, rows, seeds=(0,), paper=published, details=details)
+    paper = [] if scripted else paper_rows(rows)
+    results = Results.here(NAME, rows, seeds=(0,), paper=paper, details=details)
     write_report(results, options.out, plots=_plots(rows))
     return results
 
@@ -113,9 +113,11 @@ def _conditions(
     hashes = {key: fingerprint(examples) for key, examples in sets.items()}
     common: dict[str, Any] = {"url": options.endpoint, "data": str(options.data.resolve()), "limit": limit}
 
-    def condition(
-        name: str, label: str, kinds: Sequence[str], *, template: str = "translate", **values: Any
-    ) -> Condition:
+    conditions: list[Condition] = []
+
+    def add(
+        name: str, label: str, kinds: Sequence[str] = TABLES["4.2"], *, template: str = "translate", **values: Any
+    ) -> None:
         runs = [
             ConversationRun(
                 id=f"{name}-{kind}-{language}",
@@ -124,26 +126,25 @@ def _conditions(
                 kind=kind,
                 language=language,
                 examples_sha256=hashes[kind, language],
-                **{**common, "method": "intercpt", **values},  # type: ignore[arg-type]  # checked when it is built
+                **{**common, "method": "intercpt", **values},
             )
             for kind, language in sets
             if kind in kinds
         ]
-        return Condition(name, label, runs)
+        if runs:
+            conditions.append(Condition(name, label, runs))
 
-    conditions: list[Condition] = []
     kinds = [kind for table in tables for kind in TABLES.get(table, ())]
     for model in models:
         for method, words in METHODS.items():
-            name = f"{slug(model)}-{method}"
-            conditions.append(condition(name, f"{model}: {words}", kinds, model=model, method=method))
+            add(f"{slug(model)}-{method}", f"{model}: {words}", kinds, model=model, method=method)
         if "4.4" in tables:
             name, label = f"{slug(model)}-intercpt_specialist", f"{model}: asks first, specialist"
-            conditions.append(condition(name, label, TABLES["4.2"], model=model, template="translate-{kind}"))
+            add(name, label, model=model, template="translate-{kind}")
     for user in models[1:] if "4.5" in tables else ():
         name, label = f"{slug(models[0])}-intercpt_user_{slug(user)}", f"{models[0]}: asks first, {user} answers"
-        conditions.append(condition(name, label, TABLES["4.2"], model=models[0], user=user))
-    return [condition for condition in conditions if condition.runs]
+        add(name, label, model=models[0], user=user)
+    return conditions
 
 
 def slug(model: str) -> str:
@@ -179,6 +180,16 @@ def _significance(conditions: Sequence[Condition], measured: Measured, sets: Set
         for (model, kind, language), outputs in systems.items()
         if kind != "polysemy"
     }
+
+
+def paper_rows(rows: Sequence[Row]) -> list[PaperRow]:
+    """PaLM's figures for every row whose id ends in a method of the paper, limited to the row's metrics."""
+    return [
+        PaperRow(id=row.id, metrics=shown, where=figures.where)
+        for row in rows
+        for figures in published(__file__, (row.id.rpartition("-")[2],))
+        if (shown := {name: value for name, value in figures.metrics.items() if name in row.metrics})
+    ]
 
 
 def _plots(rows: Sequence[Row]) -> dict[str, Figure]:

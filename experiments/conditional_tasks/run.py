@@ -7,24 +7,37 @@ on 2, 4 and 8 tasks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.conditional_tasks import tables
 from experiments.conditional_tasks.adapters_run import MISSING
 from experiments.conditional_tasks.corpora import FILES, TASKS
-from experiments.conditional_tasks.study import ADAPTERS, BY_UNCERTAINTY, LABELS, ConditionalTasksStudy
-from experiments.study import bars, check_files, published
-from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of
+from experiments.conditional_tasks.runs import ConditionalTasksRun
+from experiments.conditional_tasks.study import (
+    ADAPTERS,
+    ALL_MODULES,
+    BY_UNCERTAINTY,
+    FINE_TUNING,
+    LABELS,
+    ConditionalTasksStudy,
+)
+from experiments.study import bars, check_files, metric, published
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.plots import MARKERS, PALETTE
 from graftlm.evaluation.report import write_report
 
 NAME = "conditional-tasks"
 TABLES = ("1", "few", "count")
 MAX_PARAMETERS, MAX_DATA_SHARE = 1.12, 0.7
+FEW_LABELS = {
+    "few_added": "added to a trained graft: its embedding and its head train",
+    "few_finetune": "fine-tuning of the encoder",
+}
+COUNT_LABELS = {"multi_task": "multi-task fine-tuning", "ca_mtl": "all modules, MT-Uncertainty"}
 
 
 def run(options: Options) -> Results:
@@ -45,27 +58,25 @@ def run(options: Options) -> Results:
         pairs = [(row, seed) for seed in study.seeds for row in study.rows if seed in study.row_seeds(row)]
         study.execute([run for row, seed in pairs for run in study.row_runs(row, seed)], "rows")
     if "1" in chosen:
-        rows = [_row(study, row) for row in study.rows]
+        by_seed = {row: [_metrics(study, row, seed) for seed in study.row_seeds(row)] for row in study.rows}
+        rows = [Row(id=row, label=LABELS[row], metrics=combine_metrics(values)) for row, values in by_seed.items()]
         results_aims = aims(rows, first=study.average(study.row_runs("ca_mtl", study.seeds[0])))
         plots["scores"] = bars(rows, {"average": "average", "task_sigma": "standard deviation over tasks"}, "score")
     if "few" in chosen:
-        few = tables.few_rows(study)
-        rows, plots["few"] = rows + few, tables.draw_few(few)
+        few = few_rows(study)
+        rows += few
+        shares = {f"score_{share}": share for share in study.size.shares}
+        plots["few"] = bars(few, shares, "score by share of the task's rows")
     if "count" in chosen:
-        counts, similarities = tables.count_rows(study), tables.similarity_rows(study)
+        counts, similarities = count_rows(study), similarity_rows(study)
         rows += [*counts, *similarities]
         plots["count"] = bars(counts, {"average_first": "average over the first tasks"}, "score")
-        plots["similarity"] = tables.draw_similarity(similarities)
+        plots["similarity"] = draw_similarity(similarities)
     details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))
     paper = published(__file__, {row.id for row in rows})
     results = Results.here(NAME, rows, seeds=study.seeds, aims=results_aims, paper=paper, details=details)
     write_report(results, options.out, plots=plots)
     return results
-
-
-def _row(study: ConditionalTasksStudy, row: str) -> Row:
-    by_seed = [_metrics(study, row, seed) for seed in study.row_seeds(row)]
-    return Row(id=row, label=LABELS[row], metrics=tables.combine_metrics(by_seed))
 
 
 def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Metric]:
@@ -74,9 +85,8 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
     scores = study.scores(runs)
     metrics: dict[str, Metric] = {**scores, "average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
     metrics["data_share"] = mean(_by_task(study, row, seed, "data_share_by_task").values())
-    measured = [study.measured[run.id].row.metrics for run in runs]
     for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds"):
-        metrics[name] = sum(value_of(values[name]) for values in measured)
+        metrics[name] = sum(metric(study.measured[run.id], name) for run in runs)
     return metrics
 
 
@@ -84,6 +94,99 @@ def _by_task(study: ConditionalTasksStudy, row: str, seed: int, detail: str) -> 
     """A detail of all runs of a row, by task."""
     runs = study.row_runs(row, seed)
     return {task: value for run in runs for task, value in study.measured[run.id].details[detail].items()}
+
+
+def few_rows(study: ConditionalTasksStudy) -> list[Row]:
+    """A held-out task from a growing share of its rows, first seed: added to a graft of the others, or alone.
+
+    Both take as many steps. Validation rows of the largest share choose the learning rate of an addition.
+    """
+    size, seed, shares = study.size, study.seeds[0], study.size.shares
+    tasks = [task for task in TASKS if task != size.held_out]
+    base = study.run("few_base", tasks, ALL_MODULES, study.rates["+alignment_cln"], seed, keep_graft=True)
+    added = {"depends_on": (base.id,), "old_tasks": base.tasks}
+    extended = {"extends": str(study.runs / base.id / "graft")}
+
+    def add(share: str, rate: float) -> ConditionalTasksRun:
+        return study.run(f"few_added_{share}", [size.held_out], extended, rate, seed, share=share, **added)
+
+    largest = list(shares)[-1]
+    tries = {rate: add(largest, rate) for rate in size.added_rates}
+    study.execute([base, *tries.values()], "rates of an addition")
+    rate = max(tries, key=lambda rate: study.average([tries[rate]], "validation"))
+    alone = study.rates["single_task"]
+    runs = {
+        "few_added": {share: add(share, rate) for share in shares},
+        "few_finetune": {
+            share: study.run(f"few_finetune_{share}", [size.held_out], FINE_TUNING, alone, seed, share=share)
+            for share in shares
+        },
+    }
+    study.execute([base, *(run for by_share in runs.values() for run in by_share.values())], "few rows")
+    metrics: dict[str, dict[str, Metric]] = {
+        name: {f"score_{share}": study.average([run]) for share, run in by_share.items()}
+        for name, by_share in runs.items()
+    }
+    changed = sum(metric(study.measured[run.id], "old_changed") for run in runs["few_added"].values())
+    metrics["few_added"] |= {"old_changed": changed, "learning_rate": rate}
+    return [Row(id=name, label=label, metrics=metrics[name]) for name, label in FEW_LABELS.items()]
+
+
+def count_rows(study: ConditionalTasksStudy) -> list[Row]:
+    """The first tasks of the list, a growing number, first seed: the average over all, and over the smallest set."""
+    rows, tasks = [], list(TASKS)
+    for row, label in COUNT_LABELS.items():
+        for count in study.size.counts:
+            runs = study.row_runs(row, study.seeds[0], tasks=tasks[:count])
+            study.execute(runs, f"{count} tasks")
+            scores = study.scores(runs)
+            first = mean(scores[task] for task in tasks[: study.size.counts[0]])
+            metrics: dict[str, Metric] = {"average": mean(scores.values()), "average_first": first}
+            rows.append(Row(id=f"{row}_{count}", label=f"{label}, {count} tasks", metrics=metrics))
+    return rows
+
+
+def similarity_rows(study: ConditionalTasksStudy) -> list[Row]:
+    """Covariance similarity of each task's inputs to the other tasks', and its gain over single-task fine-tuning."""
+    rows = []
+    for row, label in COUNT_LABELS.items():
+        by_seed: list[dict[str, Metric]] = []
+        for seed in study.seeds:
+            (run,) = study.row_runs(row, seed)
+            alone, scores = study.scores(study.row_runs("single_task", seed)), study.scores([run])
+            similarity = study.measured[run.id].details["similarity"]
+            metrics = {f"similarity_{task}": similarity[task] for task in TASKS}
+            metrics |= {f"gain_{task}": scores[task] - alone[task] for task in TASKS}
+            by_seed.append(metrics | {"similarity": mean(similarity.values())})
+        rows.append(Row(id=f"{row}_similarity", label=f"{label}: inputs", metrics=combine_metrics(by_seed)))
+    return rows
+
+
+def combine_metrics(by_seed: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics over seeds: intervals, but plain numbers for one seed and for ratios, which no seed changes."""
+    if len(by_seed) == 1:
+        return dict(by_seed[0])
+    return {
+        name: value if name.endswith("_ratio") else combine_seeds([value_of(metrics[name]) for metrics in by_seed])
+        for name, value in by_seed[0].items()
+    }
+
+
+def draw_similarity(rows: Sequence[Row]) -> Figure:
+    """Each task's gain over single-task fine-tuning by its covariance similarity."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="#8A8A8A", linewidth=0.9)
+    for number, row in enumerate(rows):
+        x, y = ([value_of(row.metrics[f"{name}_{task}"]) for task in TASKS] for name in ("similarity", "gain"))
+        axes.plot(x, y, MARKERS[number], color=PALETTE[number], label=row.label)
+        for task, at_x, at_y in zip(TASKS, x, y, strict=True):
+            axes.annotate(task, (at_x, at_y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.set_xlabel("covariance similarity to the other tasks")
+    axes.set_ylabel("score over single-task fine-tuning's")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
 
 
 def aims(rows: Sequence[Row], first: float) -> list[Aim]:

@@ -13,9 +13,9 @@ import pytest
 
 from clarify.server import request_parts, serving
 from experiments import Options, clarify, reproduce
-from experiments.clarify import metrics, needed, paper, scorers
+from experiments.clarify import metrics, needed
 from experiments.clarify.data import read_sets, sample
-from experiments.clarify.run import STATEMENT, slug
+from experiments.clarify.run import METHODS, STATEMENT, paper_rows, slug
 from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Results, Row, value_of
@@ -137,9 +137,9 @@ def test_scorers_of_the_user_add_metrics(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_best_of_the_first_words() -> None:
-    scorer = scorers.Scorer(own("length", LENGTH))
+    scorer = metrics.Scorer(own("length", LENGTH))
     examples = [AmbiguousExample(word, "polysemy", "fr", word, ("c",), "x") for word in ("bark", "seal")]
-    values = scorers.score_rows(scorer, "polysemy", examples, ["a, bb, c, dddd", ""])
+    values = metrics.score_rows(scorer, "polysemy", examples, ["a, bb, c, dddd", ""])
     assert values == {"length3": (2 + 0) / 2, "length10": (4 + 0) / 2}
 
 
@@ -164,7 +164,7 @@ def test_the_best_of_the_first_words() -> None:
 def test_scorers_that_do_not_score(written: str, error: type[Exception], message: str) -> None:
     two = [("a", "b", "c")] * 2
     with pytest.raises(error, match=message):
-        scorers.Scorer(written)(two)
+        metrics.Scorer(written)(two)
 
 
 def test_specialists_and_users(data: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_invalid_options_are_refused(
 
 def test_published_figures_stand_beside_their_own_metrics() -> None:
     row = Row(id="x-intercpt", label="x", metrics={"formality_fr_bleu": 1.0, "name_ja_accuracy": 2.0, "calls": 1})
-    found = paper.rows([row, Row(id="needed_fr", label="n", metrics={"precision": 1.0})])
+    found = paper_rows([row, Row(id="needed_fr", label="n", metrics={"precision": 1.0})])
     assert [(one.where, one.metrics) for one in found] == [
         ("Table 4.2", {"formality_fr_bleu": 39.1}),
         ("Table 4.3", {"name_ja_accuracy": 71.0}),
@@ -317,7 +317,7 @@ def test_published_figures_stand_beside_their_own_metrics() -> None:
 def test_the_committed_results_are_of_this_form() -> None:
     results = Results.read(Path(clarify.__file__).parent)
     assert [row.id for row in results.rows] == [
-        *(f"scripted-{method}" for method in paper.METHODS),
+        *(f"scripted-{method}" for method in METHODS),
         "needed_de",
         "needed_fr",
         "needed_es",
