@@ -1,14 +1,7 @@
 """The contract of a graft.
 
 A method subclasses `Graft`. What only some methods do is a mix-in beside it, which shared code asks for by
-`isinstance`:
-
-    HasHeads         predicts labels with heads of its own
-    FitsOnText       learns from texts without gradients
-    ReadsModels      reads other frozen models
-    Traceable        tells what it did at each token
-    ReplacesModel    runs another module than the backbone, or changes its modules
-    HasTensors       stores other tensors than its `state_dict`
+`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `HasTensors`.
 """
 
 from __future__ import annotations
@@ -101,23 +94,14 @@ class HasHeads(ABC):
 
     @abstractmethod
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
-        """The loss of the predictions: the sum over rows divided by `call.totals[0]`, or the mean without totals.
-
-        Args:
-            call: the forward pass.
-            hidden: (B, T, d), the last hidden states.
-            targets: one for each row.
-        """
+        """The loss of the predictions: the sum over rows divided by `call.totals[0]`, or the mean without totals."""
 
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose the initial values of tasks that were added to a trained graft.
+        """Choose the initial values of tasks that were added to a trained graft; returns the choices as plain values.
 
         Args:
             model: the `GraftedModel` with this graft.
             rows: some rows of each task, as `GraftedModel.forward` takes them, with `targets`.
-
-        Returns:
-            The choice for each added task, as plain values.
         """
         return {}
 

@@ -118,11 +118,8 @@ class MultiGraftModel:
         if graft_set not in self.wired:
             self.wire([*self.wired, graft_set])
         width = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         shared = use_growing_layers(DynamicCache(config=self._model.config))
         group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
         batch = MixedBatch(shared, mask[:, :0].to(self._device), [group], list(tags))
@@ -148,10 +145,8 @@ class MultiGraftModel:
         inputs: dict[str, Any] = {}
         if not bool(batch.mask.all()):
             positions = self._sites.positions(batch.mask)
-            inputs = {
-                "attention_mask": batch.mask,
-                "position_ids": None if positions is None else positions[:, -ids_BT.shape[1] :],
-            }
+            new_positions = None if positions is None else positions[:, -ids_BT.shape[1] :]
+            inputs = {"attention_mask": batch.mask, "position_ids": new_positions}
         scopes = tuple(group.row_scope() for group in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:

@@ -106,7 +106,7 @@ class Heads(nn.Module):
         """A task's Linear."""
         return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict holds modules
 
-    def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor) -> list[Tensor]:
+    def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor | None) -> list[Tensor]:
         """Each row's prediction, in the order of the rows.
 
         Padding is excluded: its span logits are the lowest of the dtype, and its tagging logits have no meaning.
@@ -114,16 +114,16 @@ class Heads(nn.Module):
         Args:
             hidden_BTD: the backbone's last hidden states.
             token_mask_BT: True for real tokens; None when all are real.
-            task_B: long, each row's task.
+            task_B: long, each row's task; None for the first.
         """
         hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
         predictions: dict[int, Tensor] = {}
-        for name, rows_R in self._by_task(task_B):
+        for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
             out = self._predict(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT.bool(), rows_R))
             predictions |= zip(rows_R, out.unbind(0), strict=True)
-        return [predictions[row] for row in range(len(task_B))]
+        return [predictions[row] for row in range(len(predictions))]
 
     def _predict(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
         spec, linear = self.specs[name], self.linear(name)
@@ -135,24 +135,18 @@ class Heads(nn.Module):
             return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)
         return out_RTC
 
-    def losses(self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor) -> list[Tensor]:
-        """Each row's loss, scalars in nats or squared units; see the table above.
-
-        Args:
-            predictions: the output of `forward`.
-            targets: one for each row.
-            task_B: long, each row's task.
-        """
+    def losses(self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor | None) -> list[Tensor]:
+        """Each row's loss, scalars in nats or squared units, from the output of `forward`; see the table above."""
         losses: dict[int, Tensor] = {}
-        for name, rows_R in self._by_task(task_B):
+        for name, rows_R in self._by_task(task_B, len(predictions)):
             out = torch.stack([predictions[row] for row in rows_R]).float()
             labels = torch.stack([targets[row] for row in rows_R]).to(out.device)
             losses |= zip(rows_R, row_losses(self.specs[name], out, labels).unbind(0), strict=True)
         return [losses[row] for row in range(len(predictions))]
 
-    def _by_task(self, task_B: Tensor) -> Iterator[tuple[str, list[int]]]:
+    def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
         """Each task in the batch, and its rows."""
-        tasks = task_B.tolist()
+        tasks = [0] * rows if task_B is None else task_B.tolist()
         names = list(self.specs)
         for task in sorted(set(tasks)):
             if not 0 <= task < len(names):
@@ -188,15 +182,10 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
     if spec.type == "regression":
         return (predictions - targets).square()
     if spec.type == "multi-label":
-        return functional.binary_cross_entropy_with_logits(
-            predictions, targets.to(predictions.dtype), reduction="none"
-        ).mean(-1)
-    nats = functional.cross_entropy(
-        predictions.transpose(1, 2) if spec.type == "tagging" else predictions,
-        targets,
-        ignore_index=IGNORED,
-        reduction="none",
-    )
+        targets = targets.to(predictions.dtype)
+        return functional.binary_cross_entropy_with_logits(predictions, targets, reduction="none").mean(-1)
+    logits = predictions.transpose(1, 2) if spec.type == "tagging" else predictions
+    nats = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     if spec.type == "span":
         return nats.mean(-1)
     return nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)

@@ -63,8 +63,7 @@ class GraftedModel(nn.Module):
             )
         self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
         self._modes = {module: module.training for module in backbone.model.modules()}
-        backbone.model.requires_grad_(False)
-        backbone.model.eval()
+        backbone.model.requires_grad_(False).eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
         self._replacing: list[ReplacesModel] = []
@@ -123,7 +122,7 @@ class GraftedModel(nn.Module):
         Raises:
             GraftError: targets are given, and the number of grafts with heads is not one.
         """
-        call_values: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         if targets is not None:
             heads = self._graft_with_heads()
@@ -136,13 +135,8 @@ class GraftedModel(nn.Module):
             output = self.model(**inputs, **kwargs)
         lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
-        return GraftedOutput(
-            **_loss_parts(lm_loss, auxiliary_loss),
-            logits=output.get("logits"),
-            past_key_values=output.get("past_key_values"),
-            hidden_states=output.get("hidden_states"),
-            attentions=output.get("attentions"),
-        )
+        fields = ("logits", "past_key_values", "hidden_states", "attentions")
+        return GraftedOutput(**_loss_parts(lm_loss, auxiliary_loss), **{name: output.get(name) for name in fields})
 
     def predict(
         self,
@@ -227,9 +221,8 @@ class GraftedModel(nn.Module):
         """Set the grafts' mode; the frozen backbone stays in evaluation mode, without dropout."""
         super().train(mode)
         self.backbone.model.eval()
-        for graft in self._replacing:
-            for module in graft.eval_only_modules():
-                module.eval()
+        for module in (module for graft in self._replacing for module in graft.eval_only_modules()):
+            module.eval()
         for module in self.model.modules():
             # transformers checkpoints layers in training mode only. The flag of a layer does not turn on its dropout.
             if getattr(module, "gradient_checkpointing", False):
@@ -300,11 +293,8 @@ def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Tra
 
 def _loss_parts(lm_loss: Tensor | None, auxiliary_loss: Tensor | None) -> dict[str, Tensor | None]:
     loss = lm_loss if lm_loss is None or auxiliary_loss is None else lm_loss + auxiliary_loss
-    return {
-        "loss": loss,
-        "lm_loss": None if lm_loss is None else lm_loss.detach(),
-        "auxiliary_loss": None if auxiliary_loss is None else auxiliary_loss.detach(),
-    }
+    parts = {"lm_loss": lm_loss, "auxiliary_loss": auxiliary_loss}
+    return {"loss": loss, **{name: None if part is None else part.detach() for name, part in parts.items()}}
 
 
 def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:

@@ -190,12 +190,11 @@ class MixedBatch:
         except JoinError:
             self.separate = True
             return False
-        masks = []
         for batch, padding in zip((self, other), paddings, strict=True):
-            masks.append(functional.pad(batch.mask, (padding, 0)))
+            batch.mask = functional.pad(batch.mask, (padding, 0))
             for group in batch.groups:
                 group.span.offset += padding
-        self.mask = torch.cat(masks)
+        self.mask = torch.cat([self.mask, other.mask])
         self.tags += other.tags
         self._merge(other.groups)
         return True

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from graftlm.errors import BackboneError
@@ -80,11 +79,8 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         self.load_state_dict({name: tensors[name] for name in own})
         self._load_copied({name: tensors[self.prefix + name] for name in self._originals})
 
-    @torch.no_grad()
     def _load_copied(self, tensors: Mapping[str, Tensor]) -> None:
-        if not self._copy:
+        if self._copy:
+            self._copy[0].load_state_dict(tensors, strict=False)
+        else:
             self._pending = dict(tensors)
-            return
-        trained = self._trained()
-        for name, tensor in tensors.items():
-            trained[name].copy_(tensor)

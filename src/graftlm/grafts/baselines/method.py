@@ -47,10 +47,11 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
     def __init__(self, config: LoRABaselineConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        self._names = _ffn_linear_names(backbone)
+        linears = set(_ffn_linears(backbone))
+        self._names = [name for name, module in backbone.model.named_modules() if module in linears]
         self._rank = config.rank or rank_for(config.capacity, backbone)
         self._expected = _factors(self._names, self._rank, backbone)
-        self._conv = any(isinstance(module, Conv1D) for module in backbone.sites.ffn_linears(0))
+        self._conv = any(isinstance(module, Conv1D) for module in linears)
         self._live: list[LoraModel] = []
         self._pending: dict[str, Tensor] | None = None
 
@@ -97,14 +98,11 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
 def rank_for(capacity: float, backbone: Backbone) -> int:
     """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
     weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
-    linears = [m for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)]
-    per_rank = sum(sum(module.weight.shape) for module in linears)  # type: ignore[misc, arg-type]
-    return max(1, round(weights / per_rank))
+    return max(1, round(weights / sum(sum(module.weight.shape) for module in _ffn_linears(backbone))))
 
 
-def _ffn_linear_names(backbone: Backbone) -> list[str]:
-    linears = {id(m) for layer in range(backbone.sites.n_layers) for m in backbone.sites.ffn_linears(layer)}
-    return [name for name, module in backbone.model.named_modules() if id(module) in linears]
+def _ffn_linears(backbone: Backbone) -> list[Any]:
+    return [module for layer in range(backbone.sites.n_layers) for module in backbone.sites.ffn_linears(layer)]
 
 
 def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tensor]:

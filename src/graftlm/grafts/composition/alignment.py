@@ -68,14 +68,8 @@ class PositionAlignment:
     causal: bool
     prompt_only: bool
 
-    def align(self, call: Call, past: int, cached: int) -> AlignedInputs:
-        """The aligned inputs of a pass.
-
-        Args:
-            call: the pass, with its token ids.
-            past: number of anchor tokens in the cache.
-            cached: number of augmenting tokens in the cache.
-        """
+    def align(self, call: Call, past: int, state: StateLayer | None, cached: int = 0) -> AlignedInputs:
+        """The aligned inputs of a pass, after `past` anchor tokens and `cached` augmenting tokens in the cache."""
         assert call.input_ids is not None
         positions_BT = anchor_positions(call, past)
         positions = AttentionPositions(positions_BT, positions_BT)
@@ -176,14 +170,8 @@ class CharacterAlignment:
                 return tuple(token for token, (_, stop) in pairs if stop > 1)
         return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
 
-    def align(self, call: Call, past: int, state: StateLayer | None) -> AlignedInputs:
-        """The aligned inputs of a pass.
-
-        Args:
-            call: the pass, with its token ids.
-            past: number of anchor tokens in the cache.
-            state: keeps the tokens read so far between passes.
-        """
+    def align(self, call: Call, past: int, state: StateLayer | None, cached: int = 0) -> AlignedInputs:
+        """The aligned inputs of a pass after `past` anchor tokens; `state` keeps the tokens read so far."""
         assert call.input_ids is not None
         trees = self._load(state, len(call.input_ids))
         old = [len(tree.tokens) for tree in trees]
@@ -201,17 +189,16 @@ class CharacterAlignment:
         positions = AttentionPositions(anchor_positions(call, past), births)
         return AlignedInputs(inputs if width else None, visibility, positions)
 
-    def _read(self, call: Call, past: int, trees: list[TokenTree]) -> list[list[int | None]]:
-        """Add this pass's tokens to the trees; returns the node where each token's path ends, None for an empty one."""
+    def _read(self, call: Call, past: int, trees: list[TokenTree]) -> list[list[int]]:
+        """Add this pass's tokens to the trees; returns the node where each path ends, negative for an empty one."""
         assert call.input_ids is not None
-        documents = call.document_numbers()
         is_real, document, is_prompt = (
             None if values is None else values.tolist()
-            for values in (call.token_mask, documents, call.prompt if self.prompt_only else None)
+            for values in (call.token_mask, call.document_numbers(), call.prompt if self.prompt_only else None)
         )
-        ends: list[list[int | None]] = []
+        ends: list[list[int]] = []
         for b, (tree, ids) in enumerate(zip(trees, call.input_ids.tolist(), strict=True)):
-            row_ends: list[int | None] = []
+            row_ends: list[int] = []
             for t, token in enumerate(ids):
                 if document is not None and t and document[b][t] != document[b][t - 1]:
                     tree.begin_document()
@@ -221,7 +208,7 @@ class CharacterAlignment:
                     tree.add(token)
                 elif past == 0 or read:
                     tree.skip()
-                row_ends.append(tree.end if real else None)
+                row_ends.append(tree.end if real else -1)
             ends.append(row_ends)
         return ends
 
@@ -278,7 +265,7 @@ class TokenTree:
         self.root -= 1
         self.decode = self.alignment.new_decoder()
         self.base: int = self.root  # end of the last complete word
-        self.end: int | None = None  # end of all that was read
+        self.end: int = self.root  # end of all that was read
         self.word = ""  # the incomplete word
         self.position = -1  # of the last anchor token
         self.is_first_word = True
@@ -302,8 +289,7 @@ class TokenTree:
             while (cut := _end_of_word(self.word)) is not None:
                 self._complete(self.word[:cut])
                 self.word = self.word[cut:]
-        end = self._extend(self.base, self._tokens(self.word))
-        self.end = None if end < 0 else end
+        self.end = self._extend(self.base, self._tokens(self.word))
 
     def _complete(self, word: str) -> None:
         self.base = self._extend(self.base, self._tokens(word))
@@ -331,26 +317,18 @@ class TokenTree:
         self.columns += range(columns_before, columns_before + len(self.tokens) - old)
         self.columns_used = columns_before + width
 
-    def path_masks(self, ends: Sequence[int | None], columns: int) -> np.ndarray:
-        """(T, S) the columns on the paths that end at the given nodes; None is the empty path."""
-        known: dict[int, np.ndarray] = {}
+    def path_masks(self, ends: Sequence[int], columns: int) -> np.ndarray:
+        """(T, S) the columns on the paths that end at the given nodes; a negative node ends the empty path."""
         masks = np.zeros((len(ends), columns), dtype=bool)
-        for t, end in enumerate(ends):
-            if end is not None:
-                masks[t] = self._path_mask(end, columns, known)
+        known: dict[int, np.ndarray] = {}
+        for mask, end in zip(masks, ends, strict=True):
+            node = end
+            while node >= 0 and node not in known:
+                mask[self.columns[node]] = True
+                node = self.parents[node]
+            mask |= known.get(node, False)
+            known[end] = mask
         return masks
-
-    def _path_mask(self, node: int, columns: int, known: dict[int, np.ndarray]) -> np.ndarray:
-        new = []
-        while node >= 0 and node not in known:
-            new.append(node)
-            node = self.parents[node]
-        mask = known[node] if node >= 0 else np.zeros(columns, dtype=bool)
-        for step in reversed(new):
-            mask = mask.copy()
-            mask[self.columns[step]] = True
-            known[step] = mask
-        return mask
 
 
 def _new_tokens(
@@ -367,10 +345,9 @@ def _new_tokens(
         mask[b, :count] = tree.path_masks(range(start, start + count), total)
         filler = np.arange(count, width)
         mask[b, filler, total - width + filler] = True
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None]}
-    return {name: torch.from_numpy(array).to(device) for name, array in inputs.items()}, torch.from_numpy(births).to(
-        device
-    )
+    arrays = {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None], "births": births}
+    inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return inputs, inputs.pop("births")
 
 
 def _end_of_word(text: str) -> int | None:

@@ -122,14 +122,12 @@ class CrossAttention(nn.Module):
         if positions is not None:
             q_BHTK = rotate(q_BHTK, positions.anchor)
         k_BHSK, v_BHSK = self._keys_and_values(states_BSA, positions, cache)
-        causal = visibility.mask is None and q_BHTK.shape[2] > 1
-        out_BHTK = functional.scaled_dot_product_attention(
-            q_BHTK, k_BHSK, v_BHSK, attn_mask=visibility.mask, is_causal=causal
-        )
+        mask, non_empty = visibility.mask, visibility.non_empty
+        causal = mask is None and q_BHTK.shape[2] > 1
+        out_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=causal)
         if attention_weights is not None:
             attention_weights.append(_attention_weights(q_BHTK, k_BHSK, visibility))
         out_BTD = self.w_o(out_BHTK.transpose(1, 2).flatten(2))
-        non_empty = visibility.non_empty
         return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)
 
     def _keys_and_values(

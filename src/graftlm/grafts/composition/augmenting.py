@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +53,7 @@ class _UncroppableLayer(DynamicLayer):
 
 
 def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -> Backbone:
-    """Load an augmenting model.
-
-    Raises:
-        BackboneError: it can't be loaded, or is no language model.
-    """
+    """Load an augmenting model; a `BackboneError` if it can't be loaded, or is no language model."""
     try:
         return load_backbone(
             config.name,
@@ -81,9 +78,6 @@ class AugmentingModel:
         layers: its layer in each pair.
         anchor: the backbone that reads it.
         config: of the composition.
-
-    Raises:
-        GraftError: the two models do not fit.
     """
 
     def __init__(
@@ -99,21 +93,14 @@ class AugmentingModel:
                 "the tokens that the backbone has to predict: name a causal language model."
             )
         self.name, self.backbone, self._layers = name, backbone, layers
-        backbone.model.requires_grad_(False)
-        backbone.model.eval()
+        backbone.model.requires_grad_(False).eval()
         self._prompt_only = config.refresh == "prompt"
         self._has_positions = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
         self._alignment = choose_alignment(name, backbone, anchor, config)
         self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers  # in the generation's cache
-        taps = [Tap(Site("layer", layer), "after", "replace", self._recorder(layer)) for layer in sorted(set(layers))]
+        taps = [Tap(Site("layer", layer), "after", "replace", partial(_record, layer)) for layer in sorted(set(layers))]
         self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, lambda call: None)
-
-    def _recorder(self, layer: int) -> Any:
-        def record(call: Call, inputs: Tensor, outputs: Tensor) -> None:
-            call.scratch["states", layer] = outputs
-
-        return record
 
     def read(self, call: Call) -> AugmentingStates:
         """Run the model on the new tokens of a pass of the anchor.
@@ -133,10 +120,7 @@ class AugmentingModel:
                 f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
                 "generation again with the graft attached."
             )
-        if isinstance(self._alignment, CharacterAlignment):
-            aligned = self._alignment.align(call, past, state)
-        else:
-            aligned = self._alignment.align(call, past, cached)
+        aligned = self._alignment.align(call, past, state, cached)
         states = self._run(aligned, own_cache)
         positions = aligned.positions if self._has_positions else None
         return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions)
@@ -178,35 +162,36 @@ class AugmentingModel:
             return None, None, None
         own, pairs = self._own_layers, len(self._layers)
         has_state = isinstance(self._alignment, CharacterAlignment)
-        owner, first = f"{self.name} {id(self)}", self._anchor_layers
-        indices = slots(cache, owner, own + pairs + has_state, first, self._new_layers().__next__)
+        # All layers keep the full past, even with sliding windows: when `generate` asks layers to record what they
+        # drop, so that they can be cropped, these do not exist yet.
+        layer_class = _UncroppableLayer if has_state or self._prompt_only else DynamicLayer
+        new_layers = iter([layer_class] * (own + pairs) + [StateLayer] * has_state)
+        owner = f"{self.name} {id(self)}"
+        indices = slots(cache, owner, own + pairs + has_state, self._anchor_layers, lambda: next(new_layers)())
         layers: list[Any] = [cache.layers[index] for index in indices]
         return Cache(layers=layers[:own]) if own else None, layers[own : own + pairs], layers[-1] if has_state else None
 
-    def _new_layers(self) -> Iterator[CacheLayerMixin]:
-        # All layers keep the full past, even with sliding windows: when `generate` asks layers to record what they
-        # drop, so that they can be cropped, these do not exist yet.
-        has_state = isinstance(self._alignment, CharacterAlignment)
-        layer_class = _UncroppableLayer if has_state or self._prompt_only else DynamicLayer
-        yield from (layer_class() for _ in range(self._own_layers + len(self._layers)))
-        if has_state:
-            yield StateLayer()
+
+def _record(layer: int, call: Call, inputs: Tensor, outputs: Tensor) -> None:
+    call.scratch["states", layer] = outputs
 
 
 def choose_alignment(
     name: str, augmenting: Backbone, anchor: Backbone, config: CompositionConfig
 ) -> PositionAlignment | CharacterAlignment:
-    """The alignment of the tokens of both models.
-
-    Raises:
-        GraftError: the tokens can't be aligned as configured.
-    """
+    """The alignment of the tokens of both models; a `GraftError` if they can't be aligned as configured."""
     prompt_only, causal = config.refresh == "prompt", anchor.sites.family.causal
     alignment = config.alignment
     if alignment == "auto":
         alignment = "position" if same_tokenizer(anchor.tokenizer, augmenting.tokenizer) else "characters"
     if alignment == "position":
-        _check_vocabulary(name, augmenting, anchor)
+        known = len(augmenting.model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an Embedding's, a matrix
+        used = len(anchor.tokenizer) if anchor.tokenizer is not None else int(anchor.sites.config.vocab_size)
+        if known < used:
+            raise GraftError(
+                f"The backbone's tokens go up to {used - 1}, and the augmenting model {name} has {known} embeddings: "
+                "set alignment to characters, or name a model with the same tokenizer."
+            )
         return PositionAlignment(causal, prompt_only)
     if not causal:
         raise GraftError(
@@ -229,13 +214,3 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
         return type(tokenizer).__name__
     state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
     return [state[part] for part in ("normalizer", "pre_tokenizer", "model")]
-
-
-def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None:
-    known = len(augmenting.model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an Embedding's, a matrix
-    used = len(anchor.tokenizer) if anchor.tokenizer is not None else int(anchor.sites.config.vocab_size)
-    if known < used:
-        raise GraftError(
-            f"The backbone's tokens go up to {used - 1}, and the augmenting model {name} has {known} embeddings: set "
-            "alignment to characters, or name a model with the same tokenizer."
-        )

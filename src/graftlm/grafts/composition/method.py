@@ -13,6 +13,7 @@ Shape suffixes: B rows, T anchor tokens, S augmenting tokens, D the anchor's wid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -75,20 +76,19 @@ class Composition(Graft, ReadsModels):
         for name, model_config in self.config.augmenting.items():
             for number, (_, layer) in enumerate(model_config.pairs or ()):
                 sources.setdefault(layer, []).append((name, number))
-        return [Tap(Site("layer", layer), "after", "add", self._tap(sources[layer])) for layer in sorted(sources)]
+        return [
+            Tap(Site("layer", layer), "after", "add", partial(self._add, sources[layer])) for layer in sorted(sources)
+        ]
 
     def prepare(self, call: Call) -> None:
         for name, model in self._models.items():
             call.scratch[self, name] = model.read(call)
 
-    def _tap(self, sources: list[tuple[str, int]]) -> Any:
-        def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            anchor = outputs.to(call.working_dtype(self))
-            crossed = (self._cross(call, name, number, anchor) for name, number in sources)
-            updates = [update for update in crossed if update is not None]
-            return sum(updates[1:], updates[0]).to(outputs.dtype) if updates else None
-
-        return add
+    def _add(self, sources: list[tuple[str, int]], call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+        anchor = outputs.to(call.working_dtype(self))
+        crossed = (self._cross(call, name, number, anchor) for name, number in sources)
+        updates = [update for update in crossed if update is not None]
+        return sum(updates[1:], updates[0]).to(outputs.dtype) if updates else None
 
     def _cross(self, call: Call, name: str, number: int, anchor_BTD: Tensor) -> Tensor | None:
         """The update of one pair; None if the augmenting model has read nothing."""
@@ -142,9 +142,6 @@ def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor:
     """Pairs by stride: every stride-th layer of the augmenting model, with evenly spaced layers of the anchor.
 
     The last layers of both models are among them.
-
-    Raises:
-        GraftError: the stride is longer than the model, or the anchor has fewer layers than there are pairs.
     """
     stride = config.augmenting[name].stride or config.stride
     n_A, n_B = augmenting.sites.n_layers, anchor.sites.n_layers
@@ -162,11 +159,7 @@ def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor:
 
 
 def check_pairs(name: str, pairs: list[Pair], augmenting: Backbone, anchor: Backbone) -> list[Pair]:
-    """The pairs, after a check that both models have these layers.
-
-    Raises:
-        GraftError: a layer is out of range, or a pair is listed twice.
-    """
+    """The pairs, after a check that both models have these layers."""
     for i, j in pairs:
         for model, layer, count in ((name, i, augmenting.sites.n_layers), ("the anchor", j, anchor.sites.n_layers)):
             if not 0 <= layer < count:
@@ -184,7 +177,7 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
     """Raise `GraftError` unless `heads` divides the anchor's width; rotary positions need an even head width."""
     step = 2 if even else 1
     if width % (heads * step):
-        fitting = [n for n in range(1, width + 1) if width % (n * step) == 0 and n <= 2 * heads]
+        fitting = [n for n in range(1, 2 * heads + 1) if width % (n * step) == 0]
         raise GraftError(
             f"{heads} heads do not divide the anchor's width {width}{' evenly' if even else ''}: set heads to one of "
             f"{', '.join(map(str, fitting[-4:]))}."

@@ -16,6 +16,7 @@ MAX_VECTORS = 512
 _RIDGES = (0.01, 0.1, 1.0, 10.0)
 
 
+@torch.no_grad()
 def choose_start(
     model: GraftedModel,
     tasks: Mapping[str, TaskSpec],
@@ -41,29 +42,23 @@ def choose_start(
     was_training = model.training
     model.eval()
     scores = {}
-    with torch.no_grad():
-        for task in same or trained:
-            inputs = _inputs_of_task(rows, list(tasks).index(task))
-            if same:
-                scores[task] = float(model(**inputs, targets=rows["targets"]).loss)
-            else:
-                scores[task] = _ridge_error(model.encode(**inputs), tasks[name], pooling, rows)
+    for task in same or trained:
+        number = torch.full((len(rows["input_ids"]),), list(tasks).index(task))
+        inputs = {**rows, "extras": {**(rows.get("extras") or {}), "task": number}}
+        scores[task] = float(model(**inputs).loss) if same else _ridge_error(model, tasks[name], pooling, **inputs)
     model.train(was_training)
     best = min(scores, key=lambda task: scores[task])
     return {"like": best, "by": "zero-shot loss" if same else "leave-one-out error", "scores": scores}
 
 
-def _inputs_of_task(rows: Mapping[str, Any], task: int) -> dict[str, Any]:
-    extras = dict(rows.get("extras") or {}) | {"task": torch.full((len(rows["input_ids"]),), task)}
-    return {key: value for key, value in rows.items() if key != "targets"} | {"extras": extras}
-
-
-def _ridge_error(hidden_BTD: Tensor, spec: TaskSpec, pooling: Pooling, rows: Mapping[str, Any]) -> float:
-    mask = rows.get("attention_mask")
+def _ridge_error(
+    model: GraftedModel, spec: TaskSpec, pooling: Pooling, *, targets: Sequence[Tensor], **inputs: Any
+) -> float:
+    hidden_BTD, mask = model.encode(**inputs).float(), inputs.get("attention_mask")
     mask_BT = torch.ones(hidden_BTD.shape[:2]) if mask is None else mask
-    pairs = _pairs(spec, pooling, hidden_BTD.float(), mask_BT.to(hidden_BTD.device).bool(), rows["targets"])
-    features, targets = (torch.cat(parts)[:MAX_VECTORS] for parts in zip(*pairs, strict=True))
-    return leave_one_out_error(features, targets)
+    pairs = _pairs(spec, pooling, hidden_BTD, mask_BT.to(hidden_BTD.device).bool(), targets)
+    x, y = (torch.cat(parts)[:MAX_VECTORS] for parts in zip(*pairs, strict=True))
+    return leave_one_out_error(x, y)
 
 
 def _pairs(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -125,7 +126,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         self._build()
         self.to(backbone.device)
         self.copy_weights(backbone.model, trained_names(backbone.model, self.config.frozen))
-        self._fixed: set[str] | None = None  # the trained tasks, where only new ones train
+        self._fixed: list[str] | None = None  # the trained tasks, where only new ones train
         self._like = config.like
         if trained is not None:
             self.load_tensors(trained[1])
@@ -151,14 +152,16 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def taps(self) -> list[Tap]:
         taps = [] if self.alignment is None else [Tap(Site("layer", 0), "before", "add", self._align)]
         for layer, bias in self.biases.items():
-            taps.append(Tap(Site("attention", int(layer)), "before", "bias", self._attend(int(layer), bias)))
+            taps.append(Tap(Site("attention", int(layer)), "before", "bias", partial(self._attend, int(layer), bias)))
         for layer, films in self.norms.items():
             for site, film in zip(_norms(self._sites, int(layer)), films, strict=True):  # type: ignore[arg-type]  # a ModuleList
-                taps.append(Tap(site, "after", "add", self._normalise(film)))
-        large = self.config.bottleneck == "large"
+                taps.append(Tap(site, "after", "add", partial(self._normalise, film)))
         for layer, bottleneck in self.bottlenecks.items():
-            function = self._skip(int(layer), bottleneck) if large else self._parallel(bottleneck)
-            taps.append(Tap(Site("layer" if large else "ffn", int(layer)), "after", "add", function))
+            if self.config.bottleneck == "large":
+                site, function = Site("layer", int(layer)), partial(self._skip, int(layer), bottleneck)
+            else:
+                site, function = Site("ffn", int(layer)), partial(self._parallel, bottleneck)
+            taps.append(Tap(site, "after", "add", function))
         return taps
 
     def prepare(self, call: Call) -> None:
@@ -170,10 +173,9 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 call.scratch[self, "positions"] = positions
 
     def _tasks(self, call: Call) -> RowTasks:
-        key = (self, "tasks")
-        if key not in call.scratch:
-            call.scratch[key] = self._read_tasks(call.extras.get("task"))
-        return call.scratch[key]
+        if (self, "tasks") not in call.scratch:
+            call.scratch[self, "tasks"] = self._read_tasks(call.extras.get("task"))
+        return call.scratch[self, "tasks"]
 
     def _read_tasks(self, task_B: Tensor | None) -> RowTasks:
         zs = self._embeddings()
@@ -200,51 +202,35 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         working = x_BTD.to(call.working_dtype(self))
         return self.alignment.change(working, self._tasks(call)).to(x_BTD.dtype)
 
-    def _attend(self, layer: int, bias: Any) -> Callable[..., Tensor]:
-        def add(call: Call, x_BTD: Tensor) -> Tensor:
-            positions = call.scratch.get((self, "positions"))
-            if positions is None:
-                positions = TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
-            return bias(self._tasks(call), positions, positions.visible(call, layer)).to(x_BTD.dtype)
+    def _attend(self, layer: int, bias: Any, call: Call, x_BTD: Tensor) -> Tensor:
+        positions = call.scratch.get((self, "positions"))
+        if positions is None:
+            positions = TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
+        return bias(self._tasks(call), positions, positions.visible(call, layer)).to(x_BTD.dtype)
 
-        return add
+    def _normalise(self, film: Any, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
+        return film.change(y_BTD, self._tasks(call))
 
-    def _normalise(self, film: Any) -> Callable[..., Tensor]:
-        return lambda call, _x, y_BTD: film.change(y_BTD, self._tasks(call))
+    def _parallel(self, bottleneck: Any, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
 
-    def _parallel(self, bottleneck: Any) -> Callable[..., Tensor]:
-        def add(call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-            return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
-
-        return add
-
-    def _skip(self, layer: int, bottleneck: Any) -> Callable[..., Tensor | None]:
+    def _skip(self, layer: int, bottleneck: Any, call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
         """c_j = CFF_j(h_j + c_{j-1}); the last is added to the last layer's output."""
-
-        def remember(call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
-            # One key for each layer, so that a layer that runs again in the backward pass reads the same.
-            before = call.scratch.get((self, "skip", layer - 1))
-            h = h_BTD.to(call.working_dtype(self))
-            call.scratch[self, "skip", layer] = bottleneck(h if before is None else h + before, self._tasks(call))
-            last = layer == self._sites.n_layers - 1
-            return call.scratch[self, "skip", layer].to(h_BTD.dtype) if last else None
-
-        return remember
+        # One key for each layer, so that a layer that runs again in the backward pass reads the same.
+        before = call.scratch.get((self, "skip", layer - 1))
+        h = h_BTD.to(call.working_dtype(self))
+        call.scratch[self, "skip", layer] = bottleneck(h if before is None else h + before, self._tasks(call))
+        return call.scratch[self, "skip", layer].to(h_BTD.dtype) if layer == self._sites.n_layers - 1 else None
 
     def tasks(self) -> dict[str, TaskSpec]:
         return dict(self.config.tasks)
 
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
-        return self.heads(hidden, call.token_mask, self._task_rows(call, hidden))
+        return self.heads(hidden, call.token_mask, call.extras.get("task"))
 
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
-        tasks = self._task_rows(call, hidden)
-        losses = torch.stack(self.heads.losses(self.heads(hidden, call.token_mask, tasks), targets, tasks))
+        losses = torch.stack(self.heads.losses(self.predict(call, hidden), targets, call.extras.get("task")))
         return losses.sum() / (len(losses) if call.totals is None else call.totals[0].clamp(min=1))
-
-    def _task_rows(self, call: Call, hidden: Tensor) -> Tensor:
-        task_B = call.extras.get("task")
-        return torch.zeros(len(hidden), dtype=torch.long) if task_B is None else task_B
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`embedding_cosines`: between the tasks' embeddings, in their order."""
@@ -266,7 +252,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         mean = torch.stack(self._embeddings()).mean(0)
         self.heads.add(name, spec).to(mean.device)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
-        self._fixed = set(self.config.tasks) if self._fixed is None else self._fixed
+        self._fixed = list(self.config.tasks) if self._fixed is None else self._fixed
         self.config = self.config.model_copy(update={"tasks": {**self.config.tasks, name: spec}})
         self._freeze()
         if like is not None:
@@ -290,22 +276,20 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         """Freeze everything but the added tasks' own tensors."""
         if self._fixed is None:
             return
-        self.requires_grad_(False)
-        for name in self.config.tasks:
-            if name not in self._fixed:
-                self.embeddings[task_key(name)].requires_grad_(True)
-                self.heads.linear(name).requires_grad_(True)
-        for model in self._copy:
-            model.requires_grad_(False)
+        for module in (self, *self._copy):
+            module.requires_grad_(False)
+        for name in self.config.tasks.keys() - self._fixed:
+            self.embeddings[task_key(name)].requires_grad_(True)
+            self.heads.linear(name).requires_grad_(True)
 
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Choose the trained task that each added one starts from, see `choose_start`."""
-        added = [name for name in rows if self._fixed is not None and name not in self._fixed]
+        trained = self._fixed or list(self.config.tasks)
+        added = [name for name in rows if name not in trained]
         if self._like is not None:
             return {name: {"like": self._like, "by": "the config"} for name in added}
         choices = {}
         for name in added:
-            trained = [task for task in self.config.tasks if task in (self._fixed or ())]
             choices[name] = choose_start(model, self.tasks(), self.config.pooling, name, trained, rows[name])
             self.start_like(name, choices[name]["like"])
         return choices
@@ -322,11 +306,6 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
 
 def _norms(sites: Sites, layer: int) -> list[Site]:
-    """A layer's norms.
-
-    Raises:
-        RecipeError: the family's row names none.
-    """
     norms = sites.norms(layer)
     if not norms:
         raise RecipeError(
@@ -339,13 +318,7 @@ def _norms(sites: Sites, layer: int) -> list[Site]:
 def read_trained(
     config: ConditionalTasksConfig, backbone: Backbone
 ) -> tuple[ConditionalTasksConfig, dict[str, Tensor]]:
-    """Config and tensors of the graft in the folder that `config` extends.
-
-    Raises:
-        ArtifactError: the folder is no complete graft of this kind.
-        WrongBackboneError: it was trained on another backbone.
-        RecipeError: a new task has the name of a trained one.
-    """
+    """Config and tensors of the graft in the folder that `config` extends; errors as of `ConditionalTasks`."""
     folder = Path(str(config.extends))
     try:
         manifest = json.loads((folder / "graft.json").read_text(encoding="utf-8"))
@@ -396,9 +369,7 @@ def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
 def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The largest modules of `model` that neither contain one of `roots` nor lie in one."""
     for child in model.children():
-        if any(child is root for root in roots):
-            continue
-        if any(module is root for module in child.modules() for root in roots):
-            yield from modules_outside(child, roots)
-        else:
+        if set(roots).isdisjoint(child.modules()):
             yield child
+        elif child not in roots:
+            yield from modules_outside(child, roots)

@@ -131,14 +131,10 @@ class TokenPositions:
 
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:
-    columns = keys if isinstance(keys, int) else keys.shape[1]
-    if columns <= limit:
-        return
-    longest = columns
-    if mask is not None:
-        longest = int(mask.sum(-1).max())
-    elif isinstance(keys, Tensor):
-        longest = int(keys.max()) + 1
+    longest = keys if isinstance(keys, int) else keys.shape[1]
+    if longest > limit:  # padding and packed documents have columns of their own
+        longest = int(keys.max()) + 1 if isinstance(keys, Tensor) else longest
+        longest = longest if mask is None else int(mask.sum(-1).max())
     if longest > limit:
         raise GraftError(
             f"A row has {longest} tokens, and conditional attention was built for {limit}: cut the text, or train with "

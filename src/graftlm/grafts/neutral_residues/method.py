@@ -13,6 +13,7 @@ Shape suffixes: B rows, T tokens, N = B*T tokens, O open tokens, D the backbone'
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -167,34 +168,23 @@ class NeutralResidues(Graft, Traceable):
         ).to(backbone.device)
 
     def taps(self) -> list[Tap]:
-        return [Tap(Site("ffn", layer), "after", "add", self._tap(layer)) for layer in range(len(self.blocks))]
+        return [Tap(Site("ffn", layer), "after", "add", partial(self._add, layer)) for layer in range(len(self.blocks))]
 
     def prepare(self, call: Call) -> None:
         if call.domain is not None and self.config.alpha > 0 and self.config.loss_kind() == "l1":
             call.scratch[self, "old tokens"] = _tokens_of(call, 0).nonzero().squeeze(-1)
 
-    def _tap(self, layer: int) -> Any:
-        block = self.blocks[layer]
-        assert isinstance(block, GatedAdapter)
-
-        def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-            dtype = call.working_dtype(self)
-            x = inputs if inputs.dtype == dtype else inputs.to(dtype)
-            scores_N = block.scores(x)
-            call.scratch[self, "scores", layer] = scores_N
-            if block.is_closed(scores_N):
-                return None
-            out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N)
-            self._record_l1(call, layer, out_ND)
-            return out_ND.to(outputs.dtype).view_as(outputs)
-
-        return add
-
-    def _record_l1(self, call: Call, layer: int, out_ND: Tensor) -> None:
-        """Store |r(x)|_1 / D, summed over the old domain's tokens, for the local loss."""
+    def _add(self, layer: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+        block: Any = self.blocks[layer]
+        x = inputs.to(call.working_dtype(self))
+        scores_N = call.scratch[self, "scores", layer] = block.scores(x)
+        if block.is_closed(scores_N):
+            return None
+        out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N)
         old = call.scratch.get((self, "old tokens"))
-        if old is not None and len(old):
+        if old is not None and len(old):  # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss
             call.scratch[self, "l1", layer] = out_ND.index_select(0, old).float().abs().sum() / out_ND.shape[-1]
+        return out_ND.to(outputs.dtype).view_as(outputs)
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """alpha * l_local.
@@ -205,22 +195,21 @@ class NeutralResidues(Graft, Traceable):
         kind = self.config.loss_kind()
         if call.domain is None or self.config.alpha == 0 or kind == "none":
             return None
-        keys = [(self, "l1", layer) for layer in range(len(self.blocks))]
-        l1_terms = [call.scratch[key] for key in keys if key in call.scratch]
-        terms = l1_terms if kind == "l1" else self._cross_entropy_terms(call)
+        if kind == "l1":
+            keys = [(self, "l1", layer) for layer in range(len(self.blocks))]
+            terms = [call.scratch[key] for key in keys if key in call.scratch]
+        else:
+            new = _tokens_of(call, 1)
+            known = _tokens_of(call, 0) | new
+            labels = new[known].float()
+            terms = [
+                functional.binary_cross_entropy_with_logits(scores_N[known].float(), labels, reduction="sum")
+                for scores_N in self._scores(call)
+            ]
         if not terms:
             return None
         count = _count(call, (0,) if kind == "l1" else (0, 1))
         return self.config.alpha * torch.stack(terms).sum() / (count * len(self.blocks)).clamp(min=1)
-
-    def _cross_entropy_terms(self, call: Call) -> list[Tensor]:
-        new = _tokens_of(call, 1)
-        known = _tokens_of(call, 0) | new
-        labels = new[known].float()
-        return [
-            functional.binary_cross_entropy_with_logits(scores_N[known].float(), labels, reduction="sum")
-            for scores_N in self._scores(call)
-        ]
 
     def _scores(self, call: Call) -> list[Tensor]:
         """The scores of every layer's gate in this pass, (N,) each; none where a layer has no gate or did not run."""
@@ -243,9 +232,10 @@ class NeutralResidues(Graft, Traceable):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
-        own = [block.w_i if block.w_g is None else block.w_g for block in self.blocks]
-        backbone_own = [backbone.sites.ffn_linears(layer)[0] for layer in range(backbone.sites.n_layers)]
-        matrices: dict[str, list[Any]] = {"graft": own, "backbone": backbone_own}
+        matrices: dict[str, list[Any]] = {
+            "graft": [block.w_i if block.w_g is None else block.w_g for block in self.blocks],
+            "backbone": [backbone.sites.ffn_linears(layer)[0] for layer in range(backbone.sites.n_layers)],
+        }
         return {"spectrum": {name: [spectrum(linear.weight) for linear in group] for name, group in matrices.items()}}
 
 

@@ -292,11 +292,7 @@ class SentenceEmbedder:
 
 
 def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
-    """The embedder that a config names.
-
-    Raises:
-        GraftError: the backbone has no such layer.
-    """
+    """The embedder that a config names."""
     if config.name != "backbone":
         return SentenceEmbedder(config, backbone)
     layers, n_layers = config.layers, backbone.sites.n_layers

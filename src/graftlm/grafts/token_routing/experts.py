@@ -93,12 +93,7 @@ class ExpertTarget:
 
 
 def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[dict[str, Factors], str]:
-    """An expert's factors by module path, and the SHA-256 of its tensor file.
-
-    Raises:
-        ArtifactError: the adapter is incomplete, pickled, or of a variant that can't be mixed.
-        WrongBackboneError: it was trained on another backbone.
-    """
+    """An expert's factors by module path, and the SHA-256 of its tensor file."""
     folder = Path(config.path or "").expanduser()
     peft_config = _read_config(name, folder)
     tensors, digest = _read_tensors(name, folder)
@@ -122,11 +117,7 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[d
 
 
 def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str, Factors]:
-    """A new expert without effect: A initialised as in PEFT, B zero.
-
-    Raises:
-        GraftError: the backbone has no module of one of the target names.
-    """
+    """A new expert without effect: A initialised as in PEFT, B zero."""
     assert config.rank is not None
     scale = (config.alpha or config.rank) / config.rank
     factors = {}

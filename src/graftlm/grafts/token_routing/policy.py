@@ -70,11 +70,7 @@ def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
 
 
 def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
-    """(K, d) float32 matrix V, from the example vectors (n, d) of each domain.
-
-    Raises:
-        GraftError: the examples of every domain are identical.
-    """
+    """(K, d) float32 matrix V, from the example vectors (n, d) of each domain."""
     from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
 
     centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
