@@ -27,7 +27,7 @@ def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def graft(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "graftlm.cli", *arguments], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-m", "graftlm", *arguments], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""`python -m graftlm` is `graft`."""
+"""`python -m graftlm` is `graft`, for launchers that take a module."""
 
 from graftlm.cli import main
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graftlm.errors import BackboneError, DataError, EvaluationError
+from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -116,6 +116,19 @@ def check_model_folder(name: str) -> None:
         raise BackboneError(
             f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
         )
+
+
+def has_report(folder: Path) -> bool:
+    """Whether a folder holds a report rather than a graft.
+
+    Raises:
+        ArtifactError: it holds neither.
+    """
+    if (folder / "graft.json").exists():
+        return False
+    if not (folder / "results.json").exists():
+        raise ArtifactError(f"{folder} has no graft.json and no results.json: name a folder that graft train wrote.")
+    return True
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, fresh_graf
     assert text.out.startswith("le renard brun")
     assert len(text.out) > len("le renard brun\n")
 
-    inspected = fresh_graft("inspect", "runs/main/graft", "--text", "new/test.txt", launcher=("-m", "graftlm.cli"))
+    inspected = fresh_graft("inspect", "runs/main/graft", "--text", "new/test.txt", launcher=("-m", "graftlm"))
     assert (inspected.code, inspected.err) == (0, "")
     for expected in ("neutral-residues", "llama", "fingerprint", "steps 4", "blocks.*.w_i.weight", "open share, test"):
         assert expected in inspected.out

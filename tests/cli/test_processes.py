@@ -72,7 +72,7 @@ def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
 @pytest.mark.slow
 def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> None:
     options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-    launcher = ("-m", "accelerate.commands.launch", *options.split(), "-m", "graftlm.cli")
+    launcher = ("-m", "accelerate.commands.launch", *options.split(), "-m", "graftlm")
     outcome = fresh_graft("train", "recipe.yaml", "out=runs/launched", launcher=launcher)
     assert outcome.code == 0, outcome.err[-2000:]
     assert outcome.out.count("neutral residues") == 1

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from graftlm.errors import MissingExtraError
+from graftlm.pipelines import summarize
 from graftlm.serving import extensions
 from graftlm.serving.service import Service
 from serving.extending import client_of, post, refusal
@@ -96,7 +97,7 @@ def test_a_package_that_is_not_installed_is_not_the_client_s_mistake(client: Tes
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise MissingExtraError("sumy", "summarize", "Summarizing")
 
-    monkeypatch.setattr(extensions.summarize, "summarize", missing)
+    monkeypatch.setattr(summarize, "summarize", missing)
     answer = client.post("/v1/graftlm/summarize", json={"text": TEA})
     assert answer.status_code == 501
     assert answer.json()["error"]["code"] == "not_installed"
@@ -111,7 +112,7 @@ def test_more_at_a_time_than_there_is_room_for_is_refused(service: Service, monk
         raise MissingExtraError("sumy", "summarize", "Summarizing")
 
     monkeypatch.setattr(extensions, "MAX_SUMMARIES", 1)
-    monkeypatch.setattr(extensions.summarize, "summarize", waits)
+    monkeypatch.setattr(summarize, "summarize", waits)
     client = client_of(service)
     first = threading.Thread(target=client.post, args=("/v1/graftlm/summarize",), kwargs={"json": {"text": TEA}})
     first.start()

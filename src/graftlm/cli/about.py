@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from graftlm.cli.common import AsJson, configure_logging, print_result
 
@@ -22,8 +23,8 @@ def methods(as_json: AsJson = False) -> None:
 
 
 def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schema to a file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The schema is printed as JSON in any case.")] = False,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the schema to a file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="The schema is printed as JSON in any case.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
     configure_logging()

@@ -5,43 +5,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from graftlm.evaluation import Results
 
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override recipe keys, as in training.steps=200.", show_default=False),
+    Argument(metavar="KEY=VALUE", help="Override recipe keys, as in training.steps=200.", show_default=False),
 ]
-RunFolder = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Output folder; by default the recipe's out.")
-]
-GraftFolder = Annotated[Path, typer.Argument(metavar="GRAFT", help="A graft's folder.", show_default=False)]
+RunFolder = Annotated[Path | None, Option("--out", metavar="DIR", help="Output folder; by default the recipe's out.")]
+GraftFolder = Annotated[Path, Argument(metavar="GRAFT", help="A graft's folder.", show_default=False)]
 BackboneName = Annotated[
     str | None,
-    typer.Option(
-        "--backbone", metavar="NAME", help="Model name or folder; by default the backbone that the graft records."
-    ),
+    Option("--backbone", metavar="NAME", help="Model name or folder; by default the backbone that the graft records."),
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override keys of the graft's config, as in augmenting.french.name=DIR."
-    ),
+    Option("--set", metavar="KEY=VALUE", help="Override keys of the graft's config, as in augmenting.french.name=DIR."),
 ]
 Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Torch device, as in cuda:1; by default the fastest available.")
+    str | None, Option(metavar="NAME", help="Torch device, as in cuda:1; by default the fastest available.")
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with the backbone.")]
-Column = Annotated[str, typer.Option(metavar="NAME", help="Text column of JSON and parquet files.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
+Trust = Annotated[bool, Option("--trust-remote-code", help="Run model code that comes with the backbone.")]
+Column = Annotated[str, Option(metavar="NAME", help="Text column of JSON and parquet files.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document to stdout.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress and no notes.")]
 
 
 def configure_logging() -> None:
@@ -63,25 +59,21 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def log(text: str) -> None:
-    """Print a line to stderr."""
-    if is_main_process():
+def log(text: str, *, quiet: bool = False) -> None:
+    """Print a line to stderr, unless `quiet`."""
+    if is_main_process() and not quiet:
         typer.echo(text, err=True)
 
 
 def logger(quiet: bool) -> Callable[[str], None]:
-    """`log`, or a function that prints nothing."""
-    return (lambda text: None) if quiet else log
+    """`log` with this choice."""
+    return partial(log, quiet=quiet)
 
 
 def print_result(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
     """Print a result to stdout: `document` as JSON, or what `show` prints."""
-    if not is_main_process():
-        return
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        show()
+    if is_main_process():
+        typer.echo(json.dumps(document, indent=2)) if as_json else show()
 
 
 def print_report(results: Results, folder: Path, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,19 +24,19 @@ def stdout_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
 
 
-def print_side_by_side(results: Results, console: Console | None = None) -> None:
+def print_side_by_side(results: Results) -> None:
     """One line per metric and one column per model."""
     names = dict.fromkeys(chain.from_iterable(row.metrics for row in results.rows))
     lines = [
         [metric_title(name, names), *(format_metric(name, row.metrics.get(name)) for row in results.rows)]
         for name in names
     ]
-    print_columns(["", *(row.label for row in results.rows)], lines, console or stdout_console())
+    print_columns(["", *(row.label for row in results.rows)], lines, stdout_console())
 
 
-def print_inspection(inspection: Inspection, console: Console | None = None) -> None:
+def print_inspection(inspection: Inspection) -> None:
     """A graft's summary, metrics, tensors and layers."""
-    console = console or stdout_console()
+    console = stdout_console()
     grid = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
@@ -59,55 +59,47 @@ def print_inspection(inspection: Inspection, console: Console | None = None) -> 
         print_columns(["layer", *(head for head, _ in group)], lines, console, gap=True)
 
 
-def print_methods(methods: Sequence[Method], console: Console | None = None) -> None:
+def print_methods(methods: Sequence[Method]) -> None:
     """The kinds of graft with their summaries and config keys."""
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
     for head in ("kind", "label", "summary", "keys and defaults"):
         table.add_column(head, overflow="fold", no_wrap=head == "kind")
     for method in methods:
         table.add_row(method.kind, method.label, method.summary, _pairs(method.config, unset=True))
-    (console or stdout_console()).print(table, highlight=False, markup=False)
+    stdout_console().print(table, highlight=False, markup=False)
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     """Groups of columns whose heads fit side by side."""
     group: list[Column] = []
-    used = first = len("layer ")
-    for head, values in columns:
-        if group and used + len(head) + 2 > width:
+    for column in columns:
+        if group and len("layer ") + sum(len(head) + 2 for head, _ in [*group, column]) > width:
             yield group
-            group, used = [], first
-        group.append((head, values))
-        used += len(head) + 2
+            group = []
+        group.append(column)
     if group:
         yield group
 
 
-def _summary(inspection: Inspection) -> Iterable[tuple[str, str]]:
+def _summary(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "graft", f"{inspection.folder}, written by graftlm {inspection.library}"
     yield "kind", f"{inspection.kind} ({inspection.label})"
     if len(inspection.config) > 1:
         yield "config", _pairs({key: value for key, value in inspection.config.items() if key != "kind"})
     yield "backbone", "{name} ({model_type}), fingerprint {fingerprint}".format(**inspection.backbone)
     yield "parameters", f"{inspection.parameters:,}"
-    plain = {key: value for key, value in inspection.training.items() if not isinstance(value, dict)}
-    if plain:
+    nested = {key: value for key, value in inspection.training.items() if isinstance(value, dict)}
+    if plain := {key: value for key, value in inspection.training.items() if key not in nested}:
         yield "trained", _pairs(plain)
-    for key, value in inspection.training.items():
-        if isinstance(value, dict):
-            yield key, _pairs(value)
+    yield from ((key, _pairs(value)) for key, value in nested.items())
     if inspection.described:
         yield "details", _pairs(inspection.described)
 
 
 def _pairs(values: dict[str, Any], *, unset: bool = False) -> str:
     """Keys with their values; with `unset` also the keys without a value."""
-    pairs = [
-        key if value is None else f"{key} {_plain(value)}"
-        for key, value in values.items()
-        if unset or value is not None
-    ]
-    return ", ".join(pairs)
+    shown = {key: value for key, value in values.items() if unset or value is not None}
+    return ", ".join(key if value is None else f"{key} {_plain(value)}" for key, value in shown.items())
 
 
 def _plain(value: Any) -> str:

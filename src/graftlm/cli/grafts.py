@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from graftlm.cli.common import (
     AsJson,
@@ -20,65 +21,60 @@ from graftlm.cli.common import (
     print_result,
 )
 from graftlm.errors import DataError
+from graftlm.io import has_report
 
 
 def evaluate(
     graft: GraftFolder,
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH", help="Text to measure on; old and new give forgotten and learned. Repeatable."
-        ),
+        Option(metavar="NAME=PATH", help="Text to measure on; old and new give forgotten and learned. Repeatable."),
     ] = None,
-    tasks: Annotated[
-        str, typer.Option(metavar="A,B", help="Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")
-    ] = "",
+    tasks: Annotated[str, Option(metavar="A,B", help="Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")] = "",
     examples: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="JSON, parquet or CSV file of prompts and answers. Repeatable."),
+        Option(metavar="NAME=FILE", help="JSON, parquet or CSV file of prompts and answers. Repeatable."),
     ] = None,
     rows: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="Labelled rows of a task that the graft has a head for. Repeatable."),
+        Option(metavar="NAME=FILE", help="Labelled rows of a task that the graft has a head for. Repeatable."),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="METRIC",
             help="Metric of --examples: exact-match, chrf, log-perplexity, or pass@1, which runs generated code.",
         ),
     ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of prompts; prompt by default.")
-    ] = None,
+    prompt_column: Annotated[str | None, Option(metavar="NAME", help="Column of prompts; prompt by default.")] = None,
     answer_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of reference answers; answer by default.")
+        str | None, Option(metavar="NAME", help="Column of reference answers; answer by default.")
     ] = None,
     tests_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With pass@1: column of Python tests; tests by default.")
+        str | None, Option(metavar="NAME", help="With pass@1: column of Python tests; tests by default.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum new tokens per answer; 64 by default.")
+        int | None, Option(min=1, metavar="N", help="Maximum new tokens per answer; 64 by default.")
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="String that ends an answer; a line break by default. Repeatable."),
+        Option(metavar="TEXT", help="String that ends an answer; a line break by default. Repeatable."),
     ] = None,
     shots: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Solved examples before each prompt; none by default.")
+        int | None, Option(min=0, metavar="N", help="Solved examples before each prompt; none by default.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Questions per task or file of examples; all by default.")
+        int | None, Option(min=1, metavar="N", help="Questions per task or file of examples; all by default.")
     ] = None,
-    limit_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Scored tokens per text.")] = 50_000,
-    length: Annotated[int, typer.Option(min=3, metavar="N", help="Tokens per window of text.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Windows or examples per forward pass.")] = 16,
+    limit_tokens: Annotated[int, Option(min=1, metavar="N", help="Scored tokens per text.")] = 50_000,
+    length: Annotated[int, Option(min=3, metavar="N", help="Tokens per window of text.")] = 256,
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Windows or examples per forward pass.")] = 16,
     text_column: Column = "text",
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write a report to this folder.")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Also write a report to this folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a graft and its backbone on texts, examples or tasks."""
@@ -117,26 +113,20 @@ def evaluate(
 
 
 def generate(
-    graft: Annotated[Path, typer.Argument(metavar="GRAFT", help="A graft's or model's folder.", show_default=False)],
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads stdin.", show_default=False)
-    ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of new tokens.")] = 64,
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample tokens, or take the likeliest.")] = False,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="With --sample: temperature; 1 by default.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="With --sample: nucleus sampling; 1 by default.")
-    ] = None,
-    num_beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beams of beam search.")] = 1,
-    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Random seed.")] = None,
-    bare: Annotated[bool, typer.Option("--bare", help="Use the backbone without the graft.")] = False,
+    graft: Annotated[Path, Argument(metavar="GRAFT", help="A graft's or model's folder.", show_default=False)],
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="Text to continue; - reads stdin.", show_default=False)],
+    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of new tokens.")] = 64,
+    sample: Annotated[bool, Option("--sample/--greedy", help="Sample tokens, or take the likeliest.")] = False,
+    temperature: Annotated[float | None, Option(metavar="X", help="With --sample: temperature; 1 by default.")] = None,
+    top_p: Annotated[float | None, Option(metavar="P", help="With --sample: nucleus sampling; 1 by default.")] = None,
+    num_beams: Annotated[int, Option(min=1, metavar="N", help="Beams of beam search.")] = 1,
+    seed: Annotated[int | None, Option(min=0, metavar="N", help="Random seed.")] = None,
+    bare: Annotated[bool, Option("--bare", help="Use the backbone without the graft.")] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Colour each token by the graft's trace, such as its expert or gate.")
+        bool, Option("--trace", help="Colour each token by the graft's trace, such as its expert or gate.")
     ] = False,
     trace_html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the trace as a self-contained HTML page.")
+        Path | None, Option(metavar="FILE", help="Write the trace as a self-contained HTML page.")
     ] = None,
     backbone: BackboneName = None,
     changes: Changes = None,
@@ -170,17 +160,15 @@ def generate(
 
 def predict(
     graft: GraftFolder,
-    task: Annotated[str, typer.Option(metavar="NAME", help="Name of the task.", show_default=False)],
+    task: Annotated[str, Option(metavar="NAME", help="Name of the task.", show_default=False)],
     source: Annotated[
-        str, typer.Argument(metavar="[FILE|-]", help="A table, or lines of text; - reads stdin.", show_default=False)
+        str, Argument(metavar="[FILE|-]", help="A table, or lines of text; - reads stdin.", show_default=False)
     ] = "-",
     text_column: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Text column, by default that of training; stdin is then JSON lines. Repeatable."
-        ),
+        Option(metavar="NAME", help="Text column, by default that of training; stdin is then JSON lines. Repeatable."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Rows per forward pass.")] = 64,
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Rows per forward pass.")] = 64,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -204,15 +192,15 @@ def predict(
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A graft's or report's folder.", show_default=False)],
+    folder: Annotated[Path, Argument(metavar="DIR", help="A graft's or report's folder.", show_default=False)],
     text: Annotated[
         list[str] | None,
-        typer.Option(metavar="[NAME=]PATH", help="Measure the graft's layers on this text. Repeatable."),
+        Option(metavar="[NAME=]PATH", help="Measure the graft's layers on this text. Repeatable."),
     ] = None,
     text_column: Column = "text",
     backbone: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Compare with this model; with --text, by default the graft's backbone."),
+        Option(metavar="NAME", help="Compare with this model; with --text, by default the graft's backbone."),
     ] = None,
     changes: Changes = None,
     device: Device = None,
@@ -220,13 +208,13 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Describe a graft's folder, or print a report's table again."""
+    is_report = has_report(folder)
     configure_logging()
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
-    from graftlm.evaluation.report import has_report
     from graftlm.generation.inspect import inspect_graft, read_texts
 
-    if has_report(folder):
+    if is_report:
         results = Results.read(folder)
         return print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
     inspection = inspect_graft(

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from graftlm.cli.common import Device, Quiet, Trust, configure_logging, log
 from graftlm.errors import GraftError, MissingExtraError
@@ -14,59 +14,53 @@ from graftlm.io import check_model_folder
 
 
 def serve(
-    backbone: Annotated[str, typer.Option(metavar="NAME", help="A model's name or folder.", show_default=False)],
+    backbone: Annotated[str, Option(metavar="NAME", help="A model's name or folder.", show_default=False)],
     graft: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=DIR", help="Folder of a graft, and its name in requests.")
+        list[str] | None, Option(metavar="NAME=DIR", help="Folder of a graft, and its name in requests.")
     ] = None,
     grafts: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder of grafts' folders; new ones are served too.")
+        Path | None, Option(metavar="DIR", help="A folder of grafts' folders; new ones are served too.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the backbone in requests; by default its own.")
+        str | None, Option(metavar="NAME", help="Name of the backbone in requests; by default its own.")
     ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 selects a free one.")] = 8000,
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, metavar="N", help="Port; 0 selects a free one.")] = 8000,
     api_keys: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS."),
+        Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name that the Host header may have.")
+        list[str] | None, Option(metavar="NAME", help="A name that the Host header may have.")
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="A site whose pages may use the server.")
+        list[str] | None, Option(metavar="URL", help="A site whose pages may use the server.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Jinja chat template in place of the tokenizer's own.")
+        Path | None, Option(metavar="FILE", help="Jinja chat template in place of the tokenizer's own.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Continuations generated at the same time.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, metavar="N", help="Further continuations that may wait.")] = 64,
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Continuations generated at the same time.")] = 16,
+    queue: Annotated[int, Option(min=0, metavar="N", help="Further continuations that may wait.")] = 64,
     context: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit."),
+        Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 1024,
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Maximum time of a request.")] = 300.0,
-    max_body: Annotated[int, typer.Option(min=1024, metavar="BYTES", help="Maximum size of a request.")] = 2**20,
-    grace: Annotated[float, typer.Option(min=0, metavar="S", help="For running requests at the end.")] = 30.0,
+    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 1024,
+    seconds: Annotated[float, Option(min=0.1, metavar="S", help="Maximum time of a request.")] = 300.0,
+    max_body: Annotated[int, Option(min=1024, metavar="BYTES", help="Maximum size of a request.")] = 2**20,
+    grace: Annotated[float, Option(min=0, metavar="S", help="For running requests at the end.")] = 30.0,
     reload_every: Annotated[
-        float, typer.Option(min=0, metavar="S", help="Interval of checks for changed grafts; 0: only at SIGHUP.")
+        float, Option(min=0, metavar="S", help="Interval of checks for changed grafts; 0: only at SIGHUP.")
     ] = 2.0,
     device: Device = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Serve a backbone and its grafts to clients of OpenAI's API."""
-    check_model_folder(backbone)
-    given = named_folders(graft or [])
-    chat_template_text = _read(chat_template)
-    for package in ("fastapi", "openai", "prometheus_client", "uvicorn"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "serve", "A server")
-    configure_logging()
-    from graftlm.backbone import default_device, load_backbone
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
+    check_model_folder(backbone)
+    given = named_folders(graft or [])
     settings = ServerSettings(
         host=host,
         port=port,
@@ -75,9 +69,16 @@ def serve(
         body_bytes=max_body,
         grace=grace,
         reload_seconds=reload_every,
-        chat_template=chat_template_text,
+        chat_template=None if chat_template is None else read_template(chat_template),
     )
     keys = read_keys(api_keys)
+    for package in ("fastapi", "openai", "prometheus_client", "uvicorn"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "serve", "A server")
+    log(f"loading {backbone}", quiet=quiet)
+    configure_logging()
+    from graftlm.backbone import default_device, load_backbone
+
     loaded = load_backbone(backbone, device=device or default_device(), trust_remote_code=trust_remote_code)
     from graftlm.serving import server  # the web side is imported after the model is loaded
     from graftlm.serving.protocol import EngineLimits
@@ -99,8 +100,8 @@ def named_folders(pairs: list[str]) -> dict[str, Path]:
     """
     folders: dict[str, Path] = {}
     for pair in pairs:
-        name, equals, folder = pair.partition("=")
-        if not equals or not name or not folder:
+        name, _, folder = pair.partition("=")
+        if not name or not folder:
             raise GraftError(f"--graft takes NAME=DIR, such as danish=runs/danish/graft, but {pair!r} was given.")
         if name in folders:
             raise GraftError(f"--graft gives the name {name} twice: give each graft one of its own.")
@@ -108,8 +109,9 @@ def named_folders(pairs: list[str]) -> dict[str, Path]:
     return folders
 
 
-def _read(file: Path | None) -> str | None:
+def read_template(file: Path) -> str:
+    """The text of a chat template."""
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise GraftError(f"The chat template {file} can't be read ({error}): name a text file with Jinja.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, configure_logging, logger, print_report
 from graftlm.errors import ForgettingBudgetError
@@ -59,9 +59,9 @@ def compare(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Run a smaller demo of the same form.")] = False,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed.")] = 0,
+    out: Annotated[Path, Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
+    quick: Annotated[bool, Option("--quick", help="Run a smaller demo of the same form.")] = False,
+    seed: Annotated[int, Option(min=0, metavar="N", help="Random seed.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graftlm.errors import ArtifactError, DataError
+from graftlm.errors import DataError
 from graftlm.evaluation.results import FILE_NAME, Results
 from graftlm.evaluation.tables import render_markdown
 from graftlm.io import write_atomically
@@ -60,20 +60,6 @@ def draw_figures(results: Results) -> dict[str, Figure]:
     if losses := _mapping(results.details.get("losses")):
         figures["training-loss"] = plots.loss_curves({labels.get(key, key): pairs for key, pairs in losses.items()})
     return figures
-
-
-def has_report(folder: str | Path) -> bool:
-    """Whether a folder holds a report rather than a graft.
-
-    Raises:
-        ArtifactError: it holds neither.
-    """
-    folder = Path(folder)
-    if (folder / "graft.json").exists():
-        return False
-    if not (folder / FILE_NAME).exists():
-        raise ArtifactError(f"{folder} has no graft.json and no {FILE_NAME}: name a folder that graft train wrote.")
-    return True
 
 
 def report_files(folder: str | Path) -> dict[str, list[str]]:

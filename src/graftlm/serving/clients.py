@@ -1,83 +1,16 @@
-"""The engine as the language model of pipelines, which run in threads of their own."""
+"""The engine as the language model of pipelines, whose modules are imported with the first request for one."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from graftlm.pipelines.clarify import Cost, Reply
 from graftlm.pipelines.summarize import LanguageModelWriter, PromptLayout, SummaryDecoding
-from graftlm.serving.protocol import (
-    Engine,
-    EngineError,
-    Finish,
-    GenerationRequest,
-    RequestStream,
-    ServingError,
-    ShuttingDownError,
-)
 from graftlm.serving.tokenization import ServingTokenizer
 
-
-class EngineClient:
-    """Sends the requests of one HTTP client to an engine, one at a time, and waits for each result.
-
-    Args:
-        engine: the engine.
-        model: a model's name.
-        user: name of the API key or address of the client.
-    """
-
-    def __init__(self, engine: Engine, model: str, user: str = "") -> None:
-        self.model = model
-        self._engine, self._user = engine, user
-        self._lock, self._disconnected = threading.Lock(), False
-        self._stream: RequestStream | None = None
-
-    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
-        """Generate a continuation; call it from a thread without an event loop.
-
-        Args:
-            prompt: token ids.
-            max_tokens: maximum number of new tokens.
-            options: further attributes of `GenerationRequest`.
-
-        Returns:
-            The end with the whole text.
-
-        Raises:
-            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
-        """
-        request = GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
-        with self._lock:
-            if self._disconnected:
-                raise ServingError("The client has disconnected.")
-            self._stream = self._engine.submit([request])
-        return asyncio.run(_read(self._stream))
-
-    def disconnect(self) -> None:
-        """Cancel the running request, and accept no other."""
-        with self._lock:
-            self._disconnected = True
-            if self._stream is not None:
-                self._stream.cancel()
-
-
-async def _read(stream: RequestStream) -> Finish:
-    text = ""
-    async for item in stream:
-        text += item.text
-        if isinstance(item, Finish):
-            if item.reason == "cancelled":
-                raise ShuttingDownError("The server is shutting down: ask again in a moment.")
-            if item.reason == "time":
-                message = "The time of a request was over before the model had finished: ask for less, or try later."
-                raise ServingError(message, status=503, code="timed_out")
-            return dataclasses.replace(item, text=text)
-    raise EngineError("The engine stopped before its answer had an end: ask again.")
+if TYPE_CHECKING:
+    from graftlm.serving.extensions import EngineClient
 
 
 class ClarifyWriter:

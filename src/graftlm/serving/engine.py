@@ -362,7 +362,7 @@ def end_token_ids(backbone: Backbone) -> frozenset[int]:
     """The token ids that end a text: those of the checkpoint's generation config, and the tokenizer's."""
     configured = getattr(getattr(backbone.model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list | tuple) else [configured]
-    return frozenset({*ids, backbone.need_tokenizer().eos_token_id} - {None})
+    return frozenset(token for token in (*ids, backbone.need_tokenizer().eos_token_id) if isinstance(token, int))
 
 
 def _as_serving_error(error: BaseException) -> ServingError:

@@ -6,24 +6,38 @@ Texts and states travel in request bodies. No name that a client sends is opened
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
-from graftlm.pipelines import clarify, summarize
-from graftlm.pipelines.summarize.writer import read_layout
-from graftlm.serving.clients import ClarifyWriter, EngineClient, SummaryWriter
 from graftlm.serving.middleware import user_of
-from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
+from graftlm.serving.protocol import (
+    Engine,
+    EngineError,
+    Finish,
+    GenerationRequest,
+    QueueFullError,
+    RequestStream,
+    ServingError,
+    ShuttingDownError,
+    UnknownModelError,
+    check_model,
+)
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
 from graftlm.serving.responses import run_until_disconnect
 from graftlm.serving.service import Service
+
+if TYPE_CHECKING:
+    from graftlm.pipelines.clarify import Conversation
+    from graftlm.pipelines.summarize import SourceDocument
 
 MAX_TEXT = 400_000  # characters of a text to summarize; they take some seconds on one core
 MAX_QUERY = 20_000  # characters of a text to clarify
@@ -133,6 +147,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/clarify")
     def templates() -> dict[str, Any]:
         """The templates of clarifying conversations, with their target languages."""
+        from graftlm.pipelines import clarify
+
         loaded = [clarify.load_template(name) for name in clarify.template_names()]
         data = [{"name": item.name, "languages": item.languages, "source": item.source} for item in loaded]
         return {"object": "list", "data": data, "most_questions": MAX_QUESTIONS}
@@ -153,6 +169,64 @@ def router(service: Service) -> APIRouter:
         return await summaries.run(request, client, lambda: _summarize(service, body, client))
 
     return routes
+
+
+class EngineClient:
+    """Sends the requests of one HTTP client to an engine, one at a time, and waits for each result.
+
+    Args:
+        engine: the engine.
+        model: a model's name.
+        user: name of the API key or address of the client.
+    """
+
+    def __init__(self, engine: Engine, model: str, user: str = "") -> None:
+        self.model = model
+        self._engine, self._user = engine, user
+        self._lock, self._disconnected = threading.Lock(), False
+        self._stream: RequestStream | None = None
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
+        """Generate a continuation; call it from a thread without an event loop.
+
+        Args:
+            prompt: token ids.
+            max_tokens: maximum number of new tokens.
+            options: further attributes of `GenerationRequest`.
+
+        Returns:
+            The end with the whole text.
+
+        Raises:
+            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
+        """
+        request = GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
+        with self._lock:
+            if self._disconnected:
+                raise ServingError("The client has disconnected.")
+            self._stream = self._engine.submit([request])
+        return asyncio.run(_read(self._stream))
+
+    def disconnect(self) -> None:
+        """Cancel the running request, and accept no other."""
+        with self._lock:
+            self._disconnected = True
+            if self._stream is not None:
+                self._stream.cancel()
+
+
+async def _read(stream: RequestStream) -> Finish:
+    text = ""
+    async for item in stream:
+        text += item.text
+        if isinstance(item, Finish):
+            if item.reason == "cancelled":
+                raise ShuttingDownError("The server is shutting down: ask again in a moment.")
+            if item.reason == "time":
+                message = "The time of a request was over before the model had finished: ask for less, or try later."
+                raise ServingError(message, status=503, code="timed_out")
+            return dataclasses.replace(item, text=text)
+    raise EngineError("The engine stopped before its answer had an end: ask again.")
 
 
 class PipelineWorkers:
@@ -188,6 +262,9 @@ class PipelineWorkers:
 
 
 def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict[str, Any]:
+    from graftlm.pipelines import clarify
+    from graftlm.serving.clients import ClarifyWriter
+
     if (start := body.start) is None:
         conversation = _continued(body)
     else:
@@ -199,8 +276,10 @@ def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict
     return chain.run(conversation).to_json()
 
 
-def _continued(body: ClarifyBody) -> clarify.Conversation:
+def _continued(body: ClarifyBody) -> Conversation:
     """The conversation that a client sent, with its answer."""
+    from graftlm.pipelines import clarify
+
     values = body.conversation or {}
     _check_template(values.get("template"))
     conversation = clarify.Conversation.parse(values, where="conversation")
@@ -226,12 +305,19 @@ def _continued(body: ClarifyBody) -> clarify.Conversation:
 
 def _check_template(name: object) -> None:
     """Accept only the names of GraftLM's templates: the pipeline would open any other name as a file."""
-    if name not in clarify.template_names():
-        known = ", ".join(clarify.template_names())
-        raise ServingError(f"There is no template {str(name)[:100]!r}: name one of {known}.", "template")
+    from graftlm.pipelines.clarify import template_names
+
+    if name not in template_names():
+        raise ServingError(
+            f"There is no template {str(name)[:100]!r}: name one of {', '.join(template_names())}.", "template"
+        )
 
 
 def _summarize(service: Service, body: SummarizeBody, client: EngineClient) -> dict[str, Any]:
+    from graftlm.pipelines import summarize
+    from graftlm.pipelines.summarize.writer import read_layout
+    from graftlm.serving.clients import SummaryWriter
+
     document, writer = _read_document(body), None
     if body.model is not None:
         entry = service.store.entries().get(body.model)
@@ -241,9 +327,11 @@ def _summarize(service: Service, body: SummarizeBody, client: EngineClient) -> d
     return summarize.summarize(document, writer=writer, budget=budget).to_json() | {"format": body.format}
 
 
-def _read_document(body: SummarizeBody) -> summarize.SourceDocument:
+def _read_document(body: SummarizeBody) -> SourceDocument:
+    from graftlm.pipelines.summarize import read_text
+
     try:
-        return summarize.read_text(body.text, _SUFFIXES[body.format], language=body.language)
+        return read_text(body.text, _SUFFIXES[body.format], language=body.language)
     except RecursionError:
         raise DataError(f"The text is nested too deeply to be read as {body.format}: send it as text.") from None
     except (GraftError, MemoryError):

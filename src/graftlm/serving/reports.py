@@ -14,7 +14,6 @@ from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric, Row
-from graftlm.runs.graft_run import graft_label
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
 
@@ -96,13 +95,14 @@ def served_models(service: Service) -> ServedModels:
 def graft_summary(entry: StoredGraft) -> GraftSummary:
     """A graft in short, from its graft.json."""
     manifest = entry.manifest
-    counts = {key: manifest.training.get(key) for key in ("steps", "tokens")}
+    steps, tokens = map(manifest.training.get, ("steps", "tokens"))
     return GraftSummary(
         name=entry.name,
         kind=manifest.kind,
         label=_label(manifest),
         parameters=manifest.parameters,
-        **{key: count if type(count) is int else None for key, count in counts.items()},
+        steps=steps if type(steps) is int else None,
+        tokens=tokens if type(tokens) is int else None,
         **_trade_off(_measured(manifest)),
     )
 
@@ -175,6 +175,8 @@ def _trade_off(metrics: Mapping[str, Metric]) -> dict[str, Interval | None]:
 
 
 def _label(manifest: Manifest) -> str:
+    from graftlm.runs.graft_run import graft_label  # imports the training
+
     try:
         return graft_label(manifest.graft_config())
     except GraftError:

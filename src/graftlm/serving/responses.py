@@ -302,10 +302,11 @@ class ChatBuilder(ResponseBuilder):
         return ChatChoice(message=message, logprobs=self._logprobs(part), **self.base(part))
 
     def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> ChatChunkChoice:
-        begin = {"role": role} if role else {}
-        content = {"content": part.text} if part.text or part.finish_reason is None else {}
+        delta: dict[str, Any] = {"role": role} if role else {}
+        if part.text or part.finish_reason is None:
+            delta["content"] = part.text
         logprobs = self._logprobs(part) if part.outputs else None
-        return ChatChunkChoice(delta=ChoiceDelta(**begin, **content), logprobs=logprobs, **self.base(part))
+        return ChatChunkChoice(delta=ChoiceDelta(**delta), logprobs=logprobs, **self.base(part))
 
     def _logprobs(self, part: ChoicePart) -> ChoiceLogprobs | None:
         if not self.parsed.logprobs:

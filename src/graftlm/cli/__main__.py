@@ -1,6 +1,0 @@
-"""`python -m graftlm.cli` runs `graft`, for launchers that take a module."""
-
-from graftlm.cli import main
-
-if __name__ == "__main__":
-    main()
