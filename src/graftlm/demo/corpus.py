@@ -10,23 +10,15 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 from graftlm.errors import DataError
 
 # Tests repeat themselves, and tables of characters are no language.
-_LEFT_OUT = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "lib2to3",
-    "__pycache__",
-    "pydoc_data",
-}
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib2to3"}
+_LEFT_OUT |= {"__pycache__", "pydoc_data"}
 _LEAST_ENGLISH, _LEAST_CODE = 200, 400
 
 
@@ -46,12 +38,8 @@ def read_installation(limit: int) -> Texts:
     Raises:
         DataError: the installation has no readable standard library.
     """
-    english, code, size = _topics(), [], 0
-    for path in source_files():
-        parts = split_source(path.read_bytes())
-        if parts is None:
-            continue
-        words, program = parts
+    english, code, size = _topics(), list[str](), 0
+    for words, program in filter(None, (split_source(path.read_bytes()) for path in source_files())):
         if len(words) >= _LEAST_ENGLISH:
             english.append(words)
         if len(program) >= _LEAST_CODE:
@@ -94,10 +82,10 @@ def write_documents(path: Path, documents: Iterable[str]) -> None:
 
 def deal(documents: Sequence[str], shares: dict[str, int]) -> dict[str, list[str]]:
     """Deal documents out in turn, `shares` of each hand to each name."""
-    turn = [name for name, count in shares.items() for _ in range(count)]
     hands: dict[str, list[str]] = {name: [] for name in shares}
-    for index, document in enumerate(documents):
-        hands[turn[index % len(turn)]].append(document)
+    turns = cycle(hands[name] for name, count in shares.items() for _ in range(count))
+    for hand, document in zip(turns, documents, strict=False):
+        hand.append(document)
     return hands
 
 

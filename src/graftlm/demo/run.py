@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "finetune": {"graft": {"kind": "finetune"}, "training": {"learning_rate": 1e-3}},
     "lora": {"graft": {"kind": "lora"}, "training": {"learning_rate": 3e-3}},
     "adapter": {"graft": {"kind": "adapter"}, "training": {"learning_rate": 1e-3}},
-    "neutral-residues": {
-        "graft": {"kind": "neutral-residues", "alpha": 1.0},
-        "training": {"learning_rate": 3e-3},
-    },
+    "neutral-residues": {"graft": {"kind": "neutral-residues", "alpha": 1.0}, "training": {"learning_rate": 3e-3}},
 }
 
 
@@ -84,9 +82,8 @@ def make_corpus(folder: Path, size: DemoSize, log: Callable[[str], None]) -> Pat
     if not done.exists() or json.loads(done.read_text()) != size.characters:
         log("Reading the English and the code of this Python installation.")
         english, code = read_installation(size.characters)
-        for name, documents in deal(english, {"english": 8, "english-more": 1, "english-test": 1}).items():
-            write_documents(folder / f"{name}.jsonl", documents)
-        for name, documents in deal(code, {"python": 9, "python-test": 1}).items():
+        dealt = deal(english, {"english": 8, "english-more": 1, "english-test": 1})
+        for name, documents in (dealt | deal(code, {"python": 9, "python-test": 1})).items():
             write_documents(folder / f"{name}.jsonl", documents)
         done.write_text(json.dumps(size.characters))
     return folder
@@ -99,8 +96,7 @@ def make_backbone(
     wanted = {"size": size.model_dump(mode="json"), "seed": seed}
     done = folder / "demo.json"
     if done.exists() and json.loads(done.read_text()) == wanted:
-        log(f"Using the backbone that an earlier run left in {folder}.")
-        return
+        return log(f"Using the backbone that an earlier run left in {folder}.")
     tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
@@ -117,6 +113,7 @@ def make_backbone(
     tokenizer.save_pretrained(folder)
     load_backbone(folder)
     done.write_text(json.dumps(wanted))
+    return None
 
 
 def demo_recipe(out: Path, size: DemoSize, seed: int) -> Recipe:
@@ -170,13 +167,8 @@ def random_llama(
 
 def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer from the texts of jsonl files."""
-
-    def texts() -> Iterable[str]:
-        for file in files:
-            with file.open(encoding="utf-8") as lines:
-                yield from (json.loads(line)["text"] for line in lines)
-
-    return train_tokenizer(texts(), vocab_size)
+    lines = chain.from_iterable(file.open(encoding="utf-8") for file in files)
+    return train_tokenizer((json.loads(line)["text"] for line in lines), vocab_size)
 
 
 def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingConfig:
@@ -189,6 +181,3 @@ def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingCon
         seed=seed,
         checkpoint_every=max(1, steps // 2),
     )
-
-
-__all__ = ["DemoSize", "demo_recipe", "make_backbone", "make_corpus", "run_demo", "train_corpus_tokenizer"]

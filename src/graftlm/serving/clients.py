@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClarifyWriter:
-    """The `ChatModel` of clarifying conversations (`pipelines.clarify`).
-
-    Args:
-        client: generates.
-        tokenizer: the backbone's; prompts are chats if it has a chat template, else plain texts.
-        max_tokens: of a reply.
-    """
+    """The `ChatModel` of clarifying conversations; prompts are chats if the tokenizer has a template, else texts."""
 
     def __init__(self, client: EngineClient, tokenizer: ServingTokenizer, max_tokens: int) -> None:
         self.name = client.model
@@ -47,14 +41,9 @@ class ClarifyWriter:
 
 
 class SummaryWriter(LanguageModelWriter):
-    """The writer of summaries (`pipelines.summarize`), without sampling.
+    """The writer of summaries, without sampling.
 
-    Args:
-        client: generates.
-        tokenizer: the backbone's.
-        context: maximum tokens of prompt and summary.
-        max_tokens: of the summary.
-        layout: the prompt layout that the graft was trained with.
+    Prompt and summary have at most `context` tokens, the summary `max_tokens`. The graft was trained with `layout`.
     """
 
     def __init__(

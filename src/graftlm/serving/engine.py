@@ -45,15 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class ScheduledRequest:
-    """The state of an accepted request, from its arrival to its end.
-
-    Args:
-        request: what to generate.
-        graft_set: the grafts that act on its row.
-        stream: receives the outputs.
-        index: number of the continuation in the stream.
-        seconds: maximum time from now.
-    """
+    """The state of an accepted request, from its arrival to its end, which comes after `seconds` at the latest."""
 
     def __init__(
         self, request: GenerationRequest, graft_set: GraftSet, stream: RequestStream, index: int, seconds: float

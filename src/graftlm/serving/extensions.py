@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -158,7 +159,7 @@ def router(service: Service) -> APIRouter:
         """Start or continue a conversation, up to its next question or its end."""
         check_model(service.engine.names, body.model)
         client = EngineClient(service.engine, body.model, user_of(request))
-        return await conversations.run(request, client, lambda: _run_turn(service, body, client))
+        return await conversations.run(request, client, partial(_run_turn, service, body, client))
 
     @routes.post("/summarize")
     async def summary(body: SummarizeBody, request: Request) -> dict[str, Any]:
@@ -166,19 +167,13 @@ def router(service: Service) -> APIRouter:
         if body.model is not None:
             check_model(service.engine.names, body.model)
         client = EngineClient(service.engine, body.model or "", user_of(request))
-        return await summaries.run(request, client, lambda: _summarize(service, body, client))
+        return await summaries.run(request, client, partial(_summarize, service, body, client))
 
     return routes
 
 
 class EngineClient:
-    """Sends the requests of one HTTP client to an engine, one at a time, and waits for each result.
-
-    Args:
-        engine: the engine.
-        model: a model's name.
-        user: name of the API key or address of the client.
-    """
+    """Sends the requests of one HTTP client to a model of an engine, one at a time, and waits for each result."""
 
     def __init__(self, engine: Engine, model: str, user: str = "") -> None:
         self.model = model
@@ -187,15 +182,7 @@ class EngineClient:
         self._stream: RequestStream | None = None
 
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
-        """Generate a continuation; call it from a thread without an event loop.
-
-        Args:
-            prompt: token ids.
-            max_tokens: maximum number of new tokens.
-            options: further attributes of `GenerationRequest`.
-
-        Returns:
-            The end with the whole text.
+        """The end of a continuation, with its whole text; call it from a thread without an event loop.
 
         Raises:
             ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
@@ -230,25 +217,14 @@ async def _read(stream: RequestStream) -> Finish:
 
 
 class PipelineWorkers:
-    """Threads for pipelines, which take long and wait for the engine.
-
-    Args:
-        threads: number of threads.
-        max_open: maximum number of requests, waiting ones included.
-    """
+    """Threads for pipelines, which take long and wait for the engine; `max_open` counts waiting requests too."""
 
     def __init__(self, threads: int, max_open: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="graftlm-pipelines")
         self._max_open, self._open = max_open, 0
 
     async def run(self, request: Request, client: EngineClient, work: Callable[[], _T]) -> _T:
-        """The result of `work`; the client disconnects from the engine at the end.
-
-        Raises:
-            QueueFullError: too many requests are open.
-            ClientDisconnectedError: the HTTP client has disconnected.
-            GraftError: from `work`.
-        """
+        """The result of `work`; the client disconnects from the engine at the end."""
         if self._open >= self._max_open:
             raise QueueFullError(f"{self._open} such requests are under way, which is the most: try again in a moment.")
         self._open += 1

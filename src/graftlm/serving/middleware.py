@@ -34,11 +34,7 @@ def user_of(request: Request) -> str:
 class Guard:
     """Checks host, key, content type, size and speed of a request before its body is parsed.
 
-    Args:
-        app: the guarded application.
-        settings: the limits.
-        keys: the API keys.
-        closing: set once the server accepts nothing new.
+    Once `closing` is set, the server accepts nothing new.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys, closing: threading.Event) -> None:
@@ -184,11 +180,7 @@ class EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """The metrics of one server.
-
-    Args:
-        engine: the engine of the server.
-    """
+    """The metrics of one server."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()

@@ -17,7 +17,6 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     PlainValidator,
-    StringConstraints,
     WithJsonSchema,
     model_validator,
 )
@@ -55,14 +54,9 @@ class NeutralValue:
 
 OnlyNull = Annotated[Any, NeutralValue()]
 OnlyZero = Annotated[Any, NeutralValue(0)]
-OnlyOne = Annotated[Any, NeutralValue(1)]
 OnlyFalse = Annotated[Any, NeutralValue(False)]
 OnlyEmptyList = Annotated[Any, NeutralValue([])]
-OnlyEmptyObject = Annotated[Any, NeutralValue({})]
-OnlyEmptyText = Annotated[Any, NeutralValue("")]
 OnlyNoTool = Annotated[Any, NeutralValue("none", "auto")]
-OnlyTextFormat = Annotated[Any, NeutralValue({"type": "text"})]
-OnlyTextModality = Annotated[Any, NeutralValue(["text"])]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
@@ -83,19 +77,26 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
-_TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-_STOP = {"type": "string", "minLength": 1, "maxLength": 256}
-_PROMPTS = [{"type": "array", "items": prompt, "minItems": 1} for prompt in (_TEXT, _IDS)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
+    list[Stop],
     Field(max_length=4),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 4}]}),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=4)],
+    ),
 ]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+NotEmpty = Field(min_length=1)
 Prompts = Annotated[
     list[str] | list[list[int]],
-    PlainValidator(_check_prompts),
-    WithJsonSchema({"anyOf": [_TEXT, _IDS | {"minItems": 1}, *_PROMPTS]}),
+    PlainValidator(
+        _check_prompts,
+        json_schema_input_type=str
+        | Annotated[TokenIds, NotEmpty]
+        | Annotated[list[str], NotEmpty]
+        | Annotated[list[TokenIds], NotEmpty],
+    ),
 ]
 
 
@@ -134,7 +135,7 @@ class ApiRequest(StrictBody):
 
     frequency_penalty: OnlyZero = None
     presence_penalty: OnlyZero = None
-    logit_bias: OnlyEmptyObject = None
+    logit_bias: Annotated[Any, NeutralValue({})] = None
     user: Ignored = None
 
 
@@ -144,9 +145,9 @@ class CompletionRequest(ApiRequest):
     prompt: Prompts = Field(description="What to continue.")
     logprobs: int | None = Field(None, ge=0, le=5)
 
-    best_of: OnlyOne = None
+    best_of: Annotated[Any, NeutralValue(1)] = None
     echo: OnlyFalse = None
-    suffix: OnlyEmptyText = None
+    suffix: Annotated[Any, NeutralValue("")] = None
 
 
 class TextPart(StrictBody):
@@ -202,12 +203,12 @@ class ChatRequest(ApiRequest):
     audio: OnlyNull = None
     function_call: OnlyNoTool = None
     functions: OnlyEmptyList = None
-    modalities: OnlyTextModality = None
+    modalities: Annotated[Any, NeutralValue(["text"])] = None
     moderation: OnlyNull = None
     parallel_tool_calls: Ignored = None
     prediction: OnlyNull = None
     reasoning_effort: OnlyNull = None
-    response_format: OnlyTextFormat = None
+    response_format: Annotated[Any, NeutralValue({"type": "text"})] = None
     tool_choice: OnlyNoTool = None
     tools: OnlyEmptyList = None
     verbosity: OnlyNull = None
@@ -244,11 +245,7 @@ class ParsedRequest:
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
-    """Convert the body of /v1/completions.
-
-    Raises:
-        ServingError: the body does not fit the model.
-    """
+    """Convert the body of /v1/completions; a body that does not fit the model is a `ServingError`."""
     _check(service, body, len(body.prompt))
     encode = service.tokenizer.encode
     prompts = [encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
@@ -259,11 +256,7 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
 
 
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
-    """Convert the body of /v1/chat/completions; max_tokens defaults to what the context leaves.
-
-    Raises:
-        ServingError: the body does not fit the model or its chat template.
-    """
+    """Convert the body of /v1/chat/completions; max_tokens defaults to what the context leaves."""
     _check(service, body, 1)
     if body.top_logprobs is not None and not body.logprobs:
         raise ServingError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")

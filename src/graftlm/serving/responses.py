@@ -15,11 +15,11 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -77,19 +77,6 @@ class Chat(ChatCompletion):
     choices: list[ChatChoice]  # type: ignore[assignment]  # a list of a subclass
 
 
-class ChatChunkChoice(ChunkChoice):
-    """A part of a message; openai has a class of log-probabilities for chunks, with the same keys."""
-
-    logprobs: ChoiceLogprobs | None = None  # type: ignore[assignment]  # of whole messages
-    graftlm: ChoiceExtras | None = None
-
-
-class ChatChunk(ChatCompletionChunk):
-    """An event of a streamed chat."""
-
-    choices: list[ChatChunkChoice]  # type: ignore[assignment]  # a list of a subclass
-
-
 class ModelCard(Model):
     """A name that requests may use; `graftlm` tells its kind and whether its chats have a template."""
 
@@ -114,13 +101,7 @@ class Health(BaseModel):
 
 
 class ChoiceState:
-    """One continuation so far. A token appears together with the text that it belongs to.
-
-    Attributes:
-        text: the final text.
-        outputs: the tokens of the text.
-        end: the end, once it is reached.
-    """
+    """The text, tokens and end of one continuation so far. A token appears together with its text."""
 
     def __init__(self) -> None:
         self.text, self.outputs, self.end = "", list[TokenOutput](), None
@@ -129,11 +110,7 @@ class ChoiceState:
         self._characters = 0
 
     def add(self, item: TokenOutput | Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
-        """The tokens that an item of the stream adds.
-
-        Raises:
-            ServingError: the continuation ended without a usable text.
-        """
+        """The tokens that an item of the stream adds; an end without a usable text is a `ServingError`."""
         new: list[TokenOutput] = []
         if isinstance(item, Finish):
             if item.reason == "cancelled":
@@ -181,13 +158,7 @@ class ChoicePart(NamedTuple):
 
 
 class ResponseBuilder(ABC):
-    """The response to one request; subclasses define its types and the form of its choices.
-
-    Args:
-        parsed: the request.
-        tokenizer: the backbone's.
-        fingerprint: of the backbone.
-    """
+    """The response to one request; subclasses define its types and the form of its choices."""
 
     prefix: str
     response: Callable[..., BaseModel]
@@ -294,28 +265,28 @@ class ChatBuilder(ResponseBuilder):
 
     prefix = "chatcmpl"
     response = staticmethod(partial(Chat, object="chat.completion"))
-    event = staticmethod(partial(ChatChunk, object="chat.completion.chunk"))
+    event = staticmethod(partial(ChatCompletionChunk, object="chat.completion.chunk"))
     has_role = True
 
     def choice(self, part: ChoicePart) -> ChatChoice:
         message = ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
-        return ChatChoice(message=message, logprobs=self._logprobs(part), **self.base(part))
+        logprobs = ChoiceLogprobs(**self._logprobs(part)) if self.parsed.logprobs else None
+        return ChatChoice(message=message, logprobs=logprobs, **self.base(part))
 
-    def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> ChatChunkChoice:
+    def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> ChunkChoice:
         delta: dict[str, Any] = {"role": role} if role else {}
         if part.text or part.finish_reason is None:
             delta["content"] = part.text
-        logprobs = self._logprobs(part) if part.outputs else None
-        return ChatChunkChoice(delta=ChoiceDelta(**delta), logprobs=logprobs, **self.base(part))
+        logprobs = ChunkLogprobs(**self._logprobs(part)) if self.parsed.logprobs and part.outputs else None
+        return ChunkChoice(delta=ChoiceDelta(**delta), logprobs=logprobs, **self.base(part))
 
-    def _logprobs(self, part: ChoicePart) -> ChoiceLogprobs | None:
-        if not self.parsed.logprobs:
-            return None
-        return ChoiceLogprobs(content=[self._token_logprob(output) for output in part.outputs], refusal=None)
-
-    def _token_logprob(self, output: TokenOutput) -> ChatCompletionTokenLogprob:
-        top = [TopLogprob(**self._named(token, logprob)) for token, logprob in output.top]
-        return ChatCompletionTokenLogprob(top_logprobs=top, **self._named(output.token, output.logprob or 0.0))
+    def _logprobs(self, part: ChoicePart) -> dict[str, Any]:
+        content = [
+            self._named(output.token, output.logprob or 0.0)
+            | {"top_logprobs": [self._named(token, logprob) for token, logprob in output.top]}
+            for output in part.outputs
+        ]
+        return {"content": content, "refusal": None}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         data = list(self.tokenizer.bytes_of(token))
@@ -327,11 +298,7 @@ class ClientDisconnectedError(Exception):
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of `work`, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientDisconnectedError: the client has disconnected.
-    """
+    """The result of `work`, which is cancelled with a `ClientDisconnectedError` when the client disconnects."""
     tasks = task, _ = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -350,12 +317,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events from a generator, until it ends or the client disconnects.
+    """Server-sent events from a generator of JSON texts, until it ends or the client disconnects.
 
-    Args:
-        events: JSON texts; an exception becomes the last event.
-        send_seconds: a client that accepts nothing for so long counts as disconnected.
-        on_end: called at the end in every case.
+    An exception becomes the last event. A client that accepts nothing for `send_seconds` counts as disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], send_seconds: float, on_end: Callable[[], None]) -> None:

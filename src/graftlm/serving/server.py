@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -27,17 +28,14 @@ def log_to_stderr(quiet: bool) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.setLevel(logging.WARNING if quiet else logging.INFO)
     for logger in (LOG, logging.getLogger("uvicorn.error")):
-        for earlier in [known for known in logger.handlers if known.name == handler.name]:
-            logger.removeHandler(earlier)  # of an earlier server in this process
-        logger.addHandler(handler)
+        others = [known for known in logger.handlers if known.name != handler.name]  # not of an earlier server
+        logger.handlers = [*others, handler]
 
 
 class GraftServer(uvicorn.Server):
     """A uvicorn server that lets the engine finish at the first signal; a second signal ends it at once.
 
-    Args:
-        service: what is served.
-        on_ready: called with the address once the server accepts requests.
+    `on_ready` is called with the address once the server accepts requests.
     """
 
     def __init__(self, service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:
@@ -53,7 +51,6 @@ class GraftServer(uvicorn.Server):
         )
         super().__init__(config)
         self.service, self.on_ready = service, on_ready
-        self._stopping: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()  # asyncio itself keeps weak references only
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,17 +76,21 @@ class GraftServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _on_stop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._stopping is None:
-            self._stopping = loop.create_task(self._stop())
-        else:
+        if self.service.closing.is_set():
             self.should_exit = self.force_exit = True
-            self._tasks.add(loop.create_task(asyncio.to_thread(self.service.engine.close, 0)))
+            self._start(asyncio.to_thread(self.service.engine.close, 0))
+        else:
+            self.service.closing.set()
+            self._start(self._stop())
 
     async def _stop(self) -> None:
-        """Refuse new requests, let the engine finish, then exit."""
-        self.service.closing.set()
+        """Let the engine finish, then exit."""
         stats = self.service.engine.stats()
         LOG.info("stopping: %s running and %s waiting are finished first", stats.running, stats.waiting)
         if not await asyncio.to_thread(self.service.engine.close, self.service.settings.grace):
@@ -97,9 +98,7 @@ class GraftServer(uvicorn.Server):
         self.should_exit = True
 
     def _on_reload(self) -> None:
-        reloading = asyncio.get_running_loop().create_task(asyncio.to_thread(self.service.reload, now=True))
-        self._tasks.add(reloading)
-        reloading.add_done_callback(self._tasks.discard)
+        self._start(asyncio.to_thread(self.service.reload, now=True))
 
 
 def serve(service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:

@@ -63,11 +63,7 @@ class ServerSettings(Config):
 
 
 class ApiKeys:
-    """Names by API key; only the hashes of the keys are kept. Without keys anyone may use the server.
-
-    Args:
-        keys: pairs of a name and its key.
-    """
+    """Names by API key, of which only hashes are kept, from pairs of both. Without keys anyone may use the server."""
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         self._names = {_hash(key): name for name, key in keys}
@@ -77,11 +73,9 @@ class ApiKeys:
 
     def name_of(self, key: str) -> str | None:
         """The name of a key. All known keys are compared, each in constant time."""
-        digest, match = _hash(key), None
-        for known, name in self._names.items():
-            if hmac.compare_digest(known, digest):
-                match = name
-        return match
+        digest = _hash(key)
+        names = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
+        return names[0] if names else None
 
     def name_of_header(self, header: str) -> str | None:
         """The name of the key in an Authorization header."""

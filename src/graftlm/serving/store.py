@@ -107,10 +107,8 @@ class GraftStore:
     ) -> None:
         """Check all files once, and load those that changed and are the same as at the last check.
 
-        Args:
-            replace: puts a graft into service, or with None removes it.
-            on_outcome: called for each graft whose files changed.
-            now: load changed files at once, and try failed files again.
+        `replace` puts a graft into service, or with None removes it. With `now` changed files are loaded at once, and
+        failed files are tried again.
         """
         with self._lock:
             self._search()

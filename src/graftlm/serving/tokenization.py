@@ -34,12 +34,7 @@ _INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are inc
 class ServingTokenizer:
     """A copy of the backbone's tokenizer with the conversions that requests need. All methods are thread-safe.
 
-    Args:
-        backbone: its tokenizer is copied.
-        template: Jinja chat template in place of the tokenizer's own.
-
-    Raises:
-        BackboneError: the backbone has no tokenizer.
+    A Jinja `template` takes the place of the tokenizer's own.
     """
 
     def __init__(self, backbone: Backbone, template: str | None = None) -> None:
@@ -62,10 +57,7 @@ class ServingTokenizer:
         return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """The ids of a conversation, up to the start of the assistant's next message.
-
-        Args:
-            messages: roles (system, user or assistant) and texts.
+        """The ids of a conversation of roles and texts, up to the start of the assistant's next message.
 
         Raises:
             ServingError: the chat template rejects the messages.
@@ -114,11 +106,6 @@ class IncrementalDetokenizer:
 
     `tokenizers.DecodeStream` decodes byte-level tokens. Other tokens are decoded with some tokens before them, because
     their text depends on the preceding tokens.
-
-    Args:
-        tokenizer: the backbone's.
-        prompt: token ids.
-        stops: strings before which the text ends.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
