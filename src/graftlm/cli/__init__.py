@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import about, clarify, grafts, serve, summarize, training
+from graftlm.cli import clarify, grafts, serve, summarize, training
 from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -68,20 +68,11 @@ def _root(
     pass
 
 
-app.command()(training.train)
-app.command()(training.compare)
-app.command(name="eval")(grafts.evaluate)
-app.command()(grafts.generate)
-app.command()(grafts.predict)
-app.command()(grafts.inspect)
-app.command()(summarize.summarize)
-app.command()(summarize.rate)
-app.command()(summarize.ratings)
-app.command()(clarify.clarify)
-app.command()(serve.serve)
-app.command()(training.demo)
-app.command()(about.methods)
-app.command()(about.schema)
+_VERBS = [training.train, training.compare, grafts.evaluate, grafts.generate, grafts.predict, grafts.inspect]
+_VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
+_VERBS += [training.demo, grafts.methods, training.schema]
+for _verb in _VERBS:
+    app.command("eval" if _verb is grafts.evaluate else None)(_verb)
 
 
 def main() -> None:

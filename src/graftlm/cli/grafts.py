@@ -1,4 +1,4 @@
-"""Verbs that use a trained graft: measure it, generate, predict, inspect."""
+"""Verbs of grafts: measure, generate, predict, inspect, and list the methods."""
 
 from __future__ import annotations
 
@@ -226,3 +226,13 @@ def inspect(
         trust_remote_code=trust_remote_code,
     )
     return print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
+
+
+def methods(as_json: AsJson = False) -> None:
+    """List the kinds of graft with their config keys."""
+    configure_logging()
+    from graftlm.cli.display import print_methods
+    from graftlm.generation.inspect import methods as registered_methods
+
+    listed = registered_methods()
+    print_result([method.model_dump(mode="json") for method in listed], as_json, lambda: print_methods(listed))

@@ -1,13 +1,25 @@
-"""Verbs that train."""
+"""Verbs that train, and the schema of their recipes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from typer import Option
 
-from graftlm.cli.common import AsJson, Overrides, Quiet, RecipeFile, RunFolder, configure_logging, logger, print_report
+from graftlm.cli.common import (
+    AsJson,
+    Overrides,
+    Quiet,
+    RecipeFile,
+    RunFolder,
+    configure_logging,
+    logger,
+    print_report,
+    print_result,
+)
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -70,3 +82,18 @@ def demo(
     from graftlm.demo import run_demo
 
     print_report(run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)
+
+
+def schema(
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the schema to a file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="The schema is printed as JSON in any case.")] = False,
+) -> None:
+    """Print the JSON schema of recipes, for editors."""
+    configure_logging()
+    from graftlm.io import write_atomically
+    from graftlm.runs.recipe import recipe_schema
+
+    if out is None:
+        return print_result(recipe_schema(), True, typer.echo)
+    path = write_atomically(out, json.dumps(recipe_schema(), indent=2).encode() + b"\n")
+    return print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +166,13 @@ def random_llama(
 
 def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer from the texts of jsonl files."""
-    lines = chain.from_iterable(file.open(encoding="utf-8") for file in files)
-    return train_tokenizer((json.loads(line)["text"] for line in lines), vocab_size)
+
+    def texts() -> Iterable[str]:
+        for file in files:
+            with file.open(encoding="utf-8") as lines:
+                yield from (json.loads(line)["text"] for line in lines)
+
+    return train_tokenizer(texts(), vocab_size)
 
 
 def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingConfig:

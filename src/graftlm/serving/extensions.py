@@ -6,10 +6,8 @@ Texts and states travel in request bodies. No name that a client sends is opened
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -19,19 +17,9 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
+from graftlm.serving.clients import EngineClient
 from graftlm.serving.middleware import user_of
-from graftlm.serving.protocol import (
-    Engine,
-    EngineError,
-    Finish,
-    GenerationRequest,
-    QueueFullError,
-    RequestStream,
-    ServingError,
-    ShuttingDownError,
-    UnknownModelError,
-    check_model,
-)
+from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
 from graftlm.serving.responses import run_until_disconnect
 from graftlm.serving.service import Service
@@ -172,50 +160,6 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-class EngineClient:
-    """Sends the requests of one HTTP client to a model of an engine, one at a time, and waits for each result."""
-
-    def __init__(self, engine: Engine, model: str, user: str = "") -> None:
-        self.model = model
-        self._engine, self._user = engine, user
-        self._lock, self._disconnected = threading.Lock(), False
-        self._stream: RequestStream | None = None
-
-    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
-        """The end of a continuation, with its whole text; call it from a thread without an event loop.
-
-        Raises:
-            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
-        """
-        request = GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
-        with self._lock:
-            if self._disconnected:
-                raise ServingError("The client has disconnected.")
-            self._stream = self._engine.submit([request])
-        return asyncio.run(_read(self._stream))
-
-    def disconnect(self) -> None:
-        """Cancel the running request, and accept no other."""
-        with self._lock:
-            self._disconnected = True
-            if self._stream is not None:
-                self._stream.cancel()
-
-
-async def _read(stream: RequestStream) -> Finish:
-    text = ""
-    async for item in stream:
-        text += item.text
-        if isinstance(item, Finish):
-            if item.reason == "cancelled":
-                raise ShuttingDownError("The server is shutting down: ask again in a moment.")
-            if item.reason == "time":
-                message = "The time of a request was over before the model had finished: ask for less, or try later."
-                raise ServingError(message, status=503, code="timed_out")
-            return dataclasses.replace(item, text=text)
-    raise EngineError("The engine stopped before its answer had an end: ask again.")
-
-
 class PipelineWorkers:
     """Threads for pipelines, which take long and wait for the engine; `max_open` counts waiting requests too."""
 
@@ -239,7 +183,7 @@ class PipelineWorkers:
 
 def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict[str, Any]:
     from graftlm.pipelines import clarify
-    from graftlm.serving.clients import ClarifyWriter
+    from graftlm.serving.writers import ClarifyWriter
 
     if (start := body.start) is None:
         conversation = _continued(body)
@@ -292,7 +236,7 @@ def _check_template(name: object) -> None:
 def _summarize(service: Service, body: SummarizeBody, client: EngineClient) -> dict[str, Any]:
     from graftlm.pipelines import summarize
     from graftlm.pipelines.summarize.writer import read_layout
-    from graftlm.serving.clients import SummaryWriter
+    from graftlm.serving.writers import SummaryWriter
 
     document, writer = _read_document(body), None
     if body.model is not None:

@@ -236,30 +236,18 @@ class EngineStats:
 class Engine(Protocol):
     """Generates for one backbone and its grafts. All methods are thread-safe, and none blocks for long but `close`.
 
-    Attributes:
-        names: the backbone's name first, then the grafts' names.
+    - `names`: the backbone's name first, then the grafts' names.
+    - `submit` accepts all of these requests, or none with a `ServingError`; the stream's indices are their positions.
+    - `replace` uses a graft for new requests, or removes the name; running requests keep their graft.
+    - `close` accepts nothing new, finishes within `grace` seconds, cancels the rest; True if all requests finished.
     """
 
     @property
     def names(self) -> tuple[str, ...]: ...
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Accept all of these requests, or none; the stream's indices are their positions.
-
-        Raises:
-            UnknownModelError, ContextLengthError, QueueFullError, ShuttingDownError: a request can not be accepted.
-        """
-        ...
-
-    def replace(self, name: str, graft: object | None) -> None:
-        """Use this graft for new requests, or remove the name; running requests keep their graft."""
-        ...
-
+    def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream: ...
+    def replace(self, name: str, graft: object | None) -> None: ...
     def stats(self) -> EngineStats: ...
-
-    def close(self, grace: float) -> bool:
-        """Accept nothing new, finish within `grace` seconds, cancel the rest; True if all requests finished."""
-        ...
+    def close(self, grace: float) -> bool: ...
 
 
 def check_model(names: Sequence[str], model: str) -> None:
@@ -343,9 +331,8 @@ class ModelRegistry:
             GraftError: the name is the backbone's or not usable, or the object is not a graft.
         """
         if name == self.name or not name or "+" in name:
-            why = (
-                "is the backbone's" if name == self.name else "is empty" if not name else "holds a +, which joins names"
-            )
+            reasons = {self.name: "is the backbone's", "": "is empty"}
+            why = reasons.get(name, "holds a +, which joins names")
             raise GraftError(f"The name {name!r} {why}: give the graft another.")
         if graft is not None and not isinstance(graft, Graft):
             raise GraftError(

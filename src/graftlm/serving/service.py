@@ -20,19 +20,11 @@ from graftlm.serving.tokenization import ServingTokenizer
 class Service:
     """What the routes work with.
 
-    Args:
-        backbone: a causal language model with its tokenizer.
-        engine: generates.
-        store: the grafts in service.
-        name: name of the backbone in requests.
-        settings: of the web side.
-        limits: of the engine.
-        keys: API keys.
-
     Attributes:
+        name: name of the backbone in requests.
+        settings, limits, keys: of the web side; of the engine; API keys.
         fingerprint: of the backbone, as responses report it.
         context: maximum tokens of a prompt and its continuation.
-        tokenizer: the backbone's.
         metrics: for Prometheus.
         started: start time in seconds since 1970.
         closing: set once the server accepts nothing new.

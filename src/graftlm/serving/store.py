@@ -32,14 +32,7 @@ OnOutcome = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class StoredGraft:
-    """A graft in service.
-
-    Attributes:
-        name: its name in requests.
-        folder: the folder of its files.
-        manifest: its graft.json.
-        changed: modification time of graft.json in seconds since 1970.
-    """
+    """A graft in service: its name in requests, its files, and when graft.json changed, in seconds since 1970."""
 
     name: str
     folder: Path
@@ -98,8 +91,8 @@ class GraftStore:
             raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
         grafts: dict[str, Graft] = {}
         self.refresh(grafts.__setitem__, now=True)
-        if broken := [self._problems[name] for name in self.given if name in self._problems]:
-            raise ArtifactError(broken[0])
+        if broken := [name for name in self.given if name in self._problems]:
+            raise ArtifactError(self._problems[broken[0]])
         return grafts
 
     def refresh(
