@@ -89,7 +89,7 @@ class DocumentRun(Run):
 
 @lru_cache(maxsize=1)
 def load(longdocs: str, sizes: CorpusSizes) -> Parts:
-    """All documents by part. A process reads them once."""
+    """All documents by part; a collection has at least one in each. A process reads them once."""
     parts: Parts = {"train": [], "validation": [], "test": []}
     known: set[str] = set()
     for corpus in CORPORA:
@@ -97,9 +97,10 @@ def load(longdocs: str, sizes: CorpusSizes) -> Parts:
         rows = [row for row in in_time(json.loads(line) for line in lines if line) if _is_new(row, known)]
         if sizes.max_documents is not None:
             rows = rows[:: max(1, len(rows) // sizes.max_documents)][: sizes.max_documents]
-        ends = _ends(len(rows), sizes)
-        for part, (first, end) in ends.items():
-            parts[part] += [sample_of(corpus, row) for row in rows[first:end]]
+        test, validation = (max(1, round(share * len(rows))) for share in (sizes.test, sizes.validation))
+        parts["train"] += [sample_of(corpus, row) for row in rows[: -test - validation]]
+        parts["validation"] += [sample_of(corpus, row) for row in rows[-test - validation : -test]]
+        parts["test"] += [sample_of(corpus, row) for row in rows[-test:]]
     return parts
 
 
@@ -113,14 +114,6 @@ def _is_new(row: dict[str, Any], known: set[str]) -> bool:
     is_new = not own & known
     known |= own
     return is_new
-
-
-def _ends(count: int, sizes: CorpusSizes) -> dict[Part, tuple[int, int]]:
-    """The first document of each part and the end; a part has at least one document."""
-    test = max(1, round(sizes.test * count))
-    validation = max(1, round(sizes.validation * count))
-    train = count - validation - test
-    return {"train": (0, train), "validation": (train, train + validation), "test": (train + validation, count)}
 
 
 def in_time(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,8 +153,3 @@ def evenly(samples: Sequence[Sample], limit: int) -> list[Sample]:
     """At most `limit` samples, evenly spaced."""
     count = min(limit, len(samples))
     return [samples[index * len(samples) // count] for index in range(count)]
-
-
-def mean_sentences(samples: Sequence[Sample]) -> int:
-    """The mean number of sentences of abstracts, rounded."""
-    return max(1, round(sum(len(sample.abstract) for sample in samples) / max(len(samples), 1)))

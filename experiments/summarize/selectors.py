@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +32,6 @@ from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.runs.run import Measurement, RunContext
 
 RANKINGS, SELECTOR, ORACLE = "rankings.json", "selector", "oracle"
-UNTRAINED_SELECTORS: dict[str, Selector] = {
-    "lead": LeadSelector(),
-    "lexrank": SumySelector("lexrank"),
-    "sumbasic": SumySelector("sumbasic"),
-    "lsa": SumySelector("lsa"),
-}
 Rankings = Mapping[str, Sequence[int]]  # indices of sentences, by document
 
 
@@ -60,7 +55,7 @@ class OracleRun(DocumentRun):
 
     def measure(self, context: RunContext) -> Measurement:
         extracts = {}
-        for sample in (sample for samples in self.parts.values() for sample in samples):
+        for sample in chain.from_iterable(self.parts.values()):
             selectable = sample.document.selectable
             sentences = [sample.document.sentences[index].text for index in selectable]
             extracts[sample.id] = [selectable[i] for i in oracle_extract(sentences, sample.abstract)]
@@ -72,7 +67,7 @@ class SelectorRun(DocumentRun):
     """A selector, and its rankings of documents. A run with a training config trains it on the oracle's extracts.
 
     Args:
-        kind: one of `UNTRAINED_SELECTORS`, `train`, or `load`, which takes the selector of the run it depends on.
+        kind: an untrained selector, `train`, or `load`, which takes the selector of the run it depends on.
         training: hyperparameters of `train`.
         documents: to train on, evenly spaced, with a quarter as many held out; None takes all.
         training_sentences: number of each document's first sentences that training reads. Ranking reads all.
@@ -93,20 +88,17 @@ class SelectorRun(DocumentRun):
         return (RANKINGS,)
 
     def measure(self, context: RunContext) -> Measurement:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
-            return self._measure(context)
-
-    def _measure(self, context: RunContext) -> Measurement:
-        started = time.process_time()
-        selector, losses = self._selector(context)
-        trained = time.process_time()
         samples = [sample for part in self.ranked for sample in self.parts[part]]
-        rankings = {
-            sample.id: [sentence.index for sentence in selector.rank(sample.document)[: self.top]] for sample in samples
-        }
-        sentences_per_s = sum(len(sample.document.selectable) for sample in samples) / (time.process_time() - trained)
-        _write_rankings(context.folder, rankings)
-        metrics: dict[str, Any] = {"training_cpu_s": round(trained - started, 1), "sentences_per_s": sentences_per_s}
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+            started = time.process_time()
+            selector, losses = self._selector(context)
+            trained = time.process_time()
+            ranked = {sample.id: selector.rank(sample.document)[: self.top] for sample in samples}
+            ranking_s = time.process_time() - trained
+        _write_rankings(context.folder, {name: [sentence.index for sentence in row] for name, row in ranked.items()})
+        sentences = sum(len(sample.document.selectable) for sample in samples)
+        metrics: dict[str, Any] = {"training_cpu_s": round(trained - started, 1)}
+        metrics["sentences_per_s"] = sentences / ranking_s
         return Measurement(Row(id=self.id, label=self.id, metrics=metrics), {"losses": losses})
 
     def _selector(self, context: RunContext) -> tuple[Selector, list[list[float]]]:
@@ -114,8 +106,11 @@ class SelectorRun(DocumentRun):
         if self.kind == "load":
             (folder,) = context.dependencies.values()
             return load_selector(folder / SELECTOR, device="cpu"), []
-        if self.training is None:
-            return UNTRAINED_SELECTORS[self.kind], []
+        if self.kind == "lead":
+            return LeadSelector(), []
+        if self.kind != "train":
+            return SumySelector(self.kind), []
+        assert self.training is not None, "a run that trains has a config of training"
         train, validation = self.parts["train"], self.parts["validation"]
         if self.documents is not None:
             train, validation = evenly(train, self.documents), evenly(validation, max(1, self.documents // 4))

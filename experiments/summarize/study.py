@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from pydantic import Field
 
 from experiments import Options
 from experiments.study import Study, mini_lm
-from experiments.summarize.corpora import CorpusSizes, Parts, load, mean_sentences
+from experiments.summarize.corpora import CorpusSizes, Parts, load
 from experiments.summarize.selectors import ORACLE, OracleRun, Rankings, SelectorRun, read_rankings
 from experiments.summarize.writers import CommonModelRun, Context, WriterRun
 from graftlm.config import Config
@@ -107,7 +108,7 @@ class SummarizeStudy(Study):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.size = QUICK if options.quick else FULL
-        self._documents = {"longdocs": str(options.data / "longdocs"), "sizes": self.size.corpora}
+        self._documents: dict[str, Any] = {"longdocs": str(options.data / "longdocs"), "sizes": self.size.corpora}
         self.oracle = OracleRun(id=ORACLE, **self._documents)
 
     @cached_property
@@ -118,7 +119,7 @@ class SummarizeStudy(Study):
     @cached_property
     def sentences(self) -> int:
         """Sentences of a measured extract: the mean of training abstracts, rounded."""
-        return mean_sentences(self.parts["train"])
+        return max(1, round(fmean(len(sample.abstract) for sample in self.parts["train"])))
 
     @cached_property
     def gold(self) -> Rankings:
@@ -128,8 +129,7 @@ class SummarizeStudy(Study):
     @cached_property
     def extract_size(self) -> int:
         """Sentences of an extract that a writer reads: the mean of the gold extracts in training, rounded."""
-        sizes = [len(self.gold[sample.id]) for sample in self.parts["train"]]
-        return max(1, round(sum(sizes) / len(sizes)))
+        return max(1, round(fmean(len(self.gold[sample.id]) for sample in self.parts["train"])))
 
     def rankings(self, *runs: Run) -> Rankings:
         """The rankings that finished runs wrote."""
@@ -164,8 +164,8 @@ class SummarizeStudy(Study):
 
     def training_extracts(self, selector: SelectorRun) -> SelectorRun:
         """The run that ranks the training documents by a trained selector."""
-        name = f"{selector.id}-train"
-        return SelectorRun(id=name, depends_on=(selector.id,), kind="load", ranked=("train",), **self._documents)
+        fields: dict[str, Any] = {"depends_on": (selector.id,), "kind": "load", "ranked": ("train",), **self._documents}
+        return SelectorRun(id=f"{selector.id}-train", **fields)
 
     def common_model(self, seed: int) -> CommonModelRun:
         """The run of the model that the writers of a seed continue."""
