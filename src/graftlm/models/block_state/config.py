@@ -23,15 +23,9 @@ _SIZES = (
 
 
 class BlockStateConfig(PreTrainedConfig):
-    """Config of all block-state models.
+    """Config of all block-state models; keys that are not described have their usual meaning in transformers.
 
     Args:
-        vocab_size: number of tokens.
-        hidden_size: width d of the residual stream.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number H of heads; H divides d.
-        intermediate_size: inner width of the FFN.
-        hidden_act: activation of the FFN.
         window: W; a token attends to the last W tokens, including itself.
         mixer: the addition to window attention. `block-state`: cross-attention to the states of a state-space model.
             `recurrent`: cross-attention to state vectors that are updated window by window (Block-Recurrent
@@ -42,7 +36,7 @@ class BlockStateConfig(PreTrainedConfig):
             `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
         kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
         state_size: N, real numbers in the state of each channel.
-        state_width: channels of the state-space model; by default d / 4, and d / 8 for `mf`.
+        state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
             positions; it reads the whole text before a token.
@@ -53,9 +47,6 @@ class BlockStateConfig(PreTrainedConfig):
         relative_buckets: buckets of the relative position bias (T5).
         relative_distance: distance from which all tokens share the last bucket.
         bidirectional: whether tokens attend to later ones, for classifiers.
-        dropout: dropout probability in training.
-        rms_norm_eps: added to mean squares.
-        initializer_range: standard deviation of initial weights.
 
     Raises:
         RecipeError: a value is out of range or conflicts with another.

@@ -93,12 +93,6 @@ def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
     return scan_chunks(states.unflatten(0, (len(u_BTE), -1)), log_a_MEP, chunk, None)
 
 
-def readout_weights(c_CEP: Tensor, powers_EPt: Tensor) -> Tensor:
-    """(C, E, P, t, 2): weights of the real and the imaginary part of a state x in the output 2 Re(c a^t x)."""
-    weights = 2 * c_CEP[..., None] * powers_EPt
-    return torch.stack([weights.real, -weights.imag], dim=-1)
-
-
 def chunked_convolution(
     u_BTE: Tensor, c_CEP: Tensor, d_CE: Tensor, log_a_EP: Tensor, initial_BEP: Tensor | None, chunk: int
 ) -> Tensor:
@@ -119,7 +113,9 @@ def chunked_convolution(
     within_chunks = states_within_chunks(u_ENc, steps[None, ..., :-1])[:, 0].unflatten(0, (rows, -1))
     states = scan_chunks(within_chunks, log_a_EP, chunk, initial_BEP)[:, :-1]
     states_EN = torch.view_as_real(states.permute(2, 0, 1, 3).contiguous()).flatten(1, 2).flatten(-2)  # (E, N, 2 P)
-    weights = readout_weights(c_CEP, steps[..., 1:]).permute(1, 2, 4, 3, 0).flatten(1, 2).flatten(-2)  # (E, 2 P, c C)
+    weights = 2 * c_CEP[..., None] * steps[..., 1:]  # (C, E, P, c), of a state x in the output 2 Re(c a^t x)
+    weights = torch.stack([weights.real, -weights.imag], dim=-1).permute(1, 2, 4, 3, 0)
+    weights = weights.flatten(1, 2).flatten(-2)  # (E, 2 P, c C)
     y = torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, steps[..., :-1])).baddbmm_(states_EN, weights)
     y = y.flatten(1).T.contiguous()  # (N c C, E)
     return y.unflatten(0, (rows, -1, c_CEP.shape[0])).transpose(-1, -2)[:, :length]

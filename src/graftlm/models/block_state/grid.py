@@ -53,8 +53,7 @@ class WindowGrid:
         past_lengths, device = past_lengths or (0,) * rows, x_BT.device
         starts, new_lengths = [0] * rows, [length] * rows
         if mask is not None:
-            new_lengths = mask.sum(-1).tolist()
-            starts = mask.int().argmax(-1).tolist()
+            starts, new_lengths = mask.int().argmax(-1).tolist(), mask.sum(-1).tolist()
         if length == 1 and any(past_lengths) and all(new_lengths):
             return cls(window, past_lengths, tuple(new_lengths), 1, True, None, device)
         offsets = [n % window for n in past_lengths]
@@ -95,8 +94,7 @@ class WindowGrid:
     def occupied(self) -> Tensor:
         """(B, G) bool: whether a slot holds a new token."""
         slot = torch.arange(self.slots, device=self.device)
-        first = self.per_row(self.offsets)[:, None]
-        return (slot >= first) & (slot < first + self.per_row(self.new_lengths)[:, None])
+        return (slot >= self.per_row(self.offsets)[:, None]) & (slot < self.per_row(self.ends)[:, None])
 
     @property
     def completed_windows(self) -> tuple[int, ...]:
@@ -115,11 +113,8 @@ class WindowGrid:
 
     def to_grid(self, values_BT: Tensor) -> Tensor:
         """(B, T, ...) to (B, G, ...); empty slots are zero."""
-        if self.columns is not None:
-            values_BT = _gather(values_BT, self.columns)
-        if self.is_full:
-            return values_BT
-        return values_BT * _expand_mask(self.occupied, values_BT)
+        values_BG = values_BT if self.columns is None else _gather(values_BT, self.columns)
+        return values_BG if self.is_full else values_BG * _append_dimensions(self.occupied, values_BG)
 
     def from_grid(self, values_BG: Tensor, length: int) -> Tensor:
         """(B, G, ...) to (B, T, ...) with T = `length`; columns without a token are zero."""
@@ -162,7 +157,7 @@ def slice_rows(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tenso
         return torch.nn.functional.pad(inner, padding)
     index = _row_indices(values_BG, starts, length)
     inside = (index >= 0) & (index < size)
-    return _gather(values_BG, index.clamp(0, size - 1)) * _expand_mask(inside, values_BG)
+    return _gather(values_BG, index.clamp(0, size - 1)) * _append_dimensions(inside, values_BG)
 
 
 def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> Tensor:
@@ -170,8 +165,8 @@ def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> 
     length = other_BM.shape[1]
     if len(set(starts)) == 1:
         return torch.cat([values_BG[:, : starts[0]], other_BM, values_BG[:, starts[0] + length :]], dim=1)
-    index = _expand_index(_row_indices(values_BG, starts, length), values_BG)
-    return values_BG.scatter(1, index, other_BM)
+    index = _append_dimensions(_row_indices(values_BG, starts, length), values_BG)
+    return values_BG.scatter(1, index.expand_as(other_BM), other_BM)
 
 
 def _row_indices(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
@@ -179,12 +174,8 @@ def _row_indices(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Ten
 
 
 def _gather(values_BG: Tensor, index_BM: Tensor) -> Tensor:
-    return values_BG.gather(1, _expand_index(index_BM, values_BG))
+    return torch.take_along_dim(values_BG, _append_dimensions(index_BM, values_BG), 1)
 
 
-def _expand_index(index_BM: Tensor, values_BG: Tensor) -> Tensor:
-    return index_BM.reshape(*index_BM.shape, *[1] * (values_BG.dim() - 2)).expand(-1, -1, *values_BG.shape[2:])
-
-
-def _expand_mask(mask_BG: Tensor, values_BG: Tensor) -> Tensor:
-    return mask_BG.reshape(*mask_BG.shape, *[1] * (values_BG.dim() - 2)).to(values_BG.dtype)
+def _append_dimensions(x_BM: Tensor, values_BG: Tensor) -> Tensor:
+    return x_BM.reshape(*x_BM.shape, *[1] * (values_BG.dim() - 2))

@@ -27,14 +27,10 @@ class SentenceSelectorConfig(PreTrainedConfig):
         input_type: `tokens`, encoded by an LSTM for each sentence; or `embeddings` of sentences from another encoder.
         document_encoder: encoder over the sentences: a bidirectional `lstm` or a `transformer`.
         head: `classifier`, one probability for each sentence; or `pointer`, one sentence after another.
-        vocab_size: number of tokens.
-        embedding_size: size of token embeddings.
         hidden_size: size of each LSTM direction and of the pointer's LSTM; half the size of a transformer.
         num_layers: layers of each LSTM or of the transformer.
-        num_heads: attention heads of the transformer.
         sentence_embedding_size: size of given sentence embeddings.
         sentence_encoder: name or folder of the sentence-transformers model that gives the embeddings.
-        dropout: dropout probability between layers.
         max_sentences: maximum number of sentences read at a time.
         max_tokens: maximum number of tokens read of a sentence.
         beam_size: beams of the pointer's search.
