@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone
 from graftlm.grafts.base import Graft
 from graftlm.grafts.baselines import LoRABaseline, LoRABaselineConfig
 from graftlm.grafts.model import GraftedModel
-from graftlm.grafts.neutral_residues.method import (
+from graftlm.grafts.neutral_residues import (
     NeutralResidues,
     NeutralResiduesConfig,
     VanillaAdapter,

@@ -1,5 +1,21 @@
 """Neutral residues (see README.md in this folder)."""
 
-from graftlm.grafts.neutral_residues.method import NeutralResidues, NeutralResiduesConfig, VanillaAdapter
+from graftlm.grafts.neutral_residues.method import (
+    GatedAdapter,
+    NeutralResidues,
+    NeutralResiduesConfig,
+    VanillaAdapter,
+    VanillaAdapterConfig,
+    spectrum,
+    width_for,
+)
 
-__all__ = ["NeutralResidues", "NeutralResiduesConfig", "VanillaAdapter"]
+__all__ = [
+    "GatedAdapter",
+    "NeutralResidues",
+    "NeutralResiduesConfig",
+    "VanillaAdapter",
+    "VanillaAdapterConfig",
+    "spectrum",
+    "width_for",
+]
