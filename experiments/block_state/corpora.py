@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import Options
-from experiments.parents import DOCUMENTS, ENGLISH, read_texts
+from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts
 from experiments.study import check_files
 from graftlm.config import Config
 from graftlm.demo.corpus import source_files, write_documents
@@ -45,8 +45,7 @@ def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
     Raises:
         DataError: the data folder lacks a file.
     """
-    marker = folder / "corpora.json"
-    content = size.model_dump(mode="json")
+    marker, content = folder / "corpora.json", size.model_dump(mode="json")
     if marker.exists() and json.loads(marker.read_text()) == content:
         return folder
     check_files(options, FILES)
@@ -86,10 +85,7 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
     for path in files:
         parts = path.relative_to(root).parts
         modules.setdefault(parts[0] if len(parts) > 1 else "", []).append(path)
-    texts = {
-        name: "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(paths))
-        for name, paths in modules.items()
-    }
+    texts = {name: "\n\n".join(map(read_source, sorted(paths))) for name, paths in modules.items()}
     return dict(sorted(texts.items(), key=lambda item: len(item[1]), reverse=True))
 
 

@@ -8,26 +8,22 @@ of Tables 5.2 to 5.4 at the size of Table 1, with the first seed and single-head
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 from pydantic import Field
 from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.block_state import paper
 from experiments.block_state.corpora import CORPORA, Corpus, make_corpora
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config
-from experiments.study import over_seeds
+from experiments.study import Study, TableRow, over_seeds, published
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.plots import by_length
-from graftlm.evaluation.report import write_report
 from graftlm.runs.language_run import LanguageDataConfig, LanguageModelRun, LengthsConfig, TokenizerConfig
-from graftlm.runs.run import execute
 from graftlm.training import TrainingConfig
 
 NAME = "block-state"
@@ -85,20 +81,12 @@ QUICK = LongTextConfig(
 )
 
 
-class LongTextRow(NamedTuple):
-    """A row of a table: the mean over its runs."""
-
-    id: str
-    label: str
-    runs: list[LanguageModelRun]
-
-
-class LongTextRuns:
+class LongTextStudy(Study):
     """Builds the runs of all tables. Runs with equal settings have equal ids, so tables share them."""
 
-    def __init__(self, options: Options, config: LongTextConfig | None = None) -> None:
-        self.config, self.device = config or (QUICK if options.quick else FULL), options.device
-        self.seeds = options.seeds[:1] if options.quick else options.seeds
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.config = QUICK if options.quick else FULL
         self.evaluation = LengthsConfig(
             lengths=list(self.config.lengths),
             limit_tokens=max(self.config.lengths) - 1,
@@ -114,6 +102,8 @@ class LongTextRuns:
         changes = {name: value for name, value in changes.items() if config.shape[name] != value}
         shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size} | changes
         steps = times * config.training.steps
+        training = {"steps": steps, "warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4)}
+        training["seed"] = seed
         parts = [re.sub(r"\W+", "-", f"{name} {value}").strip("-") for name, value in changes.items()]
         return LanguageModelRun(
             id="_".join([row, *parts, f"{steps}-steps", f"s{seed}"]),
@@ -121,22 +111,18 @@ class LongTextRuns:
             model=model_config(row, shape, config.parameters),
             tokenizer=TokenizerConfig(name=str(self.corpora / "tokenizer")),
             data=LanguageDataConfig(
-                train=[SourceConfig(path=str(self.corpora / f"{name}-train.jsonl")) for name in CORPORA],
-                test={name: [SourceConfig(path=str(self.corpora / f"{name}-test.jsonl"))] for name in CORPORA},
+                train=self._sources("train", *CORPORA),
+                test={name: self._sources("test", name) for name in CORPORA},
                 length=config.length,
                 seed=seed,
             ),
-            training=config.training.model_copy(
-                update={
-                    "steps": steps,
-                    "warmup_steps": max(1, steps // 20),
-                    "checkpoint_every": max(1, steps // 4),
-                    "seed": seed,
-                }
-            ),
+            training=config.training.model_copy(update=training),
             evaluation=self.evaluation,
-            device=self.device,
+            device=self.options.device,
         )
+
+    def _sources(self, split: str, *corpora: str) -> list[SourceConfig]:
+        return [SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl")) for name in corpora]
 
 
 def run(options: Options) -> Results:
@@ -147,67 +133,64 @@ def run(options: Options) -> Results:
         DataError: the data folder lacks a file.
     """
     tables = options.chosen(tuple(TABLES), ("1",))
-    runs = LongTextRuns(options)
-    table_rows = [row for table in tables for row in TABLES[table](runs)]
-    started = time.perf_counter()
-    all_runs = [run for row in table_rows for run in row.runs]
-    measurements = execute(all_runs, options.out / "runs", jobs=options.jobs, title=NAME)
-    rows = [over_seeds([measurements[run.id] for run in row.runs], row.id, row.label) for row in table_rows]
+    study = LongTextStudy(options)
+    table_rows = [row for table in tables for row in TABLES[table](study)]
+    measured = study.execute([run for row in table_rows for run in row.runs], NAME)
+    rows = [over_seeds([measured[run.id] for run in row.runs], row.id, row.label) for row in table_rows]
     ids = {row.id for row in table_rows}
     plotted = ids & LABELS.keys() or ids  # the main table if it is there; ablations are in the report only
     first = {row.id: row.runs[0] for row in table_rows}
     details = {
-        "wall_s": round(time.perf_counter() - started, 1),
-        "config": runs.config.model_dump(mode="json"),
+        "wall_s": study.seconds,
+        "config": study.config.model_dump(mode="json"),
         "tokens": {name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()},
-        "losses": {name: measurements[run.id].details["losses"] for name, run in first.items() if name in plotted},
+        "losses": {name: measured[run.id].details["losses"] for name, run in first.items() if name in plotted},
     }
-    results = Results.here(NAME, rows, seeds=runs.seeds, aims=aims(rows), paper=paper.rows(ids), details=details)
-    write_report(results, options.out, plots=_plots(runs.config, [row for row in rows if row.id in plotted]))
-    return results
+    plots = _plots(study.config, [row for row in rows if row.id in plotted])
+    return study.write(NAME, rows, aims=aims(rows), paper=published(__file__, ids), details=details, plots=plots)
 
 
-def main_table(runs: LongTextRuns) -> list[LongTextRow]:
+def main_table(study: LongTextStudy) -> list[TableRow]:
     """Every row, with the first seed."""
-    return [LongTextRow(row, label, [runs.run(row, runs.seeds[0])]) for row, label in LABELS.items()]
+    return [TableRow(row, label, [study.run(row, study.seeds[0])]) for row, label in LABELS.items()]
 
 
-def longer(runs: LongTextRuns) -> list[LongTextRow]:
+def longer(study: LongTextStudy) -> list[TableRow]:
     """Some rows with more tokens and the mixer in the middle layer, most of them for every seed."""
-    times, middle = runs.config.longer, [len(runs.layers) // 2]
+    times, middle = study.config.longer, [len(study.layers) // 2]
     rows = []
     for row in LONGER:
-        seeds = runs.seeds[: 1 if row in FIRST_SEED_ONLY else None]
+        seeds = study.seeds[: 1 if row in FIRST_SEED_ONLY else None]
         label = f"{LABELS[row]}, {times} times the tokens, one layer"
-        row_runs = [runs.run(row, seed, times=times, mixer_layers=middle) for seed in seeds]
-        rows.append(LongTextRow(f"longer-{row}", label, row_runs))
+        row_runs = [study.run(row, seed, times=times, mixer_layers=middle) for seed in seeds]
+        rows.append(TableRow(f"longer-{row}", label, row_runs))
     return rows
 
 
-def placement(runs: LongTextRuns) -> list[LongTextRow]:
+def placement(study: LongTextStudy) -> list[TableRow]:
     """One block-state layer at each index (Table 5.2)."""
-    return [_ablation(runs, f"placement-{i}", f"one BST layer, index {i}", mixer_layers=[i]) for i in runs.layers]
+    return [_ablation(study, f"placement-{i}", f"one BST layer, index {i}", mixer_layers=[i]) for i in study.layers]
 
 
-def number(runs: LongTextRuns) -> list[LongTextRow]:
+def number(study: LongTextStudy) -> list[TableRow]:
     """The number of block-state layers (Table 5.3), from the middle outwards."""
-    order = sorted(runs.layers, key=lambda i: (abs(i - len(runs.layers) // 2), i))
+    order = sorted(study.layers, key=lambda i: (abs(i - len(study.layers) // 2), i))
     return [
-        _ablation(runs, f"number-{n}", f"BST layers: {n}", mixer_layers=sorted(order[:n]))
+        _ablation(study, f"number-{n}", f"BST layers: {n}", mixer_layers=sorted(order[:n]))
         for n in range(1, len(order) + 1)
     ]
 
 
-def state(runs: LongTextRuns) -> list[LongTextRow]:
+def state(study: LongTextStudy) -> list[TableRow]:
     """The state size of a channel (Table 5.4)."""
-    return [_ablation(runs, f"state-{n}", f"state size {n}", state_size=n) for n in (8, 16, 32, 64)]
+    return [_ablation(study, f"state-{n}", f"state size {n}", state_size=n) for n in (8, 16, 32, 64)]
 
 
-def _ablation(runs: LongTextRuns, name: str, label: str, **changes: Any) -> LongTextRow:
-    return LongTextRow(name, label, [runs.run("bst_sh_s4d", runs.seeds[0], **changes)])
+def _ablation(study: LongTextStudy, name: str, label: str, **changes: Any) -> TableRow:
+    return TableRow(name, label, [study.run("bst_sh_s4d", study.seeds[0], **changes)])
 
 
-TABLES: dict[str, Callable[[LongTextRuns], list[LongTextRow]]] = {
+TABLES: dict[str, Callable[[LongTextStudy], list[TableRow]]] = {
     "1": main_table,
     "longer": longer,
     "placement": placement,
@@ -241,10 +224,9 @@ def _table_aims(rows: Mapping[str, Row]) -> list[Aim]:
             text = f"{corpus}: the best BST ({rows[best].label}) is {relation}"
             table_aims.append(Aim(text=text, metric=metric, aim=values[other], measured=values[best], met=met))
     speed = value_of(rows["bst_sh_s4d"].metrics["train_tokens_per_s"])
-    ratio = speed / value_of(rows["block_recurrent"].metrics["train_tokens_per_s"])
-    text = f"{rows['bst_sh_s4d'].label} trains at least {MIN_SPEEDUP:g} times as fast as block-recurrent"
-    met = ratio >= MIN_SPEEDUP
-    return [*table_aims, Aim(text=text, metric="train_tokens_per_s", aim=MIN_SPEEDUP, measured=ratio, met=met)]
+    ratio, aim = speed / value_of(rows["block_recurrent"].metrics["train_tokens_per_s"]), MIN_SPEEDUP
+    text = f"{rows['bst_sh_s4d'].label} trains at least {aim:g} times as fast as block-recurrent"
+    return [*table_aims, Aim(text=text, metric="train_tokens_per_s", aim=aim, measured=ratio, met=ratio >= aim)]
 
 
 def _plots(config: LongTextConfig, rows: Sequence[Row]) -> dict[str, Figure]:

@@ -1,12 +1,12 @@
 """An English anchor and a Python specialist, composed with a twentieth of the specialist's text and some functions.
 
-Every trained row takes as many steps of as many rows, at the learning rate that validation text chose from the same
-values. The modules of the test took no part in any choice, and no model has read them.
+Every trained row takes as many steps of as many rows, at the learning rate that the language experiment chose for its
+kind of graft. The modules of the test took no part in any choice, and no model has read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,33 @@ from experiments.composed import (
     REPLAY_FRACTION,
     ComposedRow,
     ComposedStudy,
+    PromptTask,
     composition,
-    details_of,
+    composition_aims,
     equal_lora,
-    more_forgotten,
-    rows_of,
     source,
 )
-from experiments.composition_code import paper
 from experiments.composition_code.functions import code_of, docstring_of, functions
-from experiments.parents import FILES, Parents, Size, make_parents, read_texts
+from experiments.parents import (
+    FILES,
+    Parents,
+    Size,
+    cut_texts,
+    fitting,
+    held_out,
+    make_parents,
+    old_part,
+    part,
+    read_texts,
+    spaced,
+    write_examples,
+)
 from experiments.parents import QUICK as QUICK_SIZE
-from experiments.study import bars, check_files
-from experiments.tasks import PromptTask
-from experiments.texts import cut_texts, fitting, held_out, old_part, part, spaced, write_examples
+from experiments.study import bars, check_files, published
 from graftlm.config import Config
 from graftlm.data import DataConfig
 from graftlm.demo.corpus import write_documents
-from graftlm.evaluation import Aim, Results, Row, value_of
-from graftlm.evaluation.report import write_report
+from graftlm.evaluation import Results
 
 NAME = "composition-code"
 ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
@@ -49,7 +57,7 @@ LABELS = {
     "random_m_a": "with random m_A",
     "encoder_m_a": "m_A as encoder",
 }
-VALIDATION = ("validation_c2t", "validation_t2c")
+SHOWN = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
 
 
 class CodeAmounts(Config):
@@ -85,22 +93,25 @@ def run(options: Options) -> Results:
     wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
     check_files(options, FILES)
     size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), CodeAmounts())
-    parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
-    texts = options.out / "texts"
+    parents, texts = make_parents(options, size), options.out / "texts"
     counts = write_texts(options.data, parents, texts, amounts, size.length)
-    study = study_of(options, parents, texts, size, amounts)
-    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
-    bare = study.measure_bare({"m_b": parents.anchor, "m_a": parents.code})
-    tuning, rates = study.tune(trained)
-    main = study.measure(trained, rates, "the chosen rates, every seed")
-    rows = rows_of(bare, main, LABELS)
-    setting = study.setting() | {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries}
-    details = details_of(rates, tuning, main, setting)
-    seeds, published = study.seeds, paper.rows()
-    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
-    shown = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
-    write_report(results, options.out, plots={"bits-per-byte": bars(rows, shown, "bits per byte")})
-    return results
+    data = data_of(texts, size)
+    validation = [task(texts, name) for name in ("validation_c2t", "validation_t2c")]
+    tasks = [task(texts, name, amounts.answers) for name in ("c2t", "t2c")]
+    study = ComposedStudy(options, parents.anchor, sets=data, validation=validation, tasks=tasks)
+    trained = [row for row in trained_rows(parents, data) if row.id in wanted]
+    rows, details = study.measure({"m_b": parents.anchor, "m_a": parents.code}, trained, LABELS)
+    details["setting"] |= {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries}
+    aims = composition_aims(
+        rows,
+        (
+            (f"{text}, bits per byte, over {LABELS[other]}'s", metric, "composition", other, 1.0)
+            for metric, text in SHOWN.items()
+            for other in ("m_b", "m_a")
+        ),
+    )
+    plots = {"bits-per-byte": bars(rows, SHOWN, "bits per byte")}
+    return study.write(NAME, rows, aims=aims, paper=published(__file__), details=details, plots=plots)
 
 
 def write_texts(data: Path, parents: Parents, folder: Path, amounts: CodeAmounts, length: int) -> dict[str, int]:
@@ -133,25 +144,11 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: CodeAmounts
     return trained_on | {f"functions of {name} modules": len(members) for name, members in kinds.items()}
 
 
-def study_of(options: Options, parents: Parents, texts: Path, size: Size, amounts: CodeAmounts) -> ComposedStudy:
-    """The settings that all rows share."""
-
-    def task(name: str, answers: int = 0) -> PromptTask:
-        # A docstring is one line; a function ends before the first line that is not indented.
-        stop = ("\n",) if name.endswith("c2t") else ("\n\n", "\n#", "\ndef", "\nclass")
-        tokens = 48 if name.endswith("c2t") else 80
-        path = str(texts / f"task-{name}.jsonl")
-        return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
-
-    return ComposedStudy(
-        options,
-        parents.anchor,
-        steps=3 if options.quick else 400,
-        batch_size=2 if options.quick else 4,
-        sets=data_of(texts, size),
-        validation=[task(name) for name in VALIDATION],
-        tasks=[task("c2t", amounts.answers), task("t2c", amounts.answers)],
-    )
+def task(texts: Path, name: str, answers: int = 0) -> PromptTask:
+    """One task; a docstring is one line, and a function ends before the first line that is not indented."""
+    tokens, stop = (48, ("\n",)) if name.endswith("c2t") else (80, ("\n\n", "\n#", "\ndef", "\nclass"))
+    path = str(texts / f"task-{name}.jsonl")
+    return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
 
 
 def data_of(texts: Path, size: Size) -> DataConfig:
@@ -168,7 +165,7 @@ def data_of(texts: Path, size: Size) -> DataConfig:
     )
 
 
-def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]:
+def trained_rows(parents: Parents, data: DataConfig) -> list[ComposedRow]:
     """Every trained row, all on the same data."""
     pair = composition({"code": parents.code})
     grafts: dict[str, Mapping[str, Any]] = {
@@ -176,21 +173,6 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]
         "lora": equal_lora(parents.anchor, pair),
         "vanilla_m_a": composition({"code": parents.vanilla}),
         "random_m_a": composition({"code": parents.random}),
-        "encoder_m_a": {**pair, "refresh": "prompt"},
+        "encoder_m_a": pair | {"refresh": "prompt"},
     }
-    data = data_of(texts, size)
-    return [ComposedRow(name, LABELS[name], graft, data, VALIDATION) for name, graft in grafts.items()]
-
-
-def aims(rows: Sequence[Row]) -> list[Aim]:
-    """The composition over both parents, on both tasks, and what it forgets beside LoRA."""
-    metrics_of = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
-    words = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
-    pairs = [(f"{text}, bits per byte", name, other) for name, text in words.items() for other in ("m_b", "m_a")]
-    ratios = [
-        Aim(text=f"{text}, over {LABELS[other]}'s", metric=metric, aim=1.0, measured=ratio, met=ratio < 1)
-        for text, metric, other in pairs
-        if {"composition", other} <= metrics_of.keys()
-        for ratio in [metrics_of["composition"][metric] / metrics_of[other][metric]]
-    ]
-    return [*ratios, *more_forgotten(rows)]
+    return [ComposedRow(name, LABELS[name], graft, data) for name, graft in grafts.items()]

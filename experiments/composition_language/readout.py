@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments import Options
 from experiments.parents import Parents, read_texts
+from experiments.study import Study
 from graftlm.backbone import load_backbone
 from graftlm.evaluation import Row, score
 from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.runs.run import Measurement, Run, RunContext
 
 LABELS = {
     "readout_frozen": "m_A read by the anchor's output layer",
@@ -63,7 +63,8 @@ class ReadoutRun(Run):
         torch.manual_seed(self.seed)
         backbones = [load_backbone(name, device="cpu") for name in self.models]
         tokenizer = backbones[0].need_tokenizer()
-        layer = output_layer(self.through) if self.through else None
+        anchor: Any = load_backbone(self.through, device="cpu").model if self.through else None
+        layer = anchor.get_output_embeddings().weight if anchor else None
         readout = Readout([backbone.model for backbone in backbones], layer)
         fit(readout, rows_of_text(read_texts(Path(self.text)), tokenizer, self.length), self)
         metrics: dict[str, Any] = {}
@@ -128,20 +129,10 @@ def rows_of_text(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     return torch.cat(rows)
 
 
-def output_layer(folder: str) -> Tensor:
-    """(V, D), of the model in `folder`."""
-    layer = load_backbone(folder, device="cpu").model.get_output_embeddings()
-    assert isinstance(layer, nn.Linear)
-    return layer.weight
-
-
-def readout_rows(options: Options, parents: Parents, texts: Path, length: int, wanted: set[str]) -> list[Row]:
+def readout_rows(study: Study, parents: Parents, texts: Path, length: int, wanted: set[str]) -> list[Row]:
     """The rows of those readouts that are wanted, fitted to the compositions' own French."""
-    shared = {
-        "text": str(texts / "french-part.jsonl"),
-        "tests": {name: str(texts / f"{name}.jsonl") for name in ("new", "validation_new")},
-        "length": length,
-    }
+    tests = {name: str(texts / f"{name}.jsonl") for name in ("new", "validation_new")}
+    shared: dict[str, Any] = {"text": str(texts / "french-part.jsonl"), "tests": tests, "length": length}
     french, anchor = str(parents.french), str(parents.anchor)
     models = {
         "readout_frozen": ((french,), anchor),
@@ -153,5 +144,4 @@ def readout_rows(options: Options, parents: Parents, texts: Path, length: int, w
         for name, (read, through) in models.items()
         if name in wanted
     ]
-    measured = execute(runs, options.out / "runs", jobs=options.jobs, title="readouts")
-    return [measurement.row for measurement in measured.values()]
+    return [measurement.row for measurement in study.execute(runs, "readouts").values()]

@@ -1,38 +1,33 @@
 """An English anchor and a French specialist, composed with a twentieth of the specialist's text.
 
-Every trained row takes as many steps of as many rows, at the learning rate that validation text chose from the same
-values. Test text took no part in any choice.
+Every trained row takes as many steps of as many rows, at the learning rate that validation text chose for its kind of
+graft. Test text took no part in any choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from experiments import Options
 from experiments.composed import (
     REPLAY_FRACTION,
     ComposedRow,
     ComposedStudy,
+    PromptTask,
     composition,
-    details_of,
+    composition_aims,
     equal_lora,
-    more_forgotten,
-    only,
-    rows_of,
     source,
 )
-from experiments.composition_language import paper, readout
+from experiments.composition_language import readout
 from experiments.composition_language.texts import FILES, QUICK, LanguageAmounts, write_texts
 from experiments.parents import FILES as PARENT_FILES
 from experiments.parents import QUICK as QUICK_SIZE
 from experiments.parents import Parents, Size, make_parents
-from experiments.study import bars, check_files
-from experiments.tasks import PromptTask
+from experiments.study import bars, check_files, published
 from graftlm.data import DataConfig
-from graftlm.evaluation import Aim, Results, Row, value_of
-from graftlm.evaluation.report import write_report
+from graftlm.evaluation import Results
 
 NAME = "composition-language"
 TABLES = {
@@ -47,8 +42,7 @@ TABLES = {
 }
 BY_DEFAULT = tuple(table for table in TABLES if table != "variants")
 LONG = 3  # times the steps of the other rows
-# Learning rates to try at that length.
-LONG_RATES: dict[str, tuple[float, ...]] = {"composition_long": (1e-2,), "lora_long": (1e-2,)}
+LONG_RATES = {"composition_long": 1e-2, "lora_long": 1e-2}
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "French specialist m_A",
@@ -70,10 +64,30 @@ LABELS = {
     "positions_rotary": "composition, positions: rotary",
     "stride_2": "composition, stride 2",
 } | readout.LABELS
-TEXT = ("validation_old", "validation_new")
 PROMPTS = ("validation_continue", "validation_pairs")
 # Only a choice of the setting, on validation text: one seed.
 VARIANTS = TABLES["variants"][1:]
+# Better French than both parents, little lost between two specialists or two tokenizers.
+RATIOS = (
+    ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b", 1.0),
+    ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a", 1.0),
+    (f"French after {LONG} times the steps, over the specialist's", "new_bpb", "composition_long", "m_a", 1.0),
+    (
+        "French with both specialists over the better of the French one alone",
+        "new_bpb",
+        "french_and_code",
+        "composition",
+        1.05,
+    ),
+    ("Python with both specialists over the code specialist alone", "python_bpb", "french_and_code", "code", 1.05),
+    (
+        "French with the specialist's own tokenizer over the shared one",
+        "new_bpb",
+        "own_tokenizer",
+        "composition",
+        1.05,
+    ),
+)
 
 
 def run(options: Options) -> Results:
@@ -86,52 +100,39 @@ def run(options: Options) -> Results:
     wanted = {row for table in options.chosen(tuple(TABLES), BY_DEFAULT) for row in TABLES[table]}
     check_files(options, (*PARENT_FILES, *FILES))
     size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), LanguageAmounts())
-    parents = make_parents(options.data, options.out.parent / "composition-parents", size, options.jobs)
-    texts = options.out / "texts"
+    answers = 4 if options.quick else 8
+    parents, texts = make_parents(options, size), options.out / "texts"
     write_texts(options.data, parents, texts, amounts, size.length)
-    study = study_of(options, parents, texts, size)
-    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
-    models = {"m_b": parents.anchor, "m_a": parents.french, "m_a_code": parents.code, "m_a_own": parents.own}
-    bare = study.measure_bare(models)
-    main_rows = [row for row in trained if row.id not in VARIANTS]
-    tuning, rates = study.tune(main_rows)
-    tuning |= study.try_out([row for row in trained if row.id in VARIANTS], rates["composition"])
-    main = study.measure(main_rows, rates, "the chosen rates, every seed")
-    # Another tokenizer's tokens are other units, so only bits per byte stand for it.
-    rows = [
-        only(row, "_bpb", "_answer", "_chrf", "_parameters") if row.id == "m_a_own" else row
-        for row in rows_of(bare, main, LABELS)
-    ]
-    rows += readout.readout_rows(options, parents, texts, size.length, wanted)
-    setting = study.setting() | {"amounts": amounts.model_dump(), "parents": parents.summaries}
-    details = details_of(rates, tuning, main, setting)
-    seeds, published = study.seeds, paper.rows()
-    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
-    plots = {"bits-per-byte": bars(rows, {"new_bpb": "French", "old_bpb": "English"}, "bits per byte")}
-    write_report(results, options.out, plots=plots)
-    return results
-
-
-def study_of(options: Options, parents: Parents, texts: Path, size: Size) -> ComposedStudy:
-    """The settings that all rows share."""
+    french = data_of(texts, size, ["french"])
     names = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
-    answered = {"bible_en_fr": 4, "bible_fr_en": 4} if options.quick else {"bible_en_fr": 8, "bible_fr_en": 8}
-    return ComposedStudy(
-        options,
-        parents.anchor,
-        steps=3 if options.quick else 400,
-        batch_size=2 if options.quick else 4,
-        sets=data_of(texts, size, ["french"]),
-        validation=[PromptTask(name=name, path=str(texts / f"task-{name}.jsonl")) for name in PROMPTS],
-        tasks=[PromptTask(name=n, path=str(texts / f"task-{n}.jsonl"), answers=answered.get(n, 0)) for n in names],
+    validation, tasks = (
+        [
+            PromptTask(name=name, path=str(texts / f"task-{name}.jsonl"), answers=answers if "bible" in name else 0)
+            for name in group
+        ]
+        for group in (PROMPTS, names)
     )
+    study = ComposedStudy(options, parents.anchor, sets=french, validation=validation, tasks=tasks)
+    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
+    main = [row for row in trained if row.id not in VARIANTS]
+    models = {"m_b": parents.anchor, "m_a": parents.french, "m_a_code": parents.code, "m_a_own": parents.own}
+    rows, details = study.measure(models, main, LABELS, [row for row in trained if row.id in VARIANTS])
+    # Another tokenizer's tokens are other units, so only bits per byte stand for it.
+    kept = ("_bpb", "_answer", "_chrf", "_parameters")
+    own = study.measured["m_a_own"].row
+    metrics = {name: value for name, value in own.metrics.items() if name.endswith(kept)}
+    rows = [row.model_copy(update={"metrics": metrics}) if row.id == own.id else row for row in rows]
+    rows += readout.readout_rows(study, parents, texts, size.length, wanted)
+    details["setting"] |= {"amounts": amounts.model_dump(), "parents": parents.summaries}
+    aims = composition_aims(rows, RATIOS)
+    plots = {"bits-per-byte": bars(rows, {"new_bpb": "French", "old_bpb": "English"}, "bits per byte")}
+    return study.write(NAME, rows, aims=aims, paper=published(__file__), details=details, plots=plots)
 
 
 def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = False) -> DataConfig:
     """What a row is trained and measured on: a twentieth of specialists' text, and some English."""
     more = {"prompt_column": "prompt"} if prompts else {}
     ending = "prompts" if prompts else "part"
-
     sets = ("old", "new", "python", "validation_old", "validation_new", "validation_python")
     return DataConfig(
         new=[source(texts, f"{part}-{ending}", **more) for part in parts],
@@ -148,48 +149,23 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]
     french, code = data_of(texts, size, ["french"]), data_of(texts, size, ["python"])
     both, prompts = data_of(texts, size, ["french", "python"]), data_of(texts, size, ["french"], prompts=True)
     pair = composition({"french": parents.french})
-    two = {"french": parents.french, "code": parents.code}
-    grafts: dict[str, tuple[Mapping[str, Any], DataConfig, tuple[str, ...]]] = {
-        "composition": (pair, french, TEXT),
-        "lora": (equal_lora(parents.anchor, pair), french, TEXT),
-        "vanilla_m_a": (composition({"french": parents.vanilla}), french, TEXT),
-        "random_m_a": (composition({"french": parents.random}), french, TEXT),
-        "own_tokenizer": (composition({"french": parents.own}), french, TEXT),
-        "code": (composition({"code": parents.code}), code, ("validation_old", "validation_python")),
-        "french_and_code": (composition(two), both, (*TEXT, "validation_python")),
-        "prompts": (pair, prompts, PROMPTS),
-        "encoder_m_a": ({**pair, "refresh": "prompt"}, prompts, PROMPTS),
-        "norm_none": ({**pair, "norm": "none"}, french, TEXT),
-        "stride_2": ({**pair, "stride": 2}, french, TEXT),
-        "positions_none": ({**pair, "positions": "none"}, french, TEXT),
-        "positions_rotary": ({**pair, "positions": "rotary"}, french, TEXT),
+    grafts = {
+        "composition": (pair, french),
+        "lora": (equal_lora(parents.anchor, pair), french),
+        "vanilla_m_a": (composition({"french": parents.vanilla}), french),
+        "random_m_a": (composition({"french": parents.random}), french),
+        "own_tokenizer": (composition({"french": parents.own}), french),
+        "code": (composition({"code": parents.code}), code),
+        "french_and_code": (composition({"french": parents.french, "code": parents.code}), both),
+        "prompts": (pair, prompts),
+        "encoder_m_a": (pair | {"refresh": "prompt"}, prompts),
+        "norm_none": (pair | {"norm": "none"}, french),
+        "stride_2": (pair | {"stride": 2}, french),
+        "positions_none": (pair | {"positions": "none"}, french),
+        "positions_rotary": (pair | {"positions": "rotary"}, french),
     }
     rows = [ComposedRow(name, LABELS[name], *parts) for name, parts in grafts.items()]
-    long = {name: ComposedRow(name, LABELS[name], *grafts[name.removesuffix("_long")]) for name in LONG_RATES}
-    return [*rows, *(row._replace(times=LONG, rates=LONG_RATES[name]) for name, row in long.items())]
-
-
-def aims(rows: Sequence[Row]) -> list[Aim]:
-    """What the issue asks: better French than both parents, English kept, little lost between two tokenizers."""
-    metrics_of = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
-    wanted: list[tuple[str, str, str, str]] = [
-        ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b"),
-        ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a"),
-        (f"French after {LONG} times the steps, over the specialist's", "new_bpb", "composition_long", "m_a"),
-        (
-            "French with both specialists over the better of the French one alone",
-            "new_bpb",
-            "french_and_code",
-            "composition",
-        ),
-        ("Python with both specialists over the code specialist alone", "python_bpb", "french_and_code", "code"),
-        ("French with the specialist's own tokenizer over the shared one", "new_bpb", "own_tokenizer", "composition"),
+    return rows + [
+        ComposedRow(name, LABELS[name], *grafts[name.removesuffix("_long")], times=LONG, rate=rate)
+        for name, rate in LONG_RATES.items()
     ]
-    limits = {"own_tokenizer": 1.05, "french_and_code": 1.05}
-    ratios = [
-        Aim(text=text, metric=metric, aim=limit, measured=ratio, met=ratio < limit)
-        for text, metric, row, other in wanted
-        if {row, other} <= metrics_of.keys()
-        for limit, ratio in [(limits.get(row, 1.0), metrics_of[row][metric] / metrics_of[other][metric])]
-    ]
-    return [*ratios, *more_forgotten(rows)]

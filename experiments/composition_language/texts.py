@@ -8,8 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from experiments.parents import Parents, read_texts
-from experiments.texts import fitting, held_out, old_part, part, spaced, write_examples
+from experiments.parents import Parents, fitting, held_out, old_part, part, read_texts, spaced, write_examples
 from graftlm.config import Config
 from graftlm.demo.corpus import write_documents
 
@@ -48,8 +47,7 @@ QUICK = LanguageAmounts(share=0.5, old=1_200, passage=60, pairs=20, tested=1_500
 def write_texts(data: Path, parents: Parents, folder: Path, amounts: LanguageAmounts, length: int) -> None:
     """Write every text and task into `folder`, with prompts only where all fits into a row of `length` tokens."""
     corpus = parents.corpus
-    parts = {"french": "french", "python": "python-train"}
-    for name, file in parts.items():
+    for name, file in (("french", "french"), ("python", "python-train")):
         write_documents(folder / f"{name}-part.jsonl", part(read_texts(corpus / f"{file}.jsonl"), amounts.share))
     write_documents(folder / "english-part.jsonl", old_part(read_texts(corpus / "english.jsonl"), amounts.old))
     held_out(data, corpus, folder, amounts.tested)

@@ -15,6 +15,7 @@ expression and every intermediate number lie in the range of the values.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,7 @@ from graftlm.errors import DataError
 
 Form = Literal["substitution", "scratchpad", "direct", "numeric"]
 SUBSTITUTE, COMPUTE, END = ">", "=", "\n"
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "*": lambda a, b: a * b,
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"*": operator.mul, "+": operator.add, "-": operator.sub}
 _PAD = "<|pad|>"
 _TRIES = 1000
 
@@ -112,18 +109,14 @@ class ArithmeticTask:
 
     def prompt(self, form: Form) -> str:
         """The prompt."""
-        ends = {"substitution": SUBSTITUTE, "scratchpad": SUBSTITUTE, "direct": COMPUTE, "numeric": COMPUTE}
-        return f"{self.numbers if form == 'numeric' else self.keys}{ends[form]}"
+        end = SUBSTITUTE if form in ("substitution", "scratchpad") else COMPUTE
+        return f"{self.numbers if form == 'numeric' else self.keys}{end}"
 
     def completion(self, form: Form) -> str:
         """The right completion, without the end of the line."""
-        substituted = f"{self.numbers}"
-        return {
-            "substitution": substituted,
-            "scratchpad": f"{substituted}{COMPUTE}{self.result}",
-            "direct": self.result,
-            "numeric": self.result,
-        }[form]
+        if form == "substitution":
+            return f"{self.numbers}"
+        return f"{self.numbers}{COMPUTE}{self.result}" if form == "scratchpad" else self.result
 
     def document(self, form: Form) -> Document:
         """Prompt and completion as a training document."""
@@ -142,12 +135,11 @@ def make_pairs(world: World, seed: int) -> Pairs:
     numbers = list(range(1, world.keys + 1))
     source.shuffle(numbers)
     values = dict(zip(names, numbers, strict=True))
-    ordered = sorted(values, key=lambda key: values[key])
+    ordered = sorted(values, key=values.__getitem__)
     count = round(world.held_in * world.keys)
     chosen = {ordered[source.randrange(i * world.keys // count, (i + 1) * world.keys // count)] for i in range(count)}
-    return Pairs(
-        values, tuple(key for key in values if key in chosen), tuple(key for key in values if key not in chosen)
-    )
+    held_in, held_out = (tuple(key for key in values if (key in chosen) == is_in) for is_in in (True, False))
+    return Pairs(values, held_in, held_out)
 
 
 def compute(values: Sequence[int], operations: str) -> list[int]:
@@ -170,37 +162,27 @@ def compute(values: Sequence[int], operations: str) -> list[int]:
 def tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Container[Expression] = ()
 ) -> Iterator[ArithmeticTask]:
-    """An endless stream of tasks over some keys, except expressions in `without`.
+    """An endless stream of tasks over some keys, except expressions in `without`; all operations are equally likely.
 
     Raises:
         DataError: the keys allow too few other expressions.
     """
-    operands = Operands([pairs.values[key] for key in keys], world.keys, source.getrandbits(64))
-    while True:
-        for _ in range(_TRIES):
-            task = _task(world, pairs, keys, source, operands)
-            if task is not None and task.keys not in without and task.numbers not in without:
-                break
-        else:
-            raise DataError(f"{len(keys)} keys allow too few expressions: use more keys, or fewer tasks.")
-        yield task
-
-
-def _task(
-    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, operands: Operands
-) -> ArithmeticTask | None:
-    """A task whose operations are drawn before its operands, so that all operations are equally likely.
-
-    None if no operands stay in range.
-    """
-    operations = _operations(world, source)
-    indices = operands.draw(operations)
-    if indices is None:
-        return None
-    chosen = tuple(keys[index] for index in indices)
-    values = [pairs.values[key] for key in chosen]
-    numbers = Expression(tuple(map(world.number, values)), operations)
-    return ArithmeticTask(Expression(chosen, operations), numbers, world.number(compute(values, operations)[-1]))
+    values = [pairs.values[key] for key in keys]
+    operands = Operands(values, world.keys, source.getrandbits(64))
+    tries = 0
+    while tries < _TRIES:
+        tries += 1
+        operations = _operations(world, source)
+        indices = operands.draw(operations)
+        if indices is None:  # no operands stay in range
+            continue
+        drawn = [values[index] for index in indices]
+        over_keys = Expression(tuple(keys[index] for index in indices), operations)
+        over_numbers = Expression(tuple(map(world.number, drawn)), operations)
+        if over_keys not in without and over_numbers not in without:
+            yield ArithmeticTask(over_keys, over_numbers, world.number(compute(drawn, operations)[-1]))
+            tries = 0
+    raise DataError(f"{len(keys)} keys allow too few expressions: use more keys, or fewer tasks.")
 
 
 def _operations(world: World, source: random.Random) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -64,39 +65,35 @@ def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
 def _unique_tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int
 ) -> tuple[ArithmeticTask, ...]:
-    unique_tasks: dict[Expression, ArithmeticTask] = {}
-    drawn = tasks(world, pairs, keys, source, unique_tasks)
-    while len(unique_tasks) < count:
-        task = next(drawn)
-        unique_tasks[task.keys] = task
-    return tuple(unique_tasks.values())
+    unique: dict[Expression, ArithmeticTask] = {}
+    for task in islice(tasks(world, pairs, keys, source, unique), count):
+        unique[task.keys] = task
+    return tuple(unique.values())
 
 
-def examine(model: Any, tokenizer: Any, questions: Questions) -> dict[str, Any]:
-    """Percentages by metric. `operations`: the arithmetic tests by operation or number of operands."""
-    written = {
-        "held_in": _generate(model, tokenizer, questions.held_in, "scratchpad"),
-        "held_out": _generate(model, tokenizer, questions.held_out, "scratchpad"),
-    }
+def examine(model: Any, tokenizer: Any, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Percentages by metric, and those of the arithmetic tests by operation or number of operands."""
     marks: dict[str, list[bool]] = {}
     for name, test_tasks in (("held_in", questions.held_in), ("held_out", questions.held_out)):
-        pairs = list(zip(test_tasks, written[name], strict=True))
-        marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in pairs]
-        marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in pairs]
+        answered = _answered(model, tokenizer, test_tasks, "scratchpad")
+        marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in answered]
+        marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in answered]
     alone: dict[str, Form] = {"num_math": "numeric", "kv_math_direct_held_out": "direct"}
     for name, form in alone.items():
-        answers = _generate(model, tokenizer, questions.held_out, form)
-        marks[name] = [answer == task.result for task, answer in zip(questions.held_out, answers, strict=True)]
-    of_operations = {name: marks[name] for name in METRICS if "math" in name and name != "kv_math_held_in"}
-    return {name: percent(marks[name]) for name in METRICS} | {
-        "operations": {n: _by_kind(questions.held_out, m) for n, m in of_operations.items()}
+        answered = _answered(model, tokenizer, questions.held_out, form)
+        marks[name] = [answer == task.result for task, answer in answered]
+    by_kind = {
+        name: _by_kind(questions.held_out, marks[name])
+        for name in METRICS
+        if "math" in name and name != "kv_math_held_in"
     }
+    return {name: percent(marks[name]) for name in METRICS}, by_kind
 
 
 def validate(model: Any, tokenizer: Any, questions: Questions, form: Form = "scratchpad") -> float:
     """Percent of the validation expressions whose result is right."""
-    answers = _generate(model, tokenizer, questions.validation, form)
-    return percent([result(a) == task.result for task, a in zip(questions.validation, answers, strict=True)])
+    answered = _answered(model, tokenizer, questions.validation, form)
+    return percent([result(answer) == task.result for task, answer in answered])
 
 
 def percent(marks: Sequence[bool]) -> float:
@@ -114,10 +111,13 @@ def result(answer: str) -> str:
     return answer.rsplit(COMPUTE, 1)[-1]
 
 
-def _generate(model: Any, tokenizer: Any, test_tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
+def _answered(
+    model: Any, tokenizer: Any, test_tasks: Sequence[ArithmeticTask], form: Form
+) -> list[tuple[ArithmeticTask, str]]:
     prompts = [task.prompt(form) for task in test_tasks]
     longest = max(len(task.completion(form)) for task in test_tasks) + len(END)
-    return generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
+    answers = generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
+    return list(zip(test_tasks, answers, strict=True))
 
 
 def _by_kind(test_tasks: Sequence[ArithmeticTask], marks: Sequence[bool]) -> dict[str, float]:

@@ -6,22 +6,18 @@ expressions (`--table rates`), and stand in `RATES`; both changed compositions t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments import Options
 from experiments.kv_arithmetic.data import World
 from experiments.kv_arithmetic.exam import Exam
-from experiments.kv_arithmetic.joint import JointData, KvArithmeticRun
-from experiments.kv_arithmetic.parents import ModelShape, ParentRun, Role, TrainingLength
-from experiments.study import Measurements, Study, bars
+from experiments.kv_arithmetic.runs import JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
+from experiments.study import Measurements, Study, TableRow, bars, published
 from graftlm.config import Config
-from graftlm.evaluation import Aim, Metric, PaperRow, Results, Row, combine_seeds, value_of
-from graftlm.evaluation.report import write_report
+from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
 from graftlm.io import write_atomically
 
 NAME = "kv-arithmetic"
@@ -43,15 +39,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "init-paper": {"init": "paper"},
     "positions-none": {"positions": "none"},
 }
-# Table 1 of the paper: accuracy in percent, of PaLM2-XXS as m_A and PaLM2-XS as m_B. Its KV-MATH maps an expression to
-# its result. It does not say whether the model may write the values first, so its figure stands beside both forms.
-# Its expressions span 25,000 keys and 3 to 6 operands; keys in training are 20%.
-_METRICS = ("subs_held_out", "num_math", "kv_math_held_out", "kv_math_direct_held_out")
-_TABLE_1 = {"m_a": (98.1, 4.2, 0.7), "m_b": (0.0, 73.7, 0.0), "composition": (92.9, 72.0, 84.3)}
-PAPER = [
-    PaperRow(id=row, metrics=dict(zip(_METRICS, (subs, num, kv, kv), strict=True)), where="Table 1")
-    for row, (subs, num, kv) in _TABLE_1.items()
-]
 SHOWN = {
     "subs_held_out": "values of keys held out",
     "num_math": "sums of numbers",
@@ -103,14 +90,6 @@ QUICK = KvArithmeticSize(
     graft={"stride": 1},
     lora_rank=9,
 )
-
-
-class TableRow(NamedTuple):
-    """A row of a table: the mean over its runs."""
-
-    id: str
-    label: str
-    runs: list[KvArithmeticRun]
 
 
 class KvArithmeticStudy(Study):
@@ -168,15 +147,15 @@ def run(options: Options) -> Results:
     """
     study, tables = KvArithmeticStudy(options), options.chosen(tuple(TABLES), WITHIN_TEN_MINUTES)
     table_rows = [table_row for table in tables for table_row in TABLES[table](study)]
-    started = time.perf_counter()
     runs = [run for table_row in table_rows for run in table_row.runs]
     measured = study.execute([*study.parents.values(), *runs], NAME)
-    seconds = round(time.perf_counter() - started, 1)
     rows = [_row(table_row, measured) for table_row in table_rows]
-    details = {"wall_s": seconds} | _details(study, tables, table_rows, measured)
-    published = [row for row in PAPER if row.id in {row.id for row in rows}]
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=published, details=details)
-    report = write_report(results, options.out, plots=_plots(rows))
+    shown = [row for row in rows if row.id in LABELS]
+    plots = {"accuracy": bars(shown, SHOWN, "right answers, %")} if shown else {}
+    details = {"wall_s": study.seconds} | _details(study, tables, table_rows)
+    paper = published(__file__, {row.id for row in rows})
+    results = study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
+    report = options.out / "report.md"
     write_atomically(report, f"{report.read_text(encoding='utf-8')}\n{FORMS}\n".encode())
     return results
 
@@ -268,19 +247,17 @@ TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of Table 1, for scratchpad answers over keys held out."""
-    by_id = {row.id: row for row in rows}
+    metric, by_id = "kv_math_held_out", {row.id: row for row in rows}
     if not LABELS.keys() <= by_id.keys():
         return []
-    metric = "kv_math_held_out"
+    table_aims = []
     limits = {"composition": 84.3, "m_a": 5.0, "m_b": 5.0, "lora": 10.0, "random_m_a": 10.0}
-    values = {row: value_of(by_id[row].metrics[metric]) for row in limits}
-    results = []
     for row, limit in limits.items():
-        at_least = row == "composition"
-        met = values[row] >= limit if at_least else values[row] < limit
-        text = f"{LABELS[row]}: {'at least' if at_least else 'under'} {limit:g}%"
-        results.append(Aim(text=text, metric=metric, aim=limit, measured=values[row], met=met))
-    return results
+        value = value_of(by_id[row].metrics[metric])
+        relation, met = ("at least", value >= limit) if row == "composition" else ("under", value < limit)
+        text = f"{LABELS[row]}: {relation} {limit:g}%"
+        table_aims.append(Aim(text=text, metric=metric, aim=limit, measured=value, met=met))
+    return table_aims
 
 
 def _row(table_row: TableRow, measured: Measurements) -> Row:
@@ -289,20 +266,13 @@ def _row(table_row: TableRow, measured: Measurements) -> Row:
     return Row(id=table_row.id, label=table_row.label, metrics=metrics)
 
 
-def _details(
-    study: KvArithmeticStudy, tables: Sequence[str], table_rows: Sequence[TableRow], measured: Measurements
-) -> dict[str, Any]:
-    details: dict[str, Any] = {"cost": {}, "operations": {}, "losses": {}}
-    for table_row in table_rows:
-        first = measured[table_row.runs[0].id].details
-        for name, values in details.items():
-            if name in first and not (name == "losses" and table_row.id in {"as-composed", *ABLATIONS}):
-                values[table_row.id] = first[name]
+def _details(study: KvArithmeticStudy, tables: Sequence[str], table_rows: Sequence[TableRow]) -> dict[str, Any]:
     sizes = {table: LARGE if table == "large" and not study.options.quick else study.size for table in tables}
+    firsts = {table_row.id: study.measured[table_row.runs[0].id].details for table_row in table_rows}
+    costs, operations, losses = (
+        {row: details[name] for row, details in firsts.items() if name in details}
+        for name in ("cost", "operations", "losses")
+    )
+    plotted = {row: values for row, values in losses.items() if row not in {"as-composed", *ABLATIONS}}
     settings = {table: size.model_dump(mode="json") for table, size in sizes.items()}
-    return {"settings": settings, "costs": details.pop("cost")} | details
-
-
-def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
-    shown = [row for row in rows if row.id in LABELS]
-    return {"accuracy": bars(shown, SHOWN, "right answers, %")} if shown else {}
+    return {"settings": settings, "costs": costs, "operations": operations, "losses": plotted}

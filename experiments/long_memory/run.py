@@ -25,27 +25,20 @@ from experiments.long_memory.tasks import (
     make_examples,
 )
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config, new_model
-from experiments.study import bars, metric
+from experiments.study import Study, bars, metric, published
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
-from graftlm.evaluation import Aim, Metric, PaperRow, Results, Row, combine_seeds, value_of
+from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.evaluation.report import write_report
 from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
 from graftlm.training.checkpoint import read_history
 from graftlm.training.language_model import LanguageModel
 
 NAME = "long-memory"
 SOLVED, UNSOLVED = 90.0, 2.0  # accuracy in percent; factor on chance
-# Table 5.5 of the thesis. Its models are bidirectional, larger, and trained far longer; it has no recall and no copy.
-PAPER = [
-    PaperRow(id="random", metrics={"listops": 10.0}, where="ten classes"),
-    PaperRow(id="block_recurrent", metrics={"listops": 37.29}, where="Table 5.5"),
-    PaperRow(id="bst_sh_s4d", metrics={"listops": 61.49}, where="Table 5.5"),
-]
 
 
 class MemoryTaskRun(Run):
@@ -198,28 +191,25 @@ def run(options: Options) -> Results:
         RecipeError: there is no such task.
     """
     config, tasks = QUICK if options.quick else FULL, options.chosen(tuple(FULL.tasks))
-    seeds = options.seeds[:1] if options.quick else options.seeds
-    started = time.perf_counter()
+    study = Study(options)
     keys = [(row, task) for task in tasks for row in LABELS]
-    runs = {key: [memory_run(config, *key, seed) for seed in seeds] for key in keys}
-    all_runs = [run for of_seeds in runs.values() for run in of_seeds]
-    measurements = execute(all_runs, options.out / "runs", jobs=options.jobs, title=NAME)
+    runs = {key: [memory_run(config, *key, seed) for seed in study.seeds] for key in keys}
+    measurements = study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
     measured = {key: [measurements[run.id] for run in of_seeds] for key, of_seeds in runs.items()}
     chance = Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})
     rows = [chance, *(table_row(row, {task: measured[row, task] for task in tasks}) for row in LABELS)]
     details = {
-        "wall_s": round(time.perf_counter() - started, 1),
+        "wall_s": study.seconds,
         "config": config.model_dump(mode="json"),
         "validation": {" ".join(key): metric(of_seeds[0], "validation") for key, of_seeds in measured.items()},
         "losses": {row: measured[row, tasks[0]][0].details["losses"] for row in LABELS},
     }
+    paper = []
     if "listops" in tasks:
-        details["listops_guesses"] = informed_guesses(config.tasks["listops"], config.tested, seeds[0])
-    published = PAPER if "listops" in tasks else []
-    results = Results.here(NAME, rows, seeds=seeds, aims=aims(rows), paper=published, details=details)
-    plot = bars(rows, {task: task for task in tasks}, "right answers, %")
-    write_report(results, options.out, plots={"accuracy": plot})
-    return results
+        details["listops_guesses"] = informed_guesses(config.tasks["listops"], config.tested, study.seeds[0])
+        paper = published(__file__)
+    plots = {"accuracy": bars(rows, {task: task for task in tasks}, "right answers, %")}
+    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
 
 
 def table_row(row: str, measured: Mapping[str, Sequence[Measurement]]) -> Row:

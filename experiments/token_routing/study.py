@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.pretrain import PretrainRun
+from experiments.parents import PretrainRun
 from experiments.study import Study, mini_lm
 from experiments.token_routing.experts import QUICK_SIZES, TARGETS, ExpertRun, RoutingSizes
 from experiments.token_routing.measure import CentroidRun, MixtureRun

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from experiments.composition_code.functions import functions
-from experiments.parents import ENGLISH, read_texts, up_to
-from experiments.texts import spaced
+from experiments.parents import ENGLISH, read_texts, spaced, up_to
 from graftlm.config import Config
 from graftlm.demo.corpus import deal, write_documents
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import Options, block_state, reproduce
 from experiments.block_state.corpora import CORPORA, FILES, Corpus, make_corpora, packages_of
-from experiments.block_state.run import FULL, LONGER, QUICK, TABLES, LongTextRuns
+from experiments.block_state.run import FULL, LONGER, QUICK, TABLES, LongTextStudy
 from experiments.parents import read_texts
 from experiments.sequence_rows import LABELS, ROWS, parameter_count
 from graftlm.demo.corpus import source_files
@@ -62,7 +62,7 @@ def without_difference(run: LanguageModelRun) -> str:
 
 
 def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> None:
-    runs = LongTextRuns(options_for(data, tmp_path, quick=False))
+    runs = LongTextStudy(options_for(data, tmp_path, quick=False))
     main = [runs.run(row, 0) for row in LABELS]
     sizes = [parameter_count(run.model) for run in main]
     assert max(sizes) < 1.02 * min(sizes)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from experiments import Options, kv_arithmetic, reproduce
 from experiments.kv_arithmetic.data import World, compute, make_pairs, make_tokenizer, tasks
 from experiments.kv_arithmetic.exam import METRICS, Exam, make_exam, result, substituted
-from experiments.kv_arithmetic.joint import JointData, joint_documents
 from experiments.kv_arithmetic.operands import Operands
-from experiments.kv_arithmetic.parents import documents, make_batches
 from experiments.kv_arithmetic.run import QUICK, KvArithmeticStudy
+from experiments.kv_arithmetic.runs import JointData, documents, joint_documents, make_batches
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 

@@ -1,18 +1,21 @@
-"""The two models that are composed, made here from nothing: m_A memorises keys, m_B computes.
+"""The runs: two models made here from nothing, and rows that compose them or train on what composing takes.
 
-m_A reads substitutions over all keys, but those that are tested, and never a result. m_B reads sums of numbers, some
-behind text that says nothing about them, and never a key. It predicts what follows a sum, and behind other text the
-sum's own characters as well.
+m_A memorises keys. It reads substitutions over all keys, but those that are tested, and never a result. m_B computes.
+It reads sums of numbers, some behind text that says nothing about them, and never a key. It predicts what follows a
+sum, and behind other text the sum's own characters as well. A row is a parent as it is, or a graft on m_B that is
+trained on the joint data D_C.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import set_seed
 from pydantic import Field
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -21,6 +24,7 @@ from experiments.kv_arithmetic.data import (
     END,
     SUBSTITUTE,
     Expression,
+    Form,
     Pairs,
     World,
     make_pairs,
@@ -29,14 +33,17 @@ from experiments.kv_arithmetic.data import (
     tasks,
     word,
 )
-from experiments.kv_arithmetic.exam import Exam, make_exam
-from graftlm.backbone import padding_id
+from experiments.kv_arithmetic.exam import Exam, Questions, examine, make_exam, validate
+from graftlm.backbone import load_backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import digest
+from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
+from graftlm.training.checkpoint import read_history
 from graftlm.training.language_model import LanguageModel
 
 Role = Literal["memory", "arithmetic", "random"]
@@ -149,12 +156,10 @@ def make_batches(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int
 ) -> Mixture:
     """Batches of rows as long as the longest document, or as two of the shortest where that needs fewer tokens."""
-    by_length = sorted(
-        documents, key=lambda document: len(document.full_text)
-    )  # documents that share a row are neighbours
+    by_length = sorted(documents, key=lambda document: len(document.full_text))  # those that share a row are neighbours
     longest, shortest = len(by_length[-1].full_text), len(by_length[0].full_text)  # a character is a token
     lengths = {longest, max(longest, 2 * shortest)}
-    candidates = [pack(by_length, tokenizer, length, boundaries="whole") for length in lengths]
+    candidates = (pack(by_length, tokenizer, length, boundaries="whole") for length in lengths)
     blocks = min(candidates, key=lambda candidate: candidate.marked.size)
     return Mixture({NEW: blocks}, {NEW: 1.0}, batch_size, seed)
 
@@ -178,3 +183,96 @@ def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
         pad_token_id=padding_id(tokenizer),
     )
     return LlamaForCausalLM(config)
+
+
+class JointData(Config):
+    """The content of D_C, all of it over the keys that are held in.
+
+    Args:
+        task: `arithmetic` over keys, as in section 3.2 of the paper; `substitution`, as in section 4.1; or a `mixture`,
+            half of each.
+        form: how arithmetic over keys is written.
+        numeric: share of sums of numbers, which keep m_B's own task.
+        direct: share of the arithmetic in the direct form, whatever `form` is.
+    """
+
+    task: Literal["arithmetic", "substitution", "mixture"] = "arithmetic"
+    form: Literal["scratchpad", "direct"] = "scratchpad"
+    numeric: float = Field(0.2, ge=0, le=1)
+    direct: float = Field(0.0, ge=0, le=1)
+
+
+class KvArithmeticRun(Run):
+    """A row for one seed. The first dependency is the model; a second one is the model that a composition reads.
+
+    Args:
+        graft: None measures the first dependency as it is.
+        validation: measure on the validation expressions alone.
+    """
+
+    world: World
+    exam: Exam
+    graft: dict[str, Any] | None = None
+    joint: JointData = Field(default_factory=JointData)
+    length: TrainingLength
+    rate: float | None = None
+    validation: bool = False
+    seed: int = 0
+
+    def questions(self) -> tuple[Pairs, Questions]:
+        """Keys with their values, and the test questions of the seed."""
+        pairs = make_pairs(self.world, self.seed)
+        return pairs, make_exam(self.world, pairs, self.exam, self.seed)
+
+    def measure(self, context: RunContext) -> Measurement:
+        folder, *others = context.dependencies.values()
+        backbone = load_backbone(folder)
+        if self.graft is None:
+            return self._examine(backbone.model, backbone.need_tokenizer())
+        graft = dict(self.graft)
+        for other in others:
+            graft["augmenting"] = {"memory": graft.get("augmenting", {}) | {"name": str(other)}}
+        examples = list(islice(joint_documents(self), self.length.examples))
+        batches = make_batches(examples, backbone.need_tokenizer(), self.length.batch_size, self.seed)
+        set_seed(self.seed)
+        started = time.process_time()
+        with GraftedModel(backbone, {"graft": build_graft(graft_config(graft), backbone)}) as model:
+            training = self.length.training(self.seed, self.rate)
+            summary = train(model, batches, training, context.folder, progress=False)
+            measurement = self._examine(model, backbone.need_tokenizer())
+            measurement.details["cost"] = {
+                "trainable_parameters": count_parameters(model.trainable_parameters().values()),
+                "training_cpu_s": round(time.process_time() - started, 1),
+                "learning_rate": training.learning_rate,
+            }
+            measurement.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
+        return measurement
+
+    def _examine(self, model: Any, tokenizer: Any) -> Measurement:
+        _, questions = self.questions()
+        if self.validation:
+            metrics, details = {"validation": validate(model, tokenizer, questions, self.joint.form)}, {}
+        else:
+            metrics, operations = examine(model, tokenizer, questions)
+            details = {"operations": operations}
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics), details)
+
+
+def joint_documents(run: KvArithmeticRun) -> Iterator[Document]:
+    """D_C, endless: over keys held in, without the expressions that are tested."""
+    pairs, questions = run.questions()
+    source = random.Random(f"joint {run.seed}")
+    for task in tasks(run.world, pairs, pairs.held_in, source, questions.expressions()):
+        form = _form(run.joint, source)
+        if form == "substitution":  # without an end, it leaves open how m_B continues
+            yield Document(task.completion(form), prompt=task.prompt(form))
+        else:
+            yield task.document(form)
+
+
+def _form(joint: JointData, source: random.Random) -> Form:
+    if source.random() < joint.numeric:
+        return "numeric"
+    if joint.task == "substitution" or (joint.task == "mixture" and source.random() < 0.5):
+        return "substitution"
+    return "direct" if source.random() < joint.direct else joint.form
