@@ -171,7 +171,7 @@ class ComposedStudy(Study):
         """
         bare = self.execute([self.bare(name, folder) for name, folder in models.items()], "the parents")
         tried = [self.cell(row, self.seeds[0], prompts=self.validation) for row in variants]
-        validated = self.execute(tried, "variants")
+        validated = self.execute(tried, "variants") if tried else {}
         cells = {row.id: [self.cell(row, seed) for seed in self.seeds] for row in rows}
         trained = self.execute([cell for of_row in cells.values() for cell in of_row], "the rows, every seed")
         main = {name: [trained[cell.id] for cell in of_row] for name, of_row in cells.items()}
