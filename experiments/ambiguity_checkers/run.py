@@ -15,7 +15,7 @@ from experiments import Options
 from experiments.ambiguity_checkers import known
 from experiments.clarify.metrics import share
 from graftlm.errors import DataError
-from graftlm.evaluation import Aim, Interval, Results, Row
+from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
 from graftlm.pipelines.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_cocoa_mt, read_mt_geneval
@@ -135,12 +135,8 @@ def _aims(rows: Sequence[Row]) -> list[Aim]:
         if row.id.endswith("_pronouns"):
             continue  # for comparison only: other people's pronouns blur these labels
         aim = AIMS["formality" if row.id.startswith("formality") else "gender"]
-        for metric, scope in (
-            ("accuracy", "of the sentences it decides"),
-            ("right_of_all", "of all sentences with a marker"),
-        ):
-            value = row.metrics[metric]
-            assert isinstance(value, Interval), "shares have intervals"
-            text = f"{row.label}: right on at least {aim:g}% {scope}"
-            aims.append(Aim(text=text, metric=metric, aim=aim, measured=value.mean, met=value.mean >= aim))
+        scopes = {"accuracy": "of the sentences it decides", "right_of_all": "of all sentences with a marker"}
+        for metric, scope in scopes.items():
+            value, text = value_of(row.metrics[metric]), f"{row.label}: right on at least {aim:g}% {scope}"
+            aims.append(Aim(text=text, metric=metric, aim=aim, measured=value, met=value >= aim))
     return aims

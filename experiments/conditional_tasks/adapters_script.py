@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -63,9 +64,7 @@ class AdapterEncoder(nn.Module):
         """The prediction for each row. Rows of one task must be adjacent."""
         from adapters.composition import BatchSplit  # type: ignore[import-not-found]  # of the other environment
 
-        counts: dict[int, int] = {}
-        for row in rows:
-            counts[row["task"]] = counts.get(row["task"], 0) + 1
+        counts = Counter(row["task"] for row in rows)  # in the order of the rows
         names = [self.tasks[task]["name"] for task in counts]
         active = names[0] if len(names) == 1 else BatchSplit(*names, batch_sizes=list(counts.values()))
         self.encoder.set_active_adapters(active)

@@ -255,10 +255,7 @@ def _details(study: NeutralResiduesStudy) -> dict[str, Any]:
         "statistics": {method: values for method, values in statistics.items() if values.get("spectrum")},
         "losses": {method: measurement.details["losses"] for method, measurement in main.items()},
         "paths": {
-            method: [
-                [metric(measured[run.id], "forgotten"), metric(measured[run.id], "learned")]
-                for run in study.rate_runs(method)
-            ]
+            method: [[metric(measured[run.id], name) for name in names[2:]] for run in study.rate_runs(method)]
             for method in LABELS
         },
     }

@@ -208,22 +208,22 @@ def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of the measured tables."""
     metrics = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
-    found: list[Aim] = []
+    measured: list[Aim] = []
     if routed := metrics.get("routed_k2"):
         limits = {"oracle": 1.02, "uniform": 1.0, "base": 1.0, "paper_k2": 1.0, "arrow": 1.0, "xlora": 1.0}
         for other, limit in limits.items():
             text = f"log-perplexity at k = 2 over that of: {LABELS[other]}"
             ratio = routed["nll_average"] / metrics[other]["nll_average"]
-            found.append(_aim_below(text, "nll_average", limit, ratio))
+            measured.append(_aim_below(text, "nll_average", limit, ratio))
         text, share = "prompts with the right expert", routed["routing_accuracy"]
-        found.append(Aim(text=text, metric="routing_accuracy", aim=0.95, measured=share, met=share >= 0.95))
+        measured.append(Aim(text=text, metric="routing_accuracy", aim=0.95, measured=share, met=share >= 0.95))
     if routed := metrics.get("switch_routed"):
         ratio = routed["nll_document"] / min(metrics[f"switch_expert_{d}"]["nll_document"] for d in DOMAINS)
         text = "changing documents: log-perplexity over the best single expert's"
-        found.append(_aim_below(text, "nll_document", 1.0, ratio))
+        measured.append(_aim_below(text, "nll_document", 1.0, ratio))
         text = "changing documents: tokens until the route has switched, median"
-        found.append(_aim_below(text, "switch_tokens", 32, routed["switch_tokens"]))
-    return found
+        measured.append(_aim_below(text, "switch_tokens", 32, routed["switch_tokens"]))
+    return measured
 
 
 def _aim_below(text: str, metric: str, aim: float, value: float) -> Aim:
