@@ -50,7 +50,7 @@ def test_the_printed_text_is_the_output_for_any_chunks(before: str, output: str,
     last = f"{before}{output}".strip().removeprefix("Translation:").strip()
     early = "".join(screen)
     assert prompts.printable(last).startswith(early), "nothing is shown that has to be taken back"
-    shown.end(last)
+    shown.finish(last)
     assert "".join(screen) == f"{prompts.printable(last)}\n"
 
 
@@ -60,7 +60,7 @@ def test_new_text_is_printed_at_once() -> None:
     for chunk in ("Transl", "ation:", " Es-tu", " sûre", "\x1b[2J ?"):
         shown(chunk)
     assert screen == ["Es-tu", " sûre", "[2J ?"]
-    shown.end("Vous.")
+    shown.finish("Vous.")
     assert "".join(screen[3:]) == "\nVous.\n", "another output stands on a line of its own"
 
 

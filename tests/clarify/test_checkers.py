@@ -176,7 +176,6 @@ def test_unknown_kinds_and_languages_are_named() -> None:
 def test_without_the_dictionary_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[Checker.__module__]
     monkeypatch.setitem(sys.modules, "simplemma", None)
-    module._lemma.cache_clear()
     module._simplemma.cache_clear()
     with pytest.raises(MissingExtraError, match=r"simplemma.*graftlm\[clarify\]"):
         checker("formality", "es").check("¿Cantabas?")

@@ -51,9 +51,8 @@ def clarify(
     """Ask what a text leaves open, then translate or rewrite it."""
     configure_logging()
     from graftlm.generation.generate import read_prompt
-    from graftlm.pipelines import pipeline
+    from graftlm.pipelines import clarify as package
 
-    package = pipeline("clarify")
     query = None if text is None else read_prompt(text)
     conversation = package.open_conversation(
         query, resume, template=template, target=to, budget=budget, threshold=ask_above
@@ -75,7 +74,7 @@ def clarify(
         chain = package.Chain(translator, user, detector=detector, on_text=None if as_json else printer)
         conversation = chain.run(conversation, keep=resume)
         output = conversation.written.output if conversation.written else ""
-        print_result(conversation.to_json(), as_json, lambda: printer.end(output))
+        print_result(conversation.to_json(), as_json, lambda: printer.finish(output))
     if not quiet and not as_json:
         for line in package.summary_lines(conversation):
             log(line)

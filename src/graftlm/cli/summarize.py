@@ -54,9 +54,11 @@ def summarize(
 ) -> None:
     """Summarize documents, and show where each sentence came from."""
     configure_logging()
-    from graftlm.pipelines import pipeline
+    from rich.progress import track
 
-    api, log = pipeline("summarize"), logger(quiet)
+    from graftlm.pipelines import summarize as api
+
+    log = logger(quiet)
     decoding = api.SummaryDecoding.parse(
         {"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize"
     )
@@ -72,26 +74,20 @@ def summarize(
         options |= decoding.model_dump(mode="json") if writer is not None else {}
         pending = api.pending_documents(out, paths, options)
         rows = api.append_summaries(out, pending, options, **arguments)
-        _consume(_with_progress(rows, len(pending), quiet), log)
+        hidden = quiet or not sys.stderr.isatty()
+        _consume(track(rows, "summarizing", total=len(pending), disable=hidden), log)
         typer.echo(out)
     elif batch:
-        _consume(map(_print_row, api.summarize_many(paths, **arguments)), log)
+        _consume((_print_row(result.to_json()) for result in api.summarize_many(paths, **arguments)), log)
     else:
         summaries = [api.summarize(path, **arguments) for path in paths]
         rows = [summary.to_json() for summary in summaries]
         print_result(rows, as_json, lambda: _print_summaries(summaries, api, log))
 
 
-def _print_row(result: Any) -> Any:
-    row = result.to_json()
+def _print_row(row: Any) -> Any:
     typer.echo(json.dumps(row))
     return row
-
-
-def _with_progress(rows: Any, total: int, quiet: bool) -> Iterable[Any]:
-    from rich.progress import track
-
-    return track(rows, "summarizing", total=total, disable=quiet or not sys.stderr.isatty())
 
 
 def _consume(rows: Iterable[Any], log: Any) -> None:
@@ -133,9 +129,8 @@ def rate(
 ) -> None:
     """Make a page on which people rate summaries blind."""
     configure_logging()
-    from graftlm.pipelines import pipeline
+    from graftlm.pipelines.summarize import rating as api
 
-    api = pipeline("summarize.rating")
     items, notes = api.load_rating_items(api.parse_systems(summaries), documents, seed)
     page, key = api.rating_page(items, seed).write(out)
     for note in (*notes, f"{key} says who wrote what: keep it, and send raters the page alone."):
@@ -155,8 +150,8 @@ def ratings(
     """Report mean ratings per system, and the raters' agreement."""
     configure_logging()
     from graftlm.evaluation import write_report
-    from graftlm.pipelines import pipeline
+    from graftlm.pipelines.summarize.rating import Ratings
 
-    results = pipeline("summarize.rating").Ratings.load(key, files).results()
+    results = Ratings.load(key, files).results()
     write_report(results, out)
     print_report(results, out, as_json)

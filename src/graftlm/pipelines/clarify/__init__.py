@@ -1,4 +1,5 @@
 """Ask the one question that changes the answer, then write (see README.md in this folder)."""
+# ruff: noqa: F401  # the names of this package
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
 from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User, baseline
@@ -15,32 +16,3 @@ from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.gain import GainEstimator
 from graftlm.pipelines.clarify.models import ChatModel, LocalModel, Reply
 from graftlm.pipelines.clarify.templates import Template, load_template, template_names
-
-__all__ = [
-    "Chain",
-    "ChatModel",
-    "Conversation",
-    "Cost",
-    "Endpoint",
-    "EndpointConfig",
-    "Gain",
-    "GainEstimator",
-    "HumanUser",
-    "LocalModel",
-    "Question",
-    "RecordedUser",
-    "Reply",
-    "SimulatedUser",
-    "Template",
-    "TerminalPrinter",
-    "User",
-    "ask_terminal",
-    "baseline",
-    "choose_user",
-    "find_ambiguities",
-    "load_template",
-    "open_conversation",
-    "open_model",
-    "summary_lines",
-    "template_names",
-]

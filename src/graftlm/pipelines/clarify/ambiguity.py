@@ -7,7 +7,7 @@ neighbours; `Detection.limitations` lists what they miss. A text without detecti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,11 +143,9 @@ def detect(
     """The ambiguities of an English text.
 
     Args:
-        text: a word, a sentence, or several sentences.
         language: the target language; kinds that make no difference there are ignored.
         context: surrounding sentences; their pronouns and cue words may resolve an ambiguity.
         parser: from `load_parser`; None uses words and their neighbours alone.
-        kinds: the kinds to look for.
 
     Raises:
         DataError: a kind is unknown.
@@ -198,10 +196,8 @@ def _is_expletive(analysis: _Analysis, index: int) -> bool:
 
 def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
     """Whether a clause depends on a predicate such as "it is hard to say"."""
-    complements = [
-        index for index, token in enumerate(analysis.tokens) if token.head == head and token.dep in {"acomp", "attr"}
-    ]
-    predicates = [head, *complements]
+    tokens = enumerate(analysis.tokens)
+    predicates = [head, *(i for i, token in tokens if token.head == head and token.dep in {"acomp", "attr"})]
     if not any(analysis.tokens[index].lemma in word_list("extraposed_adjectives") for index in predicates):
         return False
     clauses = {"csubj", "ccomp", "xcomp", "advcl", "acl:relcl", "acl"}
@@ -292,10 +288,4 @@ def _is_near(cue: str, words: set[str]) -> bool:
     return cue in words or f"{cue}s" in words or any(len(cue) > 4 and word.startswith(cue) for word in words)
 
 
-_RULES: dict[str, Callable[[_Analysis], Iterator[Ambiguity]]] = {
-    "it": _it,
-    "polysemy": _polysemy,
-    "formality": _formality,
-    "name": _name,
-    "profession": _profession,
-}
+_RULES = {"it": _it, "polysemy": _polysemy, "formality": _formality, "name": _name, "profession": _profession}

@@ -36,11 +36,7 @@ class User(Protocol):
 
 
 class HumanUser:
-    """A person at a terminal or a page.
-
-    Args:
-        ask: shows a question with its possible answers and returns the answer; None or white space refuses.
-    """
+    """A person. `ask` shows a question with its possible answers and returns the answer; None or blanks refuse."""
 
     name = "person"
 
@@ -55,8 +51,7 @@ class HumanUser:
 class SimulatedUser:
     """A model that answers from a context, and refuses where the context gives no answer.
 
-    Args:
-        template: whose exemplars the model sees; by default the conversation's.
+    It sees the exemplars of `template`, by default the conversation's.
     """
 
     def __init__(self, model: ChatModel, context: str, template: str | None = None) -> None:
@@ -77,11 +72,7 @@ class SimulatedUser:
 
 
 class RecordedUser:
-    """Answers that were given in advance.
-
-    Args:
-        answers: by question; or in order, one for each question. A question without an answer is refused.
-    """
+    """Answers that were given in advance, by question or in order. A question without an answer is refused."""
 
     name = "recorded"
 
@@ -92,8 +83,7 @@ class RecordedUser:
         question = _open_question(conversation)
         if isinstance(self._answers, Mapping):
             return self._answers.get(question.text), Cost()
-        index = len(conversation.exchanges)
-        return (self._answers[index] if index < len(self._answers) else None), Cost()
+        return next(iter(self._answers[len(conversation.exchanges) :]), None), Cost()
 
 
 def _open_question(conversation: Conversation) -> Question:
@@ -187,9 +177,8 @@ class Chain:
             return WrittenTurn(output=gain.likeliest, mode="settled", author=self._translator.name)
         if (output := _judged_output(conversation)) is not None:
             return WrittenTurn(output=output, mode="informed", author=self._translator.name)
-        if conversation.exchanges:
-            return _write(self._translator, _prompt(conversation, "write"), "informed", self._on_text)
-        return _write(self._translator, _prompt(conversation, "plain"), "plain", self._on_text)
+        name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
+        return _write(self._translator, _prompt(conversation, name), mode, self._on_text)
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:

@@ -76,8 +76,8 @@ class Rule(Config):
         """Whether the rule's conditions on the English source hold."""
         if source is None:
             return self.source is None
-        matches = self.source is None or re.search(self.source, source, re.IGNORECASE) is not None
-        return matches and not (self.not_source and re.search(self.not_source, source, re.IGNORECASE))
+        excluded = self.not_source and re.search(self.not_source, source, re.IGNORECASE)
+        return not excluded and bool(re.search(self.source or "", source, re.IGNORECASE))
 
 
 class AddressForms(Config):
@@ -171,12 +171,9 @@ class Marker(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a checker.
+    """The markers in text order, the sum of their weights for every label, and the label with the largest sum.
 
-    Args:
-        label: the label with the largest score; None without markers, or if two labels share the largest score.
-        scores: the sum of weights of every label.
-        markers: in text order.
+    The label is None without markers, or if two labels share the largest sum.
     """
 
     label: str | None
@@ -232,21 +229,14 @@ class Checker:
         before = text[: match.start()]
         if rule.after and not re.search(rf"(?<!\w)(?:{rule.after})$", before, re.IGNORECASE):
             return False
-        if rule.position != "anywhere":
-            starts_sentence = _SENTENCE_START.search(before) is not None
-            if starts_sentence != (rule.position == "start"):
-                return False
+        if rule.position != "anywhere" and bool(_SENTENCE_START.search(before)) != (rule.position == "start"):
+            return False
         if rule.lemma:
             word = match[0].lower()
-            lemma = _lemma(word, self.table.language)
+            lemma = _simplemma().lemmatize(word, lang=self.table.language)
             if lemma == word or not lemma.endswith(rule.lemma):
                 return False
         return not rule.counterpart or _has_counterpart(match[0], rule.counterpart, self.table.language)
-
-
-@cache
-def _lemma(word: str, language: str) -> str:
-    return _simplemma().lemmatize(word, lang=language)
 
 
 @cache

@@ -29,13 +29,9 @@ def open_model(
     max_new_tokens: int = 256,
     **connection: Any,
 ) -> ChatModel:
-    """A model on a server, or one on this machine.
+    """The `model` of a server, whose URL is `endpoint`, or one on this machine: the folder of a model or of a graft.
 
     Args:
-        endpoint: a server's URL; `model` names one of its models.
-        backbone: the folder of a model or of a graft.
-        device: where a model on this machine runs.
-        max_new_tokens: limit of a reply.
         connection: `key_variable`, `timeout` and `retries` of `EndpointConfig`.
 
     Raises:
@@ -135,10 +131,6 @@ class TerminalPrinter(StreamPrinter):
     """Shows an output while it is written, without the label of replies, outer white space and control characters.
 
     As a context manager it ends the line if the output breaks off.
-
-    Args:
-        conversation: whose output is shown.
-        emit: writes text to the screen.
     """
 
     def __init__(self, conversation: Conversation, emit: Callable[[str], None]) -> None:
@@ -151,9 +143,9 @@ class TerminalPrinter(StreamPrinter):
 
         super().__init__(select, emit)
 
-    def end(self, final: str) -> None:
+    def finish(self, final: str) -> None:
         """Show the rest of the output and end the line."""
-        super().end(printable(final))
+        self.end(printable(final))
         self._end_line()
 
     def _end_line(self) -> None:

@@ -11,9 +11,11 @@ turn makes a new one. Its JSON form holds the whole state.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -197,14 +199,8 @@ class Conversation(Config):
             raise DataError("The text is empty: give at least one word.")
         if not any_language:
             _check_language(text, task.source)
-        return cls(
-            template=template,
-            template_sha256=task.sha256,
-            target=task.target(target),
-            text=text,
-            budget=budget,
-            threshold=threshold,
-        )
+        values = {"template_sha256": task.sha256, "target": task.target(target), "budget": budget}
+        return cls(template=template, text=text, threshold=threshold, **values)
 
     @property
     def step(self) -> Step:
@@ -231,12 +227,8 @@ class Conversation(Config):
     @property
     def settled(self) -> Gain | None:
         """The gain of the last question that was not needed, unless the user replied since then."""
-        for turn in reversed(self.turns):
-            if isinstance(turn, AnsweredTurn | RefusedTurn):
-                return None
-            if isinstance(turn, SkippedTurn) and turn.gain is not None:
-                return turn.gain
-        return None
+        recent = itertools.takewhile(lambda turn: turn.kind not in ("answered", "refused"), reversed(self.turns))
+        return next((turn.gain for turn in recent if isinstance(turn, SkippedTurn) and turn.gain is not None), None)
 
     @property
     def written(self) -> WrittenTurn | None:
@@ -273,15 +265,13 @@ class Conversation(Config):
 
         `gained_bits` has one value per answer: None where it was not measured, or the answer is no candidate.
         """
-        turns = self.turns
+        turns, kinds = self.turns, Counter(turn.kind for turn in self.turns)
         gains = [
             dict(zip(turn.question.answers, turn.gain.by_answer, strict=True)).get(reply.answer) if turn.gain else None
             for turn, reply in self._answered()
         ]
         return {
-            "asked": sum(isinstance(turn, AskedTurn) for turn in turns),
-            "answered": sum(isinstance(turn, AnsweredTurn) for turn in turns),
-            "refused": sum(isinstance(turn, RefusedTurn) for turn in turns),
+            **{kind: kinds[kind] for kind in ("asked", "answered", "refused")},
             "saved": sum(isinstance(turn, SkippedTurn) and turn.reason == "not-needed" for turn in turns),
             "expected_bits": [
                 turn.gain.bits for turn in turns if isinstance(turn, AskedTurn | SkippedTurn) and turn.gain

@@ -20,15 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from graftlm.errors import DataError
 
 AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
 KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
 GENDERED = re.compile(r"\b(?:she|her|hers|herself|he|him|his|himself)\b", re.IGNORECASE)
-_FEMININE = re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE)
-_MASCULINE = re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE)
+_PRONOUNS = {
+    "feminine": re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE),
+    "masculine": re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE),
+}
 _IT = re.compile(r"\bit\b", re.IGNORECASE)
 _MARKED = re.compile(r"\[F\](.*?)\[/F\]")
 # The columns as they are. The header of the formality files names four of the five.
@@ -48,7 +50,6 @@ class AmbiguousExample:
 
     Args:
         id: unique in its set.
-        kind: the kind of ambiguity.
         language: of the translation, two letters; empty where there is none.
         source: the English text.
         context: English sentences that resolve the ambiguity; the user knows them.
@@ -93,10 +94,8 @@ class ParallelDocument:
 
 def english_gender(text: str) -> str | None:
     """The gender of the pronouns in an English text: feminine, masculine, or None for no pronoun or both."""
-    feminine, masculine = _FEMININE.search(text), _MASCULINE.search(text)
-    if bool(feminine) == bool(masculine):
-        return None
-    return "feminine" if feminine else "masculine"
+    genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
+    return genders[0] if len(genders) == 1 else None
 
 
 def read_lines(path: Path) -> list[str]:
@@ -184,15 +183,12 @@ def read_cocoa_mt(folder: str | Path, language: str, part: str = "test") -> list
     for stem in stems:
         endings = ("formal", "informal", "formal.annotated", "informal.annotated")
         rows = read_aligned(folder / f"{stem}.en", *(folder / f"{stem}.{ending}.{language}" for ending in endings))
-        for number, (source, formal, informal, marked_formal, marked_informal) in enumerate(rows, start=1):
-            for label, reference, contrast, marked in (
-                ("formal", formal, informal, marked_formal),
-                ("informal", informal, formal, marked_informal),
-            ):
-                name = f"{stem.removeprefix('formality-control.')}:{number}:{label}"
-                marks = tuple(_MARKED.findall(marked))
+        for number, (source, *texts, formal, informal) in enumerate(rows, start=1):
+            name = f"{stem.removeprefix('formality-control.')}:{number}"
+            for label, pair, marked in (("formal", texts, formal), ("informal", texts[::-1], informal)):
+                key, marks = f"{name}:{label}", tuple(_MARKED.findall(marked))
                 examples.append(
-                    AmbiguousExample(name, "formality", language, source, (), reference, label, contrast, marks=marks)
+                    AmbiguousExample(key, "formality", language, source, (), pair[0], label, pair[1], marks=marks)
                 )
     return examples
 
@@ -261,7 +257,17 @@ def read_discevalmt(folder: str | Path) -> list[AmbiguousExample]:
     try:
         anaphora = json.loads("\n".join(read_lines(Path(folder) / "anaphora.json")))
         return [
-            _contrastive(f"anaphora:{key}:{number}", item["src"], target)
+            AmbiguousExample(
+                id=f"anaphora:{key}:{number}",
+                kind="it",
+                language="fr",
+                source=item["src"][1],
+                context=(item["src"][0],),
+                reference=target["correct"][1],
+                label={"f": "feminine", "m": "masculine"}.get(target["type"][:1]),
+                contrast=target["incorrect"][1],
+                reference_context=(target["correct"][0],),
+            )
             for key, item in anaphora.items()
             if _IT.search(item["src"][1])
             for number, target in enumerate(item["trg"], start=1)
@@ -269,15 +275,6 @@ def read_discevalmt(folder: str | Path) -> list[AmbiguousExample]:
         ]
     except (KeyError, TypeError, AttributeError, ValueError):
         raise DataError(f"The files in {folder} are not those of discourse-mt-test-sets: fetch them again.") from None
-
-
-def _contrastive(name: str, source: Sequence[str], target: dict[str, Any]) -> AmbiguousExample:
-    """An example of two sentences, the first of which is the context."""
-    (before, reference), contrast = target["correct"], target["incorrect"][1]
-    label = {"f": "feminine", "m": "masculine"}.get(target["type"][:1])
-    return AmbiguousExample(
-        name, "it", "fr", source[1], (source[0],), reference, label, contrast, reference_context=(before,)
-    )
 
 
 def read_tsv(path: str | Path) -> list[ParallelDocument]:

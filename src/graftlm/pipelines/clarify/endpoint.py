@@ -62,8 +62,7 @@ class Endpoint:
         self.config = config
         self._client = openai.OpenAI(
             base_url=config.url,
-            api_key=os.environ.get(config.key_variable)
-            or "none",  # the client requires a key, even if the server doesn't
+            api_key=os.environ.get(config.key_variable) or "none",  # the client requires one, the server may not
             timeout=config.timeout,
             max_retries=config.retries,
         )
@@ -163,35 +162,31 @@ class Endpoint:
         import httpx
         import openai
 
-        config, server = self.config, f"The server {self.config.url}"
-        tries = f"after {config.retries + 1} tries" if config.retries else "at the first try"
+        config, tries = self.config, "at the first try"
+        if config.retries:
+            tries = f"after {config.retries + 1} tries"
         try:
             yield
         except (openai.APITimeoutError, httpx.TimeoutException):
-            raise EndpointError(
-                f"{server} sent nothing for {config.timeout:g} seconds, {tries}: wait longer (--timeout), or check "
-                "the server."
-            ) from None
+            problem = (
+                f"sent nothing for {config.timeout:g} seconds, {tries}: wait longer (--timeout), or check the server."
+            )
         except (openai.APIConnectionError, httpx.TransportError) as error:
-            raise EndpointError(f"{server} can't be reached, {tries} ({_reason(error)}): is it running?") from None
+            problem = f"can't be reached, {tries} ({_reason(error)}): is it running?"
         except openai.RateLimitError as error:
-            raise EndpointError(
-                f"{server} is asked too often (429), {tries} ({_reason(error)}): go on later, or retry longer "
-                "(--retries)."
-            ) from None
+            problem = f"is asked too often (429), {tries} ({_reason(error)}): go on later, or retry longer (--retries)."
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise EndpointError(
-                f"{server} wants another key ({error.status_code}): put it into {config.key_variable}."
-            ) from None
+            problem = f"wants another key ({error.status_code}): put it into {config.key_variable}."
         except openai.NotFoundError as error:
-            raise EndpointError(
-                f"{server} has no model {config.model!r}, or nothing at that path ({_reason(error)}): check both."
-            ) from None
+            problem = f"has no model {config.model!r}, or nothing at that path ({_reason(error)}): check both."
         except openai.APIStatusError as error:
             what = f"failed, {tries}" if error.status_code >= 500 else "turned the request down"
-            raise EndpointError(f"{server} {what} ({error.status_code}, {_reason(error)}).") from None
+            problem = f"{what} ({error.status_code}, {_reason(error)})."
         except (openai.APIError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise self._protocol_error(_reason(error)) from None
+        else:
+            return
+        raise EndpointError(f"The server {config.url} {problem}")
 
 
 def _reply(text: str, usage: Any, finish: str | None) -> Reply:

@@ -14,6 +14,7 @@ Shapes: K answers, Y distinct outputs.
 
 from __future__ import annotations
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -73,13 +74,12 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
 
     Outputs are equal if `normalize_text` makes them equal.
     """
-    index: dict[str, int] = {}
-    texts: list[str] = []
-    for text in (text for row in outputs for text in row):
-        if index.setdefault(normalize_text(text), len(index)) == len(texts):
-            texts.append(text)
-    counts = [np.bincount([index[normalize_text(text)] for text in row], minlength=len(index)) for row in outputs]
-    return texts, np.stack([count / len(row) for count, row in zip(counts, outputs, strict=True)])
+    distinct: dict[str, str] = {}
+    for text in itertools.chain.from_iterable(outputs):
+        distinct.setdefault(normalize_text(text), text)
+    index = {key: number for number, key in enumerate(distinct)}
+    rows = [[index[normalize_text(text)] for text in row] for row in outputs]
+    return list(distinct.values()), np.stack([np.bincount(row, minlength=len(index)) / len(row) for row in rows])
 
 
 def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
@@ -97,10 +97,7 @@ def chance_corrected_gain(
     Few samples differ between answers even if their distributions are equal, so the plain gain is too large. The gain
     by chance is the mean over permutations of the samples.
 
-    Args:
-        prior_K: probability of each answer.
-        outputs: the same number of samples under each answer, at least two.
-        shuffles: number of permutations.
+    There is the same number of samples under each answer, at least two.
 
     Raises:
         EvaluationError: the numbers of samples differ, or are below two.
@@ -148,12 +145,8 @@ class GainEstimator:
             return None, Cost()
         template = load_template(conversation.template)
         language, text = conversation.target, conversation.text
-        prompts = [
-            build_prompt(
-                template, "write", language, text, exchanges=[*conversation.exchanges, (question.text, answer)]
-            )
-            for answer in question.answers
-        ]
+        exchanges = [[*conversation.exchanges, (question.text, answer)] for answer in question.answers]
+        prompts = [build_prompt(template, "write", language, text, exchanges=given) for given in exchanges]
         replies = [[self._generate(prompt, sample) for sample in range(self._samples)] for prompt in prompts]
         outputs = [
             [prompt.without_label(reply.text) for reply in row] for row, prompt in zip(replies, prompts, strict=True)

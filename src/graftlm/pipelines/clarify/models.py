@@ -17,11 +17,7 @@ from graftlm.pipelines.clarify.prompts import Prompt
 
 @dataclass(frozen=True)
 class Reply:
-    """A model's reply.
-
-    Attributes:
-        truncated: the model stopped at its limit of tokens.
-    """
+    """A model's reply; truncated if the model stopped at its limit of tokens."""
 
     text: str
     cost: Cost = field(default_factory=lambda: Cost(calls=1))
@@ -44,21 +40,13 @@ class ChatModel(Protocol):
     ) -> Reply:
         """Reply to a prompt.
 
-        Args:
-            temperature: 0 decodes greedily.
-            seed: for sampling.
-            on_text: called with each new part of the reply, if the model can stream.
+        Temperature 0 decodes greedily. `on_text` receives each new part of the reply, if the model can stream.
         """
         ...
 
 
 class StreamPrinter:
-    """Passes on the part of a growing text that a reader should see.
-
-    Args:
-        select: maps all text received so far to the part that can be shown now.
-        emit: called with each new part.
-    """
+    """Passes on the part of a growing text that a reader should see; `select` finds it in all text received so far."""
 
     def __init__(self, select: Callable[[str], str], emit: Callable[[str], None]) -> None:
         self._select, self._emit = select, emit
@@ -66,13 +54,10 @@ class StreamPrinter:
 
     def __call__(self, text: str) -> None:
         self._received += text
-        self._show(self._select(self._received))
+        self.end(self._select(self._received))
 
-    def end(self, final: str) -> None:
-        """Emit what is still missing of the final text."""
-        self._show(final)
-
-    def _show(self, text: str) -> None:
+    def end(self, text: str) -> None:
+        """Emit what is still missing of a text."""
         if not text.startswith(self._shown):  # the text is another one now: start a new line
             self._emit("\n")
             self._shown = ""
@@ -82,12 +67,9 @@ class StreamPrinter:
 
 
 class LocalModel:
-    """A transformers model or a `GraftedModel` on this machine.
+    """A transformers model or a `GraftedModel` on this machine, with a limit of new tokens in a reply.
 
     A tokenizer with a chat template gets chat messages; another one gets a single text to continue.
-
-    Args:
-        max_new_tokens: limit of a reply.
     """
 
     def __init__(

@@ -13,25 +13,15 @@ _UNIVERSAL = {"dobj": "obj", "nsubjpass": "nsubj:pass", "relcl": "acl:relcl", "p
 
 
 class Token(NamedTuple):
-    """One word.
-
-    Args:
-        text: as written.
-        lemma: dictionary form, in lower case.
-        pos: part of speech, a tag of Universal Dependencies.
-        tag: Penn Treebank tag.
-        dep: relation to the head.
-        head: index of the head; a root's own index.
-        start: offset in the text.
-    """
+    """One word."""
 
     text: str
-    lemma: str
-    pos: str
-    tag: str
-    dep: str
-    head: int
-    start: int
+    lemma: str  # in lower case
+    pos: str  # part of speech, a tag of Universal Dependencies
+    tag: str  # of the Penn Treebank
+    dep: str  # relation to the head
+    head: int  # its index; a root's own index
+    start: int  # offset in the text
 
 
 Parser = Callable[[str], list[Token]]

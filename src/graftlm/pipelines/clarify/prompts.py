@@ -38,14 +38,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to a model.
-
-    Attributes:
-        instructions: what to do.
-        shots: solved examples.
-        parts: the request.
-        label: the word before a reply, for models without a chat template.
-    """
+    """A request to a model. `label` is the word before a reply, for models without a chat template."""
 
     instructions: str
     shots: tuple[Shot, ...]
@@ -66,11 +59,11 @@ class Prompt:
 
     def messages(self) -> list[dict[str, str]]:
         """The prompt as chat messages; shots become earlier turns."""
-        turns = [{"role": "system", "content": self._system()}]
+        turns = [("system", self._system())]
         for shot in self.shots:
-            turns.append({"role": "user", "content": self._fenced(shot.parts)})
-            turns.append({"role": "assistant", "content": shot.reply})
-        return [*turns, {"role": "user", "content": self._fenced(self.parts)}]
+            turns += [("user", self._fenced(shot.parts)), ("assistant", shot.reply)]
+        turns.append(("user", self._fenced(self.parts)))
+        return [{"role": role, "content": content} for role, content in turns]
 
     def text(self) -> str:
         """The prompt as one text to continue."""
@@ -112,20 +105,17 @@ def build_prompt(
         language: code of the output language.
         exchanges: earlier questions and answers.
     """
-    shots = [_shot(name, exemplar, _exemplar_reply(name, exemplar, language)) for exemplar in template.exemplars]
+    solved = [(exemplar, _exemplar_reply(name, exemplar, language)) for exemplar in template.exemplars]
     if name == "ask":
-        shots += [_shot(name, exemplar, template.no_question) for exemplar in template.unambiguous]
+        solved += [(exemplar, template.no_question) for exemplar in template.unambiguous]
     if name == "user":
-        shots += [_shot(name, exemplar, template.no_answer) for exemplar in template.unanswerable]
+        solved += [(exemplar, template.no_answer) for exemplar in template.unanswerable]
+    shots = (Shot(tuple((tag, getattr(item, tag)) for tag in _SHOT_PARTS[name]), reply) for item, reply in solved)
     given = [("text", text), ("context", context), ("question", question)]
     given += [part for exchange in exchanges for part in zip(("question", "answer"), exchange, strict=True)]
     parts = tuple((tag, content) for tag, content in given if content is not None)
     label = {"ask": "Question", "user": "Answer"}.get(name, template.reply)
     return Prompt(template.instruction(name, language), tuple(shots), parts, label)
-
-
-def _shot(name: InstructionName, exemplar: Exemplar, reply: str) -> Shot:
-    return Shot(tuple((tag, getattr(exemplar, tag)) for tag in _SHOT_PARTS[name]), reply)
 
 
 def _exemplar_reply(name: InstructionName, exemplar: Exemplar, language: str) -> str:

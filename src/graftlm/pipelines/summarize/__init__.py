@@ -1,4 +1,5 @@
 """Summaries of long documents: select sentences, write the summary, and keep the source of each sentence."""
+# ruff: noqa: F401  # the names of this package
 
 from graftlm.pipelines.summarize.batch import append_summaries, find_documents, pending_documents, summarize_many
 from graftlm.pipelines.summarize.document import Section, SourceDocument
@@ -31,39 +32,3 @@ from graftlm.pipelines.summarize.writer import (
     load_writer,
     train_writer,
 )
-
-__all__ = [
-    "AbstractiveWriter",
-    "Budget",
-    "Extract",
-    "LanguageModelWriter",
-    "LeadSelector",
-    "PromptLayout",
-    "RankedSentence",
-    "Section",
-    "Selector",
-    "SelectorExample",
-    "SelectorTrainingConfig",
-    "SourceDocument",
-    "Summary",
-    "SummaryDecoding",
-    "SumySelector",
-    "TrainedSelector",
-    "WriterExample",
-    "append_summaries",
-    "find_documents",
-    "format_summary",
-    "load_selector",
-    "load_writer",
-    "oracle_extract",
-    "oracle_labels",
-    "pending_documents",
-    "read_document",
-    "read_text",
-    "select",
-    "selector_example",
-    "summarize",
-    "summarize_many",
-    "train_selector",
-    "train_writer",
-]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize.readers import SUFFIXES
@@ -28,18 +29,11 @@ class SummaryFailure:
     document: str
     error: str
 
-    def to_json(self) -> SummaryRow:
-        """Return all fields."""
-        return asdict(self)
+    to_json = asdict
 
 
 def summarize_many(paths: Iterable[Path], **arguments: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summarize files one at a time; only one document is in memory.
-
-    Args:
-        paths: the files.
-        arguments: arguments of `summarize`.
-    """
+    """Summarize files one at a time with the `arguments` of `summarize`; only one document is in memory."""
     for path in paths:
         yield _summarize_or_fail(path, arguments)
         _free_memory(path)
@@ -62,10 +56,7 @@ def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | Su
 def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
     """Yield files, and all documents below folders in the order of their names; each file once.
 
-    Args:
-        paths: files and folders.
-        warn: receives one sentence for each file below a folder that is skipped because no reader knows its suffix.
-            Hidden files are skipped without a warning.
+    `warn` receives one sentence for each file below a folder that no reader knows; hidden files are skipped in silence.
 
     Raises:
         DataError: a folder has no document.
@@ -92,12 +83,8 @@ def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
 def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, Any]) -> list[Path]:
     """Return the documents without a valid row in a file, after removing invalid rows from the file.
 
-    A row is invalid if it is cut off, has an error, or is older than its document's last change.
-
-    Args:
-        out: the file, which need not exist.
-        paths: all documents. Rows of other documents stay in the file.
-        options: JSON of the run's options. All rows of a file have the same options.
+    A row is invalid if it is cut off, has an error, or is older than its document's last change. Others stay there.
+    All rows of a file have the same `options`, the JSON of the run's options.
 
     Raises:
         DataError: the file holds something else.
@@ -111,18 +98,17 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, An
 def append_summaries(
     out: Path, paths: Iterable[Path], options: Mapping[str, Any], **arguments: Any
 ) -> Iterator[SummaryRow]:
-    """Append a row for each document to a file, and yield the row when it is written.
-
-    Args:
-        out: the file.
-        paths: the documents.
-        options: JSON of the run's options, as for `pending_documents`.
-        arguments: arguments of `summarize`.
+    """Append a row for each document to a file, with the `arguments` of `summarize`, and yield the row when written.
 
     Raises:
         DataError: the file can't be written.
     """
-    with _open_for_append(out) as file:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.open("ab")
+    except OSError as error:
+        raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
+    with file:
         for path in paths:
             state = {"options": dict(options), "file": _file_state(path)}
             row = _summarize_or_fail(path, arguments).to_json() | state
@@ -136,14 +122,6 @@ def _free_memory(path: Path) -> None:
     """Collect a large document at once: parsers leave reference cycles behind that keep it in memory."""
     if _file_state(path).get("bytes", 0) >= _LARGE_FILE:
         gc.collect()
-
-
-def _open_for_append(out: Path) -> BinaryIO:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return out.open("ab")
-    except OSError as error:
-        raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
 
 
 def _file_state(path: Path) -> dict[str, int]:
@@ -161,8 +139,15 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     done: set[str] = set()
     try:
         with out.open("rb") as old, draft.open("wb") as new:
-            for name, line in _valid_rows(out, old, options, paths):
-                if name not in done:
+            for number, line in enumerate(old, 1):
+                if not line.endswith(b"\n"):
+                    break  # an interruption cut the last line off
+                row = _parse_row(line, f"{out} line {number}")
+                _check_options(out, row["options"], options)
+                name = row["document"]
+                path = paths.get(name)
+                is_valid = path is None or ("error" not in row and row["file"] == _file_state(path))
+                if is_valid and name not in done:
                     new.write(line)
                     done.add(name)
         draft.replace(out)
@@ -171,27 +156,12 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     return done
 
 
-def _valid_rows(
-    out: Path, file: BinaryIO, options: Mapping[str, Any], paths: Mapping[str, Path]
-) -> Iterator[tuple[str, bytes]]:
-    for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            return  # an interruption cut the last line off
-        row = _parse_row(line, f"{out} line {number}")
-        _check_options(out, row["options"], options)
-        path = paths.get(row["document"])
-        if path is None or ("error" not in row and row["file"] == _file_state(path)):
-            yield row["document"], line
-
-
 def _parse_row(line: bytes, name: str) -> SummaryRow:
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
         if isinstance(row["document"], str) and isinstance(row["options"], dict) and isinstance(row["file"], dict):
             return row
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise DataError(f"{name} is no row of graft summarize --batch: name another file for the summaries.") from None
+    raise DataError(f"{name} is no row of graft summarize --batch: name another file for the summaries.")
 
 
 def _check_options(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -104,8 +104,7 @@ class SourceDocument:
     Attributes:
         name: file path, or another name for messages.
         pages: the source text: one string, or one a page for PDF files.
-        sections: sections in order; text before the first heading is a section without a title.
-        sentences: all sentences in order.
+        sections: in order; text before the first heading is a section without a title.
         language: language code that the sentences were split by.
     """
 
@@ -126,28 +125,17 @@ class SourceDocument:
         for titles in (_INTRODUCTIONS, _INTRODUCTION_FALLBACKS):
             for index, section in enumerate(self.sections):
                 if section.level and normalize_title(section.title) in titles:
-                    sentences = range(section.first, self._subtree_end(index))
-                    if sentences:
+                    following = (other.first for other in self.sections[index + 1 :] if other.level <= section.level)
+                    if sentences := range(section.first, next(following, len(self.sentences))):
                         return sentences
         return None
-
-    def _subtree_end(self, index: int) -> int:
-        """Return the index after the last sentence of a section and its subsections."""
-        level = self.sections[index].level
-        following = (section.first for section in self.sections[index + 1 :] if section.level <= level)
-        return next(following, len(self.sentences))
 
     @property
     def selectable(self) -> list[int]:
         """Indices of the sentences that a summary may use: those with a letter, outside the references."""
-        excluded = {
-            index for index, section in enumerate(self.sections) if normalize_title(section.title) in _REFERENCES
-        }
-        return [
-            index
-            for index, sentence in enumerate(self.sentences)
-            if sentence.section not in excluded and _LETTER.search(sentence.text)
-        ]
+        included = [normalize_title(section.title) not in _REFERENCES for section in self.sections]
+        sentences = enumerate(self.sentences)
+        return [index for index, item in sentences if included[item.section] and _LETTER.search(item.text)]
 
 
 def normalize_title(title: str) -> str:
@@ -160,13 +148,7 @@ def normalize_title(title: str) -> str:
 def build_document(
     name: str, pages: Sequence[str], blocks: Iterable[TextBlock], language: str | None = None
 ) -> SourceDocument:
-    """Split blocks into sections and sentences.
-
-    Args:
-        name: name for messages.
-        pages: source text that the spans refer to.
-        blocks: blocks in order.
-        language: code such as `de`; None detects it from the script, with Latin script as English.
+    """Split blocks into sections and sentences; their spans refer to `pages`. `language` is that of `read_document`.
 
     Raises:
         DataError: there is no sentence, or the script has no punctuation that ends sentences.
@@ -179,8 +161,7 @@ def build_document(
         if block.level:
             headings.append((_normalize_text(block.text), block.level, len(sentences)))
         else:
-            if not headings:
-                headings.append(("", 0, 0))
+            headings = headings or [("", 0, 0)]
             sentences.extend(_split_block(block, pages[(block.page or 1) - 1], language, len(headings) - 1))
     if not sentences:
         raise DataError(f"{name} has no sentence to summarize: a text with words is expected.")
@@ -199,13 +180,7 @@ def _split_block(block: TextBlock, source: str, language: str, section: int) -> 
 
 
 def _source_range(spans: Sequence[TextSpan], span_starts: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the source characters of the character at `position` of a block's readable text.
-
-    Args:
-        spans: spans of the block.
-        span_starts: position of each span in the readable text.
-        position: position in the readable text.
-    """
+    """Return the source characters of the character at `position` of the readable text, where the spans start."""
     index = bisect.bisect_right(span_starts, position) - 1
     span, offset = spans[index], position - span_starts[index]
     return (span.start + offset, span.start + offset + 1) if span.is_literal else (span.start, span.end)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from graftlm.evaluation import Interval
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
 
 MAX_NGRAM = 25  # of copy curves
-ORIGINS = ("extract", "introduction", "rest")
+_COLUMNS = ("copied", "extract", "introduction", "rest")
 _ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -31,11 +32,9 @@ def _rouge_scorer() -> Any:
 
 
 def rouge(summary: Sequence[str], reference: Sequence[str]) -> dict[str, float]:
-    """Return F1 of ROUGE-1, 2, 3 and L in percent, by rouge-score with Porter's stemmer.
+    """Return F1 of ROUGE-1, 2, 3 and L in percent, by rouge-score with Porter's stemmer, from lists of sentences.
 
-    Args:
-        summary: sentences of the summary.
-        reference: sentences of the reference. ROUGE-L is the union over sentences (`rougeLsum`).
+    ROUGE-L is the union over sentences (`rougeLsum`).
     """
     scores = _rouge_scorer().score("\n".join(reference), "\n".join(summary))
     return {name: 100 * float(scores[rouge_type].fmeasure) for name, rouge_type in _ROUGE_TYPES.items()}
@@ -81,9 +80,9 @@ def _copied_runs(words: Sequence[str], source: Sequence[str]) -> list[int]:
 
     Positions are visited from last to first: if word i equals source word s, its run is 1 + the run at i + 1, s + 1.
     """
-    positions: dict[str, list[int]] = {}
+    positions: defaultdict[str, list[int]] = defaultdict(list)
     for position, word in enumerate(source):
-        positions.setdefault(word, []).append(position)
+        positions[word].append(position)
     longest, runs = [], dict[int, int]()
     for word in reversed(words):
         runs = {position: 1 + runs.get(position + 1, 0) for position in positions.get(word, ())}
@@ -135,12 +134,9 @@ def faithfulness(summary: str, source: str) -> Faithfulness:
 def capitalized_names(text: str) -> list[str]:
     """Return capitalized words that do not begin a sentence: a heuristic for names in scripts with capitals."""
     words = (match for match in _WORD.finditer(text) if match.group()[0].isupper() and match.group() != "I")
-    return [match.group() for match in words if not _begins_sentence(text, match.start())]
-
-
-def _begins_sentence(text: str, position: int) -> bool:
-    before = text[max(position - 8, 0) : position].rstrip(_OPENING_MARKS)
-    return before[-1:] in _SENTENCE_ENDS  # "" is in every string: the beginning of the text counts
+    before = ((match, text[max(match.start() - 8, 0) : match.start()].rstrip(_OPENING_MARKS)) for match in words)
+    # "" is in every string: the beginning of the text counts
+    return [match.group() for match, left in before if left[-1:] not in _SENTENCE_ENDS]
 
 
 def _share(items: Sequence[Any], known: Collection[Any]) -> float | None:
@@ -149,12 +145,7 @@ def _share(items: Sequence[Any], known: Collection[Any]) -> float | None:
 
 def mean_copy_shares(documents: Iterable[Sequence[CopyShare]]) -> dict[int, Mapping[str, float]]:
     """Return the mean shares over documents, by n. Documents shorter than n words are left out for that n."""
-    by_n: dict[int, list[CopyShare]] = {}
-    for shares in documents:
-        for share in shares:
-            by_n.setdefault(share.n, []).append(share)
-    columns = ("copied", *ORIGINS)
-    return {
-        n: {column: float(np.mean([getattr(share, column) for share in shares])) for column in columns}
-        for n, shares in by_n.items()
-    }
+    by_n: defaultdict[int, list[list[float]]] = defaultdict(list)
+    for share in itertools.chain.from_iterable(documents):
+        by_n[share.n].append([getattr(share, column) for column in _COLUMNS])
+    return {n: dict(zip(_COLUMNS, np.mean(rows, axis=0).tolist(), strict=True)) for n, rows in by_n.items()}

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -29,7 +29,6 @@ _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|c|characters?|t|tokens?)?\s*", r
 _UNITS: dict[str, BudgetUnit] = {"s": "sentences", "c": "characters", "t": "tokens"}
 _MAX_REJECTED = 200  # sentences tried without success before the rest of a budget stays unused
 
-BLOCK_SIZE = 1000
 SumyMethod = Literal["lexrank", "lsa", "sumbasic"]
 _SUMY_METHODS: dict[SumyMethod, tuple[str, str, str]] = {  # label, sumy's module and class
     "lexrank": ("LexRank", "lex_rank", "LexRankSummarizer"),
@@ -64,12 +63,7 @@ class Selector(Protocol):
 
 
 class Budget(Config):
-    """Upper limit of an extract.
-
-    Args:
-        amount: the limit.
-        unit: its unit. Characters are those of the extract, with single spaces between sentences.
-    """
+    """Upper limit of an extract. Characters are those of the extract, with single spaces between sentences."""
 
     amount: int = Field(10, ge=1)
     unit: BudgetUnit = "sentences"
@@ -95,14 +89,10 @@ class Budget(Config):
 
 @dataclass(frozen=True)
 class Extract:
-    """Selected sentences of a document, in document order.
+    """Selected sentences of a document by their indices and scores, in document order.
 
     Attributes:
-        document: the document.
-        indices: indices of the sentences.
-        scores: score of each sentence.
         selector: name of the selector.
-        budget: the limit.
         used: size of the extract in the budget's unit.
         notes: remarks for the user, one sentence each.
     """
@@ -113,7 +103,7 @@ class Extract:
     selector: str
     budget: Budget
     used: int
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> list[Sentence]:
@@ -132,7 +122,7 @@ class Extract:
             {"index": index, **sentence.to_json(), "section": sections[sentence.section].title, "score": score}
             for index, sentence, score in zip(self.indices, self.sentences, self.scores, strict=True)
         ]
-        budget = {"amount": self.budget.amount, "unit": self.budget.unit, "used": self.used}
+        budget = self.budget.model_dump(mode="json") | {"used": self.used}
         return {"selector": self.selector, "budget": budget, "sentences": rows}
 
 
@@ -140,12 +130,6 @@ def select(
     document: SourceDocument, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
 ) -> Extract:
     """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
-
-    Args:
-        document: the document.
-        selector: ranks the sentences.
-        budget: upper limit of the extract.
-        count_tokens: returns the number of tokens of a text; needed for a budget in tokens.
 
     Raises:
         RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
@@ -183,17 +167,13 @@ def select(
         raise RecipeError(
             f"No sentence of {document.name} fits into a budget of {budget}: allow more, or count in sentences."
         )
-    indices = tuple(sorted(scores))
-    notes = _notes(document, indices)
-    return Extract(document, indices, tuple(scores[index] for index in indices), selector.name, budget, used, notes)
-
-
-def _notes(document: SourceDocument, indices: tuple[int, ...]) -> tuple[str, ...]:
+    notes = ()
     if len(document.sentences) == 1:
-        return (f"{document.name} is one sentence long: its summary is that sentence.",)
-    if len(indices) == len(document.sentences):
-        return (f"{document.name} is no longer than the requested summary: the extract is all of it.",)
-    return ()
+        notes = (f"{document.name} is one sentence long: its summary is that sentence.",)
+    elif len(scores) == len(document.sentences):
+        notes = (f"{document.name} is no longer than the requested summary: the extract is all of it.",)
+    indices = tuple(sorted(scores))
+    return Extract(document, indices, tuple(scores[index] for index in indices), selector.name, budget, used, notes)
 
 
 @dataclass(frozen=True)
@@ -221,17 +201,11 @@ class FixedSelector:
 
 @dataclass(frozen=True)
 class SumySelector:
-    """A summarizer of sumy, with stop words and a stemmer for the languages that sumy knows.
-
-    Attributes:
-        method: summarizer.
-        block_size: number of sentences ranked at a time.
-        pairwise: for LexRank, compare pairs of sentences with sumy's own code instead of a matrix product.
-    """
+    """A summarizer of sumy, with stop words and a stemmer for the languages that sumy knows."""
 
     method: SumyMethod = "lexrank"
-    block_size: int = BLOCK_SIZE
-    pairwise: bool = False
+    block_size: int = 1000  # sentences ranked at a time
+    pairwise: bool = False  # LexRank compares pairs of sentences with sumy's own code instead of a matrix product
 
     @property
     def name(self) -> str:
@@ -255,14 +229,9 @@ def _rank(summarizer: Any, indices: list[int], texts: dict[int, str]) -> list[Ra
     dom: Any = import_extra("sumy.models.dom", "Ranking sentences")
     sentences = [dom.Sentence(texts[index], _SumyTokenizer()) for index in indices]
     infos: list[Any] = []
-
-    def collect(rated: list[Any]) -> list[Any]:
-        infos.extend(rated)
-        return rated
-
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
         warnings.simplefilter("ignore")  # sumy warns when there are fewer words than sentences
-        summarizer(dom.ObjectDocumentModel([dom.Paragraph(sentences)]), collect)
+        summarizer(dom.ObjectDocumentModel([dom.Paragraph(sentences)]), lambda rated: infos.extend(rated) or rated)
     if not infos:  # all words are stop words
         return [RankedSentence(index, 0.0) for index in indices]
     # Ratings are nan when no two sentences share a word; document order stays.

@@ -17,12 +17,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import default_device
@@ -40,13 +42,9 @@ RECORD_NAME, TOKENIZER_NAME = "selector.json", "tokenizer.json"
 
 @dataclass(eq=False)
 class TrainedSelector:
-    """A selector that was trained on extracts.
+    """A selector that was trained on extracts, with the JSON `record` of its training.
 
-    Attributes:
-        model: the model.
-        tokenizer: tokenizer of a model that reads tokens.
-        name: name for people.
-        record: JSON record of the training.
+    Only a model that reads tokens has a tokenizer.
     """
 
     model: SentenceSelector
@@ -62,11 +60,9 @@ class TrainedSelector:
             return sentence_embeddings(sentences, config.sentence_encoder, str(self.model.device))
         assert self.tokenizer is not None, "a selector of tokens has a tokenizer"
         rows = self.tokenizer(list(sentences), add_special_tokens=False)["input_ids"] if sentences else []
-        rows = [row[: config.max_tokens] for row in rows]
-        ids = torch.full((len(rows), max(map(len, rows), default=1) or 1), config.vocab_size)
-        for index, row in enumerate(rows):
-            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-        return ids.to(self.model.device)
+        width = max((len(row[: config.max_tokens]) for row in rows), default=1) or 1
+        padded = [(row + [config.vocab_size] * width)[:width] for row in rows]
+        return torch.tensor(padded, dtype=torch.long, device=self.model.device).view(-1, width)
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
         """Rank all selectable sentences. A long document is ranked in windows of `max_sentences`.
@@ -221,12 +217,7 @@ def train_selector(
 
     Training reads the first `max_sentences` sentences of a document; the rest of its extract is ignored.
 
-    Args:
-        train: training examples.
-        validation: examples for early stopping.
-        training: hyperparameters.
-        device: device of the model.
-        log: receives a line with the losses at each evaluation.
+    `log` receives a line with the losses at each evaluation.
 
     Raises:
         DataError: no example of `train` or of `validation` has an extract.
@@ -235,16 +226,12 @@ def train_selector(
     training = training or SelectorTrainingConfig()
     selector = _new_selector(train, training, device)
     encoded = ([_encode(selector, example) for example in part] for part in (train, validation))
-    train_rows, validation_rows = ([row for row in part if row.extract] for part in encoded)
+    train_rows, validation_rows = ([row for row in part if len(row.extract)] for part in encoded)
     if not train_rows or not validation_rows:
         raise DataError("There is no document with an extract to learn from, or none for validation: give both.")
     losses = _train(selector.model, train_rows, validation_rows, training, log)
-    selector.record = {
-        "training": training.model_dump(mode="json"),
-        "documents": len(train_rows),
-        "validation_documents": len(validation_rows),
-        "losses": losses,
-    }
+    counts = {"documents": len(train_rows), "validation_documents": len(validation_rows)}
+    selector.record = {"training": training.model_dump(mode="json"), **counts, "losses": losses}
     return selector
 
 
@@ -269,18 +256,17 @@ def _new_selector(train: Sequence[SelectorExample], training: SelectorTrainingCo
     return TrainedSelector(model, tokenizer, f"Sent-{training.kind}")
 
 
-@dataclass(frozen=True)
-class _EncodedExample:
+class _EncodedExample(NamedTuple):
     """Model inputs of the sentences of one document, and the positions of its extract."""
 
     inputs: Tensor
-    extract: tuple[int, ...]
+    extract: Tensor
 
 
 def _encode(selector: TrainedSelector, example: SelectorExample) -> _EncodedExample:
     limit = selector.model.config.max_sentences
-    inputs = selector.model_inputs(example.sentences[:limit])
-    return _EncodedExample(inputs, tuple(position for position in example.extract if position < limit))
+    extract = [position for position in example.extract if position < limit]
+    return _EncodedExample(selector.model_inputs(example.sentences[:limit]), torch.tensor(extract, dtype=torch.long))
 
 
 def _train(
@@ -338,21 +324,16 @@ def _mean_loss(model: SentenceSelector, examples: Sequence[_EncodedExample], bat
 
 def _collate(model: SentenceSelector, examples: Sequence[_EncodedExample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded inputs, (B, N, T or v), the sentence mask, (B, N), and the head's targets."""
-    config, device = model.config, examples[0].inputs.device
-    sentences = max(len(example.inputs) for example in examples)
-    width = max(example.inputs.shape[1] for example in examples)
+    config, inputs = model.config, [example.inputs for example in examples]
+    lengths, width = [len(rows) for rows in inputs], max(rows.shape[1] for rows in inputs)
     padding = config.vocab_size if config.input_type == "tokens" else 0
-    inputs = examples[0].inputs.new_full((len(examples), sentences, width), padding)
-    mask_BN = torch.zeros(len(examples), sentences, dtype=torch.bool, device=device)
-    pointer = config.head == "pointer"
-    steps = max(len(example.extract) for example in examples) if pointer else sentences
-    targets = torch.full((len(examples), steps), -1 if pointer else 0, device=device)
-    for row, example in enumerate(examples):
-        count, own_width = example.inputs.shape
-        inputs[row, :count, :own_width] = example.inputs
-        mask_BN[row, :count] = True
-        if pointer:
-            targets[row, : len(example.extract)] = torch.tensor(example.extract, device=device)
-        else:
-            targets[row, list(example.extract)] = 1
-    return inputs, mask_BN, targets
+    wide = [functional.pad(rows, (0, width - rows.shape[1]), value=padding) for rows in inputs]
+    inputs_BNv = pad_sequence(wide, batch_first=True, padding_value=padding)
+    mask_BN = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
+    if config.head == "pointer":
+        targets = pad_sequence([example.extract for example in examples], batch_first=True, padding_value=-1)
+    else:
+        targets = torch.zeros(mask_BN.shape, dtype=torch.long)
+        for row, example in zip(targets, examples, strict=True):
+            row[example.extract] = 1
+    return inputs_BNv, mask_BN.to(inputs_BNv.device), targets.to(inputs_BNv.device)

@@ -39,8 +39,7 @@ class Summary:
     """The result of `summarize`.
 
     Attributes:
-        extract: the selected sentences.
-        text: the summary: the written text, or the extract.
+        text: the written text, or the extract.
         writer: name of the writer; None if the extract is the summary.
         links: a link for each written sentence; empty without a writer.
         faithfulness: support of the text in the document.
@@ -96,36 +95,26 @@ def summarize(
     """
     if not isinstance(document, SourceDocument):
         document = read_document(document, language)
-    count_tokens = writer.count_tokens if writer is not None else None
-    extract = select(document, selector or SumySelector(), budget or Budget(), count_tokens)
+    extract = select(document, selector or SumySelector(), budget or Budget(), writer.count_tokens if writer else None)
     if not extract.indices:
         raise DataError(f"{document.name} has no sentence with a letter in it: a text with words is expected.")
     notes = [*([DEFAULT_NOTE] if selector is None else []), *extract.notes]
-    if writer is None:
-        text, name, links = extract.text, None, ()
-        notes += _notes(document, None)
-    else:
-        output = writer.write(extract)
-        text, name, links = output.text, writer.name, link_sentences(output.text, extract)
-        notes += [*_notes(document, text), *output.notes]
-    return Summary(extract, text, name, links, faithfulness(text, document.text), tuple(notes))
-
-
-def _notes(document: SourceDocument, written: str | None) -> list[str]:
-    """Return notes on how the document was read, and on the written summary."""
-    notes = []
     if document.name.lower().endswith(".rst"):
         notes.append(
             f"{document.name} is read as plain text, as there is no reader of reStructuredText: its directives and "
             "fields may count as sentences."
         )
-    if written is not None and document.introduction is None:
+    if writer is None:
+        return Summary(extract, extract.text, None, (), faithfulness(extract.text, document.text), tuple(notes))
+    output = writer.write(extract)
+    if document.introduction is None:
         notes.append(
             f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
         )
-    if written is not None and len(written) > len(document.text):
+    if len(output.text) > len(document.text):
         notes.append(f"The summary is longer than {document.name} itself: ask for fewer tokens.")
-    return notes
+    links, support = link_sentences(output.text, extract), faithfulness(output.text, document.text)
+    return Summary(extract, output.text, writer.name, links, support, (*notes, *output.notes))
 
 
 def link_sentences(text: str, extract: Extract) -> tuple[SentenceLink, ...]:
@@ -173,13 +162,9 @@ def _location(document: SourceDocument, sentence: Sentence) -> str:
 
 def _support_lines(summary: Summary) -> Iterator[str]:
     support = summary.faithfulness
-    shares = {
-        "words": support.words,
-        "pairs of words": support.bigrams,
-        "numbers": support.numbers,
-        "names": support.names,
-    }
-    parts = ", ".join(f"{share:.0%} of its {items}" for items, share in shares.items() if share is not None)
+    items = {"words": "words", "bigrams": "pairs of words", "numbers": "numbers", "names": "names"}
+    shares = {items[key]: getattr(support, key) for key in items}
+    parts = ", ".join(f"{share:.0%} of its {name}" for name, share in shares.items() if share is not None)
     yield f"The source has {parts}." if parts else "The summary has no words to look for in the source."
     if support.missing:
         yield f"Not in the source: {', '.join(support.missing)}."

@@ -114,14 +114,9 @@ class AbstractiveWriter(Protocol):
 
 
 class LanguageModelWriter:
-    """Writes summaries with a causal language model, with or without a graft.
+    """Writes summaries with a causal language model: a `GraftedModel` or any transformers model.
 
-    Args:
-        model: a `GraftedModel` or any transformers model.
-        tokenizer: tokenizer of the model.
-        name: name for people.
-        layout: layout that the model was trained on; None takes marks in plain English, and a note says so.
-        decoding: decoding of summaries.
+    Without the layout that the model was trained on, marks are in plain English, and a note says so.
     """
 
     def __init__(
@@ -213,21 +208,15 @@ class LanguageModelWriter:
     def _extract_ids(self, extract: Extract, available: int, notes: list[str]) -> list[int]:
         """Return token ids of the extract without the lowest-scored sentences that do not fit; add a note if any."""
         scores = dict(zip(extract.indices, extract.scores, strict=True))
-        lowest_first = iter(sorted(scores, key=scores.__getitem__))
-        kept = list(extract.indices)
-        ids = self._join(extract, kept)
-        while len(ids) > available and kept:
-            kept.remove(next(lowest_first))
-            ids = self._join(extract, kept)
-        if not kept:
-            raise self._window_error("one extracted sentence")
-        if len(kept) < len(extract.indices):
-            notes.append(f"{self.name} could read {len(kept)} of the {len(extract.indices)} extracted sentences.")
-        return ids
-
-    def _join(self, extract: Extract, indices: Sequence[int]) -> list[int]:
-        sentences = extract.document.sentences
-        return self._tokenize(f"{self.layout.extract}{' '.join(sentences[index].text for index in indices)}")
+        best_first = sorted(scores, key=scores.__getitem__)[::-1]
+        for count in range(len(best_first), 0, -1):
+            kept = (extract.document.sentences[index].text for index in sorted(best_first[:count]))
+            ids = self._tokenize(f"{self.layout.extract}{' '.join(kept)}")
+            if len(ids) <= available:
+                if count < len(scores):
+                    notes.append(f"{self.name} could read {count} of the {len(scores)} extracted sentences.")
+                return ids
+        raise self._window_error("one extracted sentence")
 
     def _window_error(self, part: str) -> RecipeError:
         return RecipeError(
@@ -317,13 +306,8 @@ def train_writer(
 ) -> Path:
     """Train all weights of a writer's model on its layout. An interrupted run resumes from its last checkpoint.
 
-    Args:
-        writer: the writer. Rows have the length of its window; `decoding.max_new_tokens` of them are for the summary.
-        examples: training examples.
-        training: hyperparameters.
-        out: folder of the history, the checkpoints and the finished model.
-        rest_fraction: fraction of rows from the rest of the documents; 1 trains on nothing else.
-        progress: show a progress bar.
+    Rows have the length of the writer's window; `decoding.max_new_tokens` of them are for the summary. `rest_fraction`
+    of the rows come from the rest of the documents. The history and the checkpoints lie in `out`.
 
     Returns:
         The folder of model, tokenizer and layout, for `load_writer`.
@@ -369,7 +353,7 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
 def _prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
     """Return token ids of prompt and summary. The summary ends with EOS, or is cut to `max_new_tokens`."""
     prompt, _ = writer.build_prompt(example.extract)
-    ids = list(writer.tokenizer(example.summary, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = writer._tokenize(example.summary)
     eos = writer.tokenizer.eos_token_id
     return prompt, [*ids, *([eos] if isinstance(eos, int) else [])][: writer.decoding.max_new_tokens]
 

@@ -1,4 +1,5 @@
 """Human evaluation of summaries: a page that collects ratings, and the results of the ratings."""
+# ruff: noqa: F401  # the names of this package
 
 from graftlm.pipelines.summarize.rating.page import (
     CRITERIA,
@@ -8,13 +9,3 @@ from graftlm.pipelines.summarize.rating.page import (
     rating_page,
 )
 from graftlm.pipelines.summarize.rating.ratings import Ratings, ordinal_alpha
-
-__all__ = [
-    "CRITERIA",
-    "RatingItem",
-    "Ratings",
-    "load_rating_items",
-    "ordinal_alpha",
-    "parse_systems",
-    "rating_page",
-]

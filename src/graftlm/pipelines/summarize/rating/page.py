@@ -13,8 +13,8 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,7 @@ def key_path(page: Path) -> Path:
 
 
 def rating_page(items: Sequence[RatingItem], seed: int = 0) -> RatingPage:
-    """Build the page.
-
-    Args:
-        items: documents with their summaries.
-        seed: random seed of both orders and of the summaries' ids.
+    """Build the page of documents with their summaries. `seed` decides both orders and the summaries' ids.
 
     Raises:
         DataError: there is no summary, or more text than a page can hold.
@@ -126,8 +122,8 @@ def _render_html(data: Mapping[str, Any]) -> str:
             f"The page would have {len(embedded):,} characters, and one may have {_MAX_PAGE_CHARACTERS:,}: "
             "take fewer documents."
         )
-    assets = files("graftlm.pipelines.summarize.rating")
-    style, script, html = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
+    assets = Path(__file__)
+    style, script, html = (assets.with_suffix(f".{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     for name, text in {"policy": policy, "style": style, "script": script, "data": embedded}.items():
         html = html.replace("{{" + name + "}}", text, 1)
@@ -148,8 +144,7 @@ def parse_systems(arguments: Sequence[str]) -> dict[str, Path]:
     systems: dict[str, Path] = {}
     for argument in arguments:
         name, separator, path = argument.partition("=")
-        file = Path(path if separator else argument)
-        name = name if separator else file.stem
+        name, file = (name, Path(path)) if separator else (Path(argument).stem, Path(argument))
         if not name or name == "agreement":
             raise RecipeError(f"{argument} has no name that a row of results can have: give it one, as NAME=FILE.")
         if name in systems:
@@ -208,12 +203,8 @@ def _read_rows(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _parse_row(line: str, name: str) -> dict[str, str]:
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
         if "error" in row or all(isinstance(row[key], str) for key in ("document", "summary")):
             return row
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise DataError(
-        f"{name} has no document and summary: rows such as those of graft summarize --batch are expected."
-    ) from None
+    raise DataError(f"{name} has no document and summary: rows such as those of graft summarize --batch are expected.")

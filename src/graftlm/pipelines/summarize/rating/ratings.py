@@ -17,17 +17,14 @@ from graftlm.io import read_errors
 from graftlm.pipelines.summarize.metrics import bootstrap
 from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 
+PAPER = {  # ratings by criterion
+    "human": (3.73, 3.98, 3.19, 3.59),
+    "tlm_ie_gm": (3.78, 3.75, 3.09, 3.59),
+    "tlm_i": (3.77, 3.90, 3.11, 3.50),
+    "sent_ptr": (3.67, 3.66, 3.24, 3.78),
+    "sent_clf": (3.62, 3.79, 3.47, 3.89),
+}
 _PAPER_SOURCE = "Table 2.7: news articles, other systems of these kinds"
-PAPER = [
-    PaperRow(id=name, metrics=dict(zip(CRITERIA, values, strict=True)), where=_PAPER_SOURCE)
-    for name, values in {
-        "human": (3.73, 3.98, 3.19, 3.59),
-        "tlm_ie_gm": (3.78, 3.75, 3.09, 3.59),
-        "tlm_i": (3.77, 3.90, 3.11, 3.50),
-        "sent_ptr": (3.67, 3.66, 3.24, 3.78),
-        "sent_clf": (3.62, 3.79, 3.47, 3.89),
-    }.items()
-]
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ class Ratings:
             DataError: a file has another form, belongs to another page, or is the second file of a rater.
         """
         page_key = _read_json(key, KEY_FORMAT, "the key of a page that graft rate wrote")
-        by_rater: dict[str, dict[str, dict[str, int]]] = {}
-        file_of: dict[str, Path] = {}
+        by_rater, file_of = {}, {}
         for path in files:
             values = _read_json(path, RATINGS_FORMAT, "the ratings that such a page saves")
             if values.get("page") != page_key.get("page"):
@@ -82,7 +78,11 @@ class Ratings:
         agreement: dict[str, Metric] = {name: alpha for name, alpha in alphas.items() if alpha is not None}
         if agreement:
             rows.append(Row(id="agreement", label="agreement (Krippendorff's α, ordinal)", metrics=agreement))
-        paper = [row for row in PAPER if row.id in systems]
+        paper = [
+            PaperRow(id=name, metrics=dict(zip(CRITERIA, values, strict=True)), where=_PAPER_SOURCE)
+            for name, values in PAPER.items()
+            if name in systems
+        ]
         return Results.here("ratings", rows, seeds=[int(self.key["seed"])], paper=paper, details=self._details())
 
     def _mean_ratings(self, system: str) -> dict[str, Metric]:
@@ -111,6 +111,8 @@ class Ratings:
 def ordinal_alpha(units: Iterable[Sequence[float]]) -> float | None:
     """Return Krippendorff's alpha for ordinal ratings: 1 is full agreement, 0 is chance, below 0 is less than chance.
 
+    It is None if no unit has two ratings or all ratings are equal. Units with fewer than two ratings are ignored.
+
     *Computing Krippendorff's Alpha-Reliability* (Krippendorff, 2011), for L distinct values in order:
 
         α = 1 − (n − 1) · Σ_ck o_ck δ²_ck / Σ_ck n_c n_k δ²_ck
@@ -118,12 +120,6 @@ def ordinal_alpha(units: Iterable[Sequence[float]]) -> float | None:
         δ_ck = Σ_{g=c..k} n_g − (n_c + n_k) / 2, the distance of their middle ranks
 
     The maintained packages with this measure are under the GPL, so it is written here.
-
-    Args:
-        units: the m_u ratings of each rated unit. Units with fewer than two ratings are ignored.
-
-    Returns:
-        α; None if no unit has two ratings or all ratings are equal.
     """
     paired = [unit for unit in units if len(unit) > 1]
     values = sorted({value for unit in paired for value in unit})

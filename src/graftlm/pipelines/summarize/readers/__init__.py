@@ -57,22 +57,16 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
 
 
 def read_text(text: str, suffix: str = ".txt", name: str = "The text", language: str | None = None) -> SourceDocument:
-    """Read a document from a string in the format of `suffix`.
-
-    Raises:
-        DataError: the text is too long or has no sentence.
-    """
+    """Read a document from a string in the format of `suffix`; raises as `read_document`."""
     _check_size(name, len(text), "characters", MAX_CHARACTERS)
     readable = f" {text[1:]}" if text.startswith("\ufeff") else text  # spans count the byte order mark
     return build_document(name, (text,), _TEXT_READERS[suffix](readable), language)
 
 
 def plain_blocks(text: str, page: int | None = None) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings of plain text.
+    """Yield paragraphs, list items and headings of plain text, or of a PDF page.
 
-    Args:
-        text: the text of a file or of one PDF page.
-        page: page number. PDF pages have few blank lines, so their headings need no blank lines around them.
+    PDF pages have few blank lines, so their headings need no blank lines around them.
     """
     paragraph: list[TextSpan] = []
     lines = [TextSpan(match.group(), match.start(), match.end()) for match in _LINE.finditer(text) if match.group()]
@@ -107,8 +101,7 @@ def _heading_level(line: str, following: str, *, isolated: bool) -> int:
         return 1
     if line.strip()[-1] in _SENTENCE_ENDS:
         return 0
-    numbered = _NUMBERED_HEADING.match(line)
-    if numbered:
+    if numbered := _NUMBERED_HEADING.match(line):
         return 1 + numbered[1].count(".")
     return 1 if line.isupper() and len(line.strip()) > 3 else 0
 
@@ -173,16 +166,9 @@ def _encrypted(path: Path) -> DataError:
 
 
 _TEXT_READERS: dict[str, Callable[[str], Iterable[TextBlock]]] = {
-    ".txt": plain_blocks,
-    ".text": plain_blocks,
-    ".rst": plain_blocks,
-    ".md": markdown_blocks,
-    ".markdown": markdown_blocks,
-    ".html": html_blocks,
-    ".htm": html_blocks,
-    ".xhtml": html_blocks,
+    **dict.fromkeys((".txt", ".text", ".rst"), plain_blocks),
+    **dict.fromkeys((".md", ".markdown"), markdown_blocks),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), html_blocks),
     ".tex": latex_blocks,
 }
 SUFFIXES = (*_TEXT_READERS, ".pdf")
-
-__all__ = ["MAX_CHARACTERS", "SUFFIXES", "read_document", "read_text"]

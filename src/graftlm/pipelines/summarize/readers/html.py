@@ -42,7 +42,6 @@ class _HtmlBlockParser(HTMLParser):
         self._open_skipped_tags: list[str] = []
 
     def finish(self) -> list[TextBlock]:
-        """Close the open block and return all blocks."""
         self._close_block()
         return self._blocks
 

@@ -17,16 +17,8 @@ _INLINE_MACROS = {
     "mbox", "text", "href", "enquote", "uline",
 }  # fmt: skip
 _BREAK_MACROS = {
-    "item",
-    "par",
-    "newpage",
-    "clearpage",
-    "maketitle",
-    "tableofcontents",
-    "noindent",
-    "bigskip",
-    "medskip",
-}
+    "item", "par", "newpage", "clearpage", "maketitle", "tableofcontents", "noindent", "bigskip", "medskip",
+}  # fmt: skip
 _PROSE_ENVIRONMENTS = {
     "document", "abstract", "itemize", "enumerate", "description", "quote", "quotation", "center", "flushleft",
     "theorem", "lemma", "proof", "definition", "proposition", "corollary", "remark", "example", "minipage", "samepage",
