@@ -51,8 +51,9 @@ def clarify(
     """Ask what a text leaves open, then translate or rewrite it."""
     configure_logging()
     from graftlm.generation.generate import read_prompt
-    from graftlm.pipelines import clarify as package
+    from graftlm.pipelines import pipeline
 
+    package = pipeline("clarify")
     query = None if text is None else read_prompt(text)
     conversation = package.open_conversation(
         query, resume, template=template, target=to, budget=budget, threshold=ask_above

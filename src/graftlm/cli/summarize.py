@@ -56,9 +56,9 @@ def summarize(
     configure_logging()
     from rich.progress import track
 
-    from graftlm.pipelines import summarize as api
+    from graftlm.pipelines import pipeline
 
-    log = logger(quiet)
+    api, log = pipeline("summarize"), logger(quiet)
     decoding = api.SummaryDecoding.parse(
         {"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize"
     )
@@ -129,8 +129,9 @@ def rate(
 ) -> None:
     """Make a page on which people rate summaries blind."""
     configure_logging()
-    from graftlm.pipelines.summarize import rating as api
+    from graftlm.pipelines import pipeline
 
+    api = pipeline("summarize.rating")
     items, notes = api.load_rating_items(api.parse_systems(summaries), documents, seed)
     page, key = api.rating_page(items, seed).write(out)
     for note in (*notes, f"{key} says who wrote what: keep it, and send raters the page alone."):
@@ -150,8 +151,8 @@ def ratings(
     """Report mean ratings per system, and the raters' agreement."""
     configure_logging()
     from graftlm.evaluation import write_report
-    from graftlm.pipelines.summarize.rating import Ratings
+    from graftlm.pipelines import pipeline
 
-    results = Ratings.load(key, files).results()
+    results = pipeline("summarize.rating").Ratings.load(key, files).results()
     write_report(results, out)
     print_report(results, out, as_json)
