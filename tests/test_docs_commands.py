@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ COMMAND_PAGES = [page for page in PAGES if page == ROOT / "README.md" or page.is
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>bash|yaml|python)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
+SERVER = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 SMALL = {
     "graft": ["training.steps=2", "training.batch_size=4", "data.length=32", "evaluation.limit_tokens=200"]
     + ["evaluation.decode_prompts=0", "training.precision=fp32", "training.warmup_steps=0"],
@@ -39,8 +41,6 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft rate lead=": "needs three batches of summaries; the tutorial's form runs",
     r"graft ratings rate.key.json anna.json": "needs its page; the tutorial's form runs",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
-    r"graft serve": "stays; tests/serving run it",
-    r"graft clarify .*--endpoint": "needs a server; tests/clarify run it with one",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
@@ -51,15 +51,9 @@ NOT_OURS = {  # the first words of commands of other programs, and why they do n
     "pip": "installs",
     "uv": "installs, or runs a command that is tested by itself",
     "accelerate": "starts processes; tests/training/test_processes.py runs it",
-    "curl": "needs a server",
-    "jq": "reads a server's answer",
-    "kill": "needs a server",
-    "docker": "needs a server",
 }
 PYTHON_NOT_RUN = {  # what a block has in it, and why it does not run here
-    "localhost:8000": "needs a server",
-    "127.0.0.1:8000": "needs a server",
-    "serve(": "stays",
+    "serve(": "stays; the command of the same page runs",
     '"augmenting": {"french"': "needs models of four layers; tests/composition run it",
     "name=/models": "needs a model that was moved; tests/cli/test_composition.py runs it",
     "DIR": "names a folder of the reader",
@@ -88,7 +82,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 def commands_of(code: str) -> list[str]:
     """The commands of a bash block; lines that end with a backslash are joined."""
-    joined = re.sub(r"\\\n\s*", " ", code)
+    joined = re.sub(r"(?<=\|)\n\s*|\\\n\s*", " ", code)
     return [part.strip() for line in joined.splitlines() for part in line.split(" && ") if part.strip()]
 
 
@@ -268,7 +262,9 @@ def run_command(command: str) -> None:
     words = shlex.split(command, comments=True)
     if not words:
         return
-    if words[0] != "graft":
+    if words[0] in ("curl", "jq"):
+        _run_shell(command)
+    elif words[0] != "graft":
         _check_foreign(words)
     elif any(re.match(pattern, command) for pattern in PARSED_ONLY) or "accelerate" in command:
         stop = min([words.index(mark) for mark in ("<", ">") if mark in words], default=len(words))
@@ -280,6 +276,26 @@ def run_command(command: str) -> None:
         _run(command)
     else:
         _run(command)
+
+
+def _serve(command: str, servers: contextlib.ExitStack) -> str:
+    """Start the server of a `graft serve` command on a free port; returns its address."""
+    from graftlm.serving import server
+    from serving.web import running
+
+    services: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "serve", lambda service, on_ready: services.append(service))
+        _run(command)
+    servers.close()  # the one before
+    return servers.enter_context(running(services[0]))
+
+
+def _run_shell(command: str) -> None:
+    """Run `curl` and `jq` where they are installed. An HTTP error fails."""
+    if all(shutil.which(program) for program in ("bash", "curl", "jq")):
+        command = command.replace("curl -s ", "curl -sS --fail-with-body ")
+        subprocess.run(["bash", "-o", "pipefail", "-c", command], check=True, timeout=100)
 
 
 def _rate(words: list[str]) -> None:
@@ -314,15 +330,24 @@ def folder(reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {}
-    for language, code in blocks_of(page):
-        if language == "yaml":
-            if (title := re.match(r"# ([\w-]+\.yaml)\n", code)) and title[1] != "danish.yaml":
-                (folder / title[1]).write_text(code, encoding="utf-8")
-        elif language == "bash":
-            for command in commands_of(code):
-                run_command(command)
-        else:
-            _run_python(code, names, str(page))
+    with contextlib.ExitStack() as servers:
+        address = None
+        for language, code in blocks_of(page):
+            if language == "yaml":
+                if (title := re.match(r"# ([\w-]+\.yaml)\n", code)) and title[1] != "danish.yaml":
+                    (folder / title[1]).write_text(code, encoding="utf-8")
+                continue
+            for part in commands_of(code) if language == "bash" else [code]:
+                if "graft serve " in part:
+                    address = _serve(part, servers)
+                    continue
+                if SERVER.search(part):
+                    address = address or _serve("graft serve --backbone models/some-model", servers)
+                    part = SERVER.sub(address, part)
+                if language == "bash":
+                    run_command(part)
+                else:
+                    _run_python(part, names, str(page))
 
 
 def test_a_wrong_command_is_found(folder: Path) -> None:
