@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from graftlm.data.packing import build_blocks
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.demo.run import random_llama, train_corpus_tokenizer
 from graftlm.evaluation import Row
+from graftlm.io import fill_once
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext, execute
 from graftlm.training import TrainingConfig, train
@@ -141,7 +143,7 @@ class PretrainRun(Run):
             keep_checkpoints=1,
         )
         model, folder = LanguageModel(model), context.folder / "training"
-        summary = train(model, batches, training, folder, progress=context.progress)
+        summary = train(model, batches, training, folder, identity={"run": context.key}, progress=context.progress)
         rate = summary.tokens_per_s
         return {"steps": steps, "tokens": summary.tokens, "tokens_per_s": rate, "loss": summary.loss}
 
@@ -208,18 +210,24 @@ def parent_runs(corpus: Path, tokenizers: dict[str, Path], size: Size) -> list[P
 def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
     """The tokenizer that all models share, and the French specialist's own, unless they are there."""
     texts = {"shared": ("english", "french", "python-train"), "own": ("french", "english-some")}
-    for name, files in texts.items():
-        if not (folder / name / "tokenizer.json").exists():
+
+    def fill(folder: Path) -> None:
+        for name, files in texts.items():
             paths = [corpus / f"{file}.jsonl" for file in files]
             train_corpus_tokenizer(paths, size.vocabulary).save_pretrained(folder / name)
+
+    fill_once(folder, {"corpus": str(corpus), "vocabulary": size.vocabulary}, fill)
     return {name: folder / name for name in texts}
 
 
 def make_corpus(data: Path, folder: Path, size: Size) -> Path:
     """Write the texts that the parents read, and the modules that none of them reads, unless they are there."""
-    done, wanted = folder / "corpus.json", size.model_dump(mode="json")
-    if done.exists() and json.loads(done.read_text()) == wanted:
-        return folder
+    sources = [str(data / name) for name in FILES]
+    settings = {"size": size.model_dump(mode="json"), "sources": sources, "python": sys.version}
+    return fill_once(folder, settings, lambda folder: _write_corpus(data, folder, size))
+
+
+def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     modules = deal([str(path) for path in _modules(size)], size.modules)
     for name, paths in modules.items():
         write_documents(folder / f"python-{name}.jsonl", [read_source(path) for path in paths])
@@ -232,8 +240,6 @@ def make_corpus(data: Path, folder: Path, size: Size) -> Path:
     write_documents(
         folder / "mixed.jsonl", _mixed(novels, french, [read_source(path) for path in modules["train"]], size)
     )
-    done.write_text(json.dumps(wanted))
-    return folder
 
 
 def prose(text: str) -> str:

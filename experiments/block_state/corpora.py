@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts
 from experiments.study import check_files
 from graftlm.config import Config
 from graftlm.demo.corpus import source_files, write_documents
+from graftlm.io import fill_once
 from graftlm.training.language_model import train_tokenizer
 
 CORPORA = ("novels", "code", "documents")
@@ -45,17 +46,18 @@ def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
     Raises:
         DataError: the data folder lacks a file.
     """
-    marker, content = folder / "corpora.json", size.model_dump(mode="json")
-    if marker.exists() and json.loads(marker.read_text()) == content:
-        return folder
     check_files(options, FILES)
+    sources = [str(options.data / name) for name in FILES]
+    settings = {"size": size.model_dump(mode="json"), "sources": sources, "python": sys.version}
+    return fill_once(folder, settings, lambda folder: _write_corpora(options, folder, size))
+
+
+def _write_corpora(options: Options, folder: Path, size: Corpus) -> None:
     for name, (train, test) in _texts(options.data).items():
         write_documents(folder / f"{name}-train.jsonl", _truncate(train, size.characters))
         write_documents(folder / f"{name}-test.jsonl", [test[: size.test_characters]])
     texts = (text[:200_000] for name in CORPORA for text in read_texts(folder / f"{name}-train.jsonl"))
     train_tokenizer(texts, size.vocab_size).save_pretrained(folder / "tokenizer")
-    marker.write_text(json.dumps(content))
-    return folder
 
 
 def _texts(data: Path) -> dict[str, tuple[list[str], str]]:

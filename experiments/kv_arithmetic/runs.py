@@ -117,7 +117,8 @@ class ParentRun(Run):
             examples = list(islice(documents(self), self.length.examples))
             batches = make_batches(examples, tokenizer, self.length.batch_size, self.seed)
             training = self.length.training(self.seed)
-            summary = train(LanguageModel(model), batches, training, context.folder / "training", progress=False)
+            folder, identity = context.folder / "training", {"run": context.key}
+            summary = train(LanguageModel(model), batches, training, folder, identity=identity, progress=False)
             metrics = {"steps": summary.steps, "tokens": summary.tokens, "loss": summary.loss}
         model.requires_grad_(False)
         model.save_pretrained(context.folder)
@@ -238,7 +239,8 @@ class KvArithmeticRun(Run):
         started = time.process_time()
         with GraftedModel(backbone, {"graft": build_graft(graft_config(graft), backbone)}) as model:
             training = self.length.training(self.seed, self.rate)
-            summary = train(model, batches, training, context.folder, progress=False)
+            identity = {"run": context.key}
+            summary = train(model, batches, training, context.folder, identity=identity, progress=False)
             measurement = self._examine(model, backbone.need_tokenizer())
             measurement.details["cost"] = {
                 "trainable_parameters": count_parameters(model.trainable_parameters().values()),

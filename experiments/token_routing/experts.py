@@ -131,7 +131,7 @@ class ExpertRun(RoutingRun):
         set_seed(self.seed)
         started = time.process_time()
         graft = build_routing(backbone, {domain: {"rank": self.sizes.rank, "targets": list(self.targets)}})
-        identity = {"run": self.settings()}
+        identity = {"run": context.key}
         with GraftedModel(backbone, {"graft": graft}) as model:
             training = self.training(self.learning_rate)
             summary = train(model, mixture, training, context.folder / "training", identity=identity, progress=False)

@@ -136,7 +136,7 @@ class MixtureRun(RoutingRun):
         for parameter in frozen:
             parameter.requires_grad_(False)
         training, folder = self.training(self.router_learning_rate), context.folder / "training"
-        train(trainee, mixture, training, folder, identity={"run": self.settings()}, progress=False)
+        train(trainee, mixture, training, folder, identity={"run": context.key}, progress=False)
         return model
 
     def _questions(self, domain: str) -> list[RoutingQuestion]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -16,12 +15,12 @@ from experiments.parents import PretrainRun
 from experiments.study import Study, mini_lm
 from experiments.token_routing.experts import QUICK_SIZES, TARGETS, ExpertRun, RoutingSizes
 from experiments.token_routing.measure import CentroidRun, MixtureRun
-from experiments.token_routing.texts import DOMAINS, write_corpus, write_texts
+from experiments.token_routing.texts import DOMAINS, FILES, write_corpus, write_texts
 from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.errors import MissingExtraError
 from graftlm.evaluation import Row, value_of
-from graftlm.io import digest
+from graftlm.io import digest, fill_once
 from graftlm.runs.run import Measurement, Run
 
 EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2  # chosen by `--table choices`
@@ -71,12 +70,14 @@ class TokenRoutingStudy(Study):
 
     def _pretrain(self, corpus: Path) -> str:
         """Pretrain the backbone on English novels, Wikipedia and Python; gives its folder."""
-        tokenizer, written = corpus.parent / "tokenizer", corpus.parent / "corpus.json"
-        amounts = self.sizes.model_dump(mode="json", include={"amounts", "vocabulary"})
-        if not written.exists() or json.loads(written.read_text(encoding="utf-8")) != amounts:
+        tokenizer = corpus.parent / "tokenizer"
+
+        def fill(_: Path) -> None:
             write_corpus(self.options.data, corpus, self.sizes.amounts)
             train_corpus_tokenizer([corpus], self.sizes.vocabulary).save_pretrained(tokenizer)
-            written.write_text(json.dumps(amounts), encoding="utf-8")
+
+        settings = self.sizes.model_dump(mode="json", include={"amounts", "vocabulary"})
+        fill_once(corpus.parent, settings | {"sources": [str(self.options.data / name) for name in FILES]}, fill)
         run = PretrainRun(
             id="backbone",
             tokenizer=str(tokenizer),

@@ -9,14 +9,17 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PATH_LENGTH = 1024
+_NO_PATHS = ("kind", "type", "policy", "metric", "precision", "device", "dtype", "schedule")  # keys of names
 
 
 def digest(*values: Any) -> str:
@@ -28,6 +31,56 @@ def file_digest(path: Path) -> str:
     """SHA-256 over a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def by_content(values: Any) -> Any:
+    """Plain JSON values in which every text that names a local file or folder is the digest of its content.
+
+    Texts under the keys of `_NO_PATHS` stay as they are: a folder `lora` does not change what `kind: lora` means.
+    """
+    if isinstance(values, Mapping):
+        return {name: value if name in _NO_PATHS else by_content(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [by_content(value) for value in values]
+    if not isinstance(values, str) or not values or len(values) > _PATH_LENGTH:
+        return values
+    path = Path(values).expanduser()
+    if path.is_file():
+        return _content(path)
+    files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
+    return [[str(file.relative_to(path)), _content(file)] for file in files if file.is_file()] or values
+
+
+def _content(path: Path) -> str:
+    status = path.stat()
+    return _digest_of(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(maxsize=4096)
+def _digest_of(path: Path, *state: int) -> str:
+    """A file's digest, kept as long as size, time of change and inode stay."""
+    return file_digest(path)
+
+
+def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Fill a folder, unless it was filled with equal settings; what another setting has left is removed.
+
+    Args:
+        settings: plain JSON values that decide the content; paths in them count by content.
+        fill: writes the files. After a kill it is called again, with the files that it left.
+
+    Returns:
+        The folder.
+    """
+    marker, key = folder / "filled.json", digest(by_content(settings))
+    state = json.loads(marker.read_text()) if marker.exists() else {}
+    if state.get("key") != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_atomically(marker, json.dumps({"key": key, "complete": False}).encode())
+    if state != {"key": key, "complete": True}:
+        fill(folder)
+        write_atomically(marker, json.dumps({"key": key, "complete": True}).encode())
+    return folder
 
 
 def write_atomically(path: Path, content: bytes) -> Path:

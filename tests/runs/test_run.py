@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+from filelock import FileLock
 
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
+from graftlm.io import fill_once
 from graftlm.runs.run import Measurement, Run, RunContext, execute
 
 
@@ -18,6 +20,7 @@ class SumRun(Run):
 
     number: int = 1
     path: str | None = None
+    settings_of: dict[str, Any] = {}
 
     def artefacts(self) -> tuple[str, ...]:
         return ("sum.txt",)
@@ -64,6 +67,76 @@ def test_a_path_counts_by_content_and_not_by_name(tmp_path: Path) -> None:
     assert SumRun(id="b", path=str(tmp_path / "one.txt")).key() == keys[0], "an id is no part of the key"
 
 
+def test_every_text_that_names_a_file_or_a_folder_counts_by_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bare names, `~`, nested files and texts in lists too. The values are those of recipes, so `kind` is a name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model" / "1_Dense").mkdir(parents=True)
+    files = {"intents.csv": "intents.csv", "~/home.txt": "home.txt", "model": "model/1_Dense/weights", "lora": "lora"}
+    for value, file in files.items():
+        (tmp_path / file).write_text("before")
+        key = SumRun(id="a", settings_of={"train": [value], "kind": "lora"}).key()
+        (tmp_path / file).write_text("after")
+        assert SumRun(id="a", settings_of={"train": [value], "kind": "lora"}).key() != key, value
+    key = SumRun(id="a", settings_of={"kind": "lora"}).key()
+    (tmp_path / "lora").write_text("another")
+    assert SumRun(id="a", settings_of={"kind": "lora"}).key() == key
+
+
+def test_a_measurement_of_another_folder_does_not_stand_for_an_artefact(tmp_path: Path) -> None:
+    """The runs of `graft train` and `graft compare` share an id and differ in their folders."""
+    run, changed = SumRun(id="a", folder="."), SumRun(id="a", number=2)
+    execute([run], tmp_path, progress=False)
+    execute([changed], tmp_path, progress=False)
+    execute([changed.model_copy(update={"folder": "."})], tmp_path, progress=False)
+    assert (tmp_path / "sum.txt").read_text() == "2"
+
+
+def test_a_run_that_failed_half_way_is_not_finished_with_its_old_settings(tmp_path: Path) -> None:
+    class Torn(SumRun):
+        def measure(self, context: RunContext) -> Measurement:
+            measurement = super().measure(context)
+            if self.number == 2:
+                raise KeyboardInterrupt
+            return measurement
+
+    execute([Torn(id="a")], tmp_path, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        execute([Torn(id="a", number=2)], tmp_path, progress=False)
+    execute([Torn(id="a")], tmp_path, progress=False)
+    assert (tmp_path / "a" / "sum.txt").read_text() == "1"
+
+
+def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
+    with FileLock(tmp_path / ".lock"), pytest.raises(RecipeError, match="Another process is at work"):
+        execute([SumRun(id="a")], tmp_path, progress=False)
+    execute([SumRun(id="a")], tmp_path, progress=False)
+
+
+def test_a_folder_is_filled_once_and_again_for_other_content(tmp_path: Path) -> None:
+    calls: list[bool] = []
+
+    def fill(folder: Path) -> None:
+        calls.append((folder / "text").exists())
+        (folder / "text").write_text("x")
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    source = tmp_path / "source.txt"
+    source.write_text("before")
+    settings = {"size": 1, "source": str(source)}
+    with pytest.raises(KeyboardInterrupt):
+        fill_once(tmp_path / "made", settings, fill)
+    fill_once(tmp_path / "made", settings, fill)
+    fill_once(tmp_path / "made", settings, fill)
+    assert calls == [False, True], "a killed call goes on with what it left, and a complete folder stays"
+    source.write_text("after")
+    fill_once(tmp_path / "made", settings, fill)
+    assert calls == [False, True, False], "what other content left is removed"
+
+
 def test_a_lost_artefact_or_a_torn_measurement_is_done_again(tmp_path: Path) -> None:
     run = SumRun(id="a")
     execute([run], tmp_path, progress=False)
@@ -107,6 +180,9 @@ def test_a_failed_run_leaves_nothing_shared(tmp_path: Path) -> None:
     ("runs", "sentence"),
     [
         ([SumRun(id="a"), SumRun(id="a", number=2)], "Two different runs have the id 'a'"),
+        ([SumRun(id="a", folder="x"), SumRun(id="b", folder="x")], "'a' and 'b' have one folder"),
+        ([SumRun(id="../a")], "can't be the name of its folder"),
+        ([SumRun(id="measurements")], "can't be the name of its folder"),
         ([SumRun(id="a", depends_on=("b",))], "depends on 'b', which is not among the runs"),
         ([SumRun(id="a", depends_on=("b",)), SumRun(id="b", depends_on=("a",))], "depend on each other in a circle"),
     ],

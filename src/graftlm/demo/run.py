@@ -6,6 +6,7 @@ All of it is left in the folder: corpus, backbone, grafts, report, and the recip
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 from pydantic import Field
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import Backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig, build_mixture
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.io import fill_once
 from graftlm.runs.recipe import Recipe, compare_recipe
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import train_tokenizer
@@ -77,25 +79,28 @@ def run_demo(
 
 def make_corpus(folder: Path, size: DemoSize, log: Callable[[str], None]) -> Path:
     """Write the demo's texts as jsonl files, unless they are there."""
-    done = folder / "corpus.json"
-    if not done.exists() or json.loads(done.read_text()) != size.characters:
+
+    def fill(folder: Path) -> None:
         log("Reading the English and the code of this Python installation.")
         english, code = read_installation(size.characters)
         dealt = deal(english, {"english": 8, "english-more": 1, "english-test": 1})
         for name, documents in (dealt | deal(code, {"python": 9, "python-test": 1})).items():
             write_documents(folder / f"{name}.jsonl", documents)
-        done.write_text(json.dumps(size.characters))
-    return folder
+
+    return fill_once(folder, {"characters": size.characters, "python": sys.version}, fill)
 
 
 def make_backbone(
     folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Callable[[str], None]
 ) -> None:
-    """Pretrain the tiny Llama on the corpus' English and save it, unless a whole one is there."""
-    wanted = {"size": size.model_dump(mode="json"), "seed": seed}
-    done = folder / "demo.json"
-    if done.exists() and json.loads(done.read_text()) == wanted:
-        return log(f"Using the backbone that an earlier run left in {folder}.")
+    """Pretrain the tiny Llama on the corpus' English and save it, unless it is there."""
+    settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
+    fill_once(folder, settings, lambda folder: _pretrain(folder, corpus, size, seed, progress=progress, log=log))
+
+
+def _pretrain(
+    folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Callable[[str], None]
+) -> None:
     tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
@@ -110,9 +115,6 @@ def make_backbone(
         model.model.requires_grad_(False)
         model.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    load_backbone(folder)
-    done.write_text(json.dumps(wanted))
-    return None
 
 
 def demo_recipe(out: Path, size: DemoSize, seed: int) -> Recipe:

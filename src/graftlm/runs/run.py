@@ -2,6 +2,8 @@
 
     OUT/measurements/ID.json    key and measurement of a finished run: the one cache of results
     OUT/ID/                     checkpoints and artefact of the run
+    OUT/ID/run.json             the key of the run that the artefact is of
+    OUT/.lock                   locked while a process works in OUT
 
 Every recipe, comparison, demo and experiment is a list of runs.
 """
@@ -15,13 +17,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from graftlm.config import Config
@@ -29,14 +31,13 @@ from graftlm.data.packing import Batches
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.metrics import MemoryWatch
-from graftlm.io import digest, file_digest, write_atomically
+from graftlm.io import by_content, digest, write_atomically
 from graftlm.training.checkpoint import read_history
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary, train
+from graftlm.version import __version__
 
-_MEASUREMENTS = "measurements"
-_PATH_KEYS = ("path", "name", "folder", "tokenizer", "extends")  # keys whose values are paths without a slash, too
-_SAMPLED_BYTES = 2**26  # the size from which a file's digest reads samples of it
+_MEASUREMENTS, _RUN = "measurements", "run.json"
 
 Log = Callable[[str], None]
 
@@ -76,12 +77,14 @@ class RunContext:
 
     Attributes:
         folder: the run's own folder.
+        key: the run's key.
         dependencies: folders of the runs that it depends on, by id.
         progress: show the progress of training.
         log: takes lines for people.
     """
 
     folder: Path
+    key: str = ""
     dependencies: Mapping[str, Path] = field(default_factory=dict)
     progress: bool = False
     log: Log = print
@@ -93,7 +96,7 @@ class Run(Config):
     A subclass adds fields and implements `measure`.
 
     Args:
-        id: unique in a call of `execute`; a valid name of a folder.
+        id: unique in a call of `execute`; a name of a folder, without slashes.
         label: name in tables.
         depends_on: ids of runs that must finish first; their keys are part of this run's key.
         folder: the run's folder in the output folder; the id where it is empty.
@@ -105,15 +108,17 @@ class Run(Config):
     folder: str = ""
 
     def key(self, dependencies: Mapping[str, str] | None = None) -> str:
-        """SHA-256 over all that decides the result.
+        """SHA-256 over all that decides the result: the kind of run, its settings, its dependencies, GraftLM's version.
 
-        Names and labels do not count. A path counts by the content of its files.
+        Names and labels do not count. A local path counts by the content of its files. A model or data set of the hub
+        counts by its name and revision. Versions of other packages do not count.
 
         Args:
             dependencies: keys of the runs in `depends_on`, by id.
         """
         keys = [(dependencies or {})[name] for name in self.depends_on]
-        return digest(type(self).__name__, _by_content(self.settings()), keys)
+        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        return digest(kind, __version__, by_content(self.settings()), keys)
 
     def settings(self) -> dict[str, Any]:
         """The fields that decide the result, as plain JSON values."""
@@ -207,8 +212,8 @@ def execute(
 ) -> dict[str, Measurement]:
     """Run what is not finished in `out`; gives the measurement of every run by its id.
 
-    A finished run is one whose measurement has the same key and whose artefacts exist. A killed run resumes from its
-    checkpoints.
+    A finished run is one whose measurement and folder have the same key and whose artefacts exist. A killed run resumes
+    from its checkpoints.
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.
@@ -220,12 +225,14 @@ def execute(
         log: takes lines for people.
 
     Raises:
-        RecipeError: two different runs have one id, or a dependency is missing.
+        RecipeError: two different runs have one id or folder, a dependency is missing, or another process is at work
+            in `out`.
     """
     out = Path(out)
     by_id = _unique(runs)
     try:
-        done = _execute_all(by_id, out, jobs, title, progress, log)
+        with _locked(out):
+            done = _execute_all(by_id, out, jobs, title, progress, log)
     finally:  # after an error too: the next call must not meet a backbone or texts of this one
         for kind in {type(run) for run in runs}:
             kind.release()
@@ -247,11 +254,12 @@ def _execute_all(
                 keys[run.id] = run.key(keys)
                 finished = _read_measurement(run, keys[run.id], out)
                 folders = {name: _folder(by_id[name], out) for name in run.depends_on}
+                context = RunContext(_folder(run, out), keys[run.id], folders)
                 if finished is None and pool is not None:
-                    running[pool.submit(_execute_in_worker, run, keys[run.id], str(out), folders)] = run
+                    running[pool.submit(_execute_in_worker, run, out, context)] = run
                     continue
-                context = RunContext(_folder(run, out), folders, progress and title is None, _quiet if title else log)
-                done[run.id] = finished or _execute_here(run, keys[run.id], out, context)
+                shown = replace(context, progress=progress and title is None, log=_quiet if title else log)
+                done[run.id] = finished or _execute_here(run, out, shown)
                 advance()
             if running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -261,11 +269,20 @@ def _execute_all(
 
 
 def _unique(runs: Sequence[Run]) -> dict[str, Run]:
-    """The runs by id, after a check of ids and dependencies."""
+    """The runs by id, after a check of ids, folders and dependencies."""
     by_id: dict[str, Run] = {}
+    folders: dict[Path, str] = {}
     for run in runs:
         if by_id.setdefault(run.id, run) != run:
             raise RecipeError(f"Two different runs have the id {run.id!r}: give each an id of its own.")
+        if run.id != Path(run.id).name or run.id in (_MEASUREMENTS, _RUN):
+            raise RecipeError(
+                f"A run has the id {run.id!r}, which can't be the name of its folder: choose another name."
+            )
+        if folders.setdefault(_folder(run, Path()), run.id) != run.id:
+            raise RecipeError(
+                f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."
+            )
     remaining = dict(by_id)
     while remaining:
         ready = [name for name, run in remaining.items() if not any(other in remaining for other in run.depends_on)]
@@ -285,19 +302,42 @@ def _folder(run: Run, out: Path) -> Path:
     return out / (run.folder or run.id)
 
 
-def _execute_here(run: Run, key: str, out: Path, context: RunContext) -> Measurement:
-    """Do one run in this process, and keep its measurement."""
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the lock of the output folder in the main process: two processes would replace each other's checkpoints."""
+    if not PartialState().is_main_process:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RecipeError(f"Another process is at work in {out}: wait for its end, or choose another folder.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
+    """Do one run in this process, and keep its measurement. Until it has ended, no file says that it is finished."""
+    kept, made = out / _MEASUREMENTS / f"{run.id}.json", context.folder / _RUN
+    main = PartialState().is_main_process
+    if main:
+        for file in (kept, made):
+            file.unlink(missing_ok=True)
     measurement = run.measure(context)
-    if PartialState().is_main_process:
-        content = json.dumps({"key": key} | measurement.to_json(), indent=1)
-        write_atomically(out / _MEASUREMENTS / f"{run.id}.json", content.encode())
+    if main:
+        write_atomically(made, json.dumps({"key": context.key}).encode())
+        content = json.dumps({"key": context.key} | measurement.to_json(), indent=1)
+        write_atomically(kept, content.encode())
     return measurement
 
 
-def _execute_in_worker(run: Run, key: str, out: str, dependencies: Mapping[str, Path]) -> str:
+def _execute_in_worker(run: Run, out: Path, context: RunContext) -> str:
     torch.set_num_threads(1)
-    context = RunContext(_folder(run, Path(out)), dependencies, progress=False, log=_quiet)
-    return json.dumps(_execute_here(run, key, Path(out), context).to_json())
+    return json.dumps(_execute_here(run, out, replace(context, log=_quiet)).to_json())
 
 
 def _quiet(line: str) -> None:
@@ -307,8 +347,10 @@ def _quiet(line: str) -> None:
 def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
     """The kept measurement of a finished run, with the label that the run has now."""
     try:
+        folder = _folder(run, out)
         values = json.loads((out / _MEASUREMENTS / f"{run.id}.json").read_text(encoding="utf-8"))
-        if values["key"] != key or not all((_folder(run, out) / name).exists() for name in run.artefacts()):
+        made = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+        if not values["key"] == made["key"] == key or not all((folder / name).exists() for name in run.artefacts()):
             return None
         measurement = Measurement.from_json(values)
     except (OSError, ValueError, KeyError, TypeError):
@@ -343,42 +385,6 @@ def _progress_bar(title: str | None, total: int, *, show: bool) -> Iterator[Call
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not show) as progress:
         task = progress.add_task(title or "", total=total)
         yield lambda: progress.advance(task)
-
-
-def _by_content(values: Any, key: str = "") -> Any:
-    """Plain JSON values in which every path to a local file or folder is replaced by the digest of its content."""
-    if isinstance(values, dict):
-        return {name: _by_content(value, name) for name, value in values.items()}
-    if isinstance(values, list):
-        return [_by_content(value, key) for value in values]
-    if not isinstance(values, str) or not values or not ("/" in values or key in _PATH_KEYS):
-        return values
-    try:
-        path = Path(values)
-        if path.is_file():
-            return _file_content(path)
-        files = sorted(file for file in path.glob("**/*" if key == "path" else "*") if file.is_file())
-        return [[str(file.relative_to(path)), _file_content(file)] for file in files] or values
-    except OSError:  # a text with a slash is no path
-        return values
-
-
-def _file_content(path: Path) -> str:
-    status = path.stat()
-    return _digest_of(path, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _digest_of(path: Path, size: int, modified: int) -> str:
-    """The digest of a file. A large file counts by size, time of change and samples, since reading it takes minutes."""
-    if size < _SAMPLED_BYTES:
-        return file_digest(path)
-    with path.open("rb") as file:
-        samples = []
-        for index in range(64):
-            file.seek(index * (size // 64))
-            samples.append(file.read(4096).hex())
-    return digest(size, modified, samples)
 
 
 __all__ = ["Log", "Measurement", "Run", "RunContext", "Trainee", "TrainingRun", "execute"]
