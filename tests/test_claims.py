@@ -1,0 +1,132 @@
+"""The figures of the summary tables are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each figure of the experiments' table with where it stands in that experiment's results: row.metric.
+FIGURES = {
+    "neutral_residues": {
+        "0.030": "neutral-residues.forgotten",
+        "0.274": "lora.forgotten",
+        "0.176": "neutral-residues.bible - backbone.bible",
+        "0.320": "lora.bible - backbone.bible",
+    },
+    "composition_language": {
+        "2.162": "composition.new_bpb",
+        "2.230": "lora.new_bpb",
+        "3.246": "composition.ntrex_fr_en_bpb",
+        "3.175": "m_b.ntrex_fr_en_bpb",
+        "1.923": "m_a.new_bpb",
+    },
+    "composition_code": {
+        "1.984": "composition.t2c_bpb",
+        "2.044": "lora.t2c_bpb",
+        "2.077": "composition.c2t_bpb",
+        "2.039": "lora.c2t_bpb",
+    },
+    "kv_arithmetic": {
+        "90.1%": "composition.kv_math_held_out",
+        "0.4%": "composition.kv_math_direct_held_out",
+    },
+    "token_routing": {
+        "94%": "routed_k2.routing_accuracy",
+        "4.732": "routed_k2.nll_average",
+        "4.707": "oracle.nll_average",
+    },
+    "conditional_tasks": {
+        "47.4": "ca_mtl.average",
+        "44.8": "multi_task.average",
+        "49.1": "single_task.average",
+        "51.0": "multi_task_uncertainty.average",
+    },
+    "block_state": {
+        "2.466": "longer-bst_sh_s4d.bpb_novels",
+        "2.486": "longer-slide.bpb_novels",
+        "2.017": "longer-bst_sh_s4d.bpb_code",
+        "2.064": "longer-slide.bpb_code",
+        "2.482": "longer-bst_sh_s4d.bpb_documents",
+        "2.530": "longer-slide.bpb_documents",
+    },
+    "long_memory": {
+        "100%": "bst_sh_s4d.recall",
+        "79.2%": "block_recurrent.recall",
+        "13.7%": "slide.recall",
+    },
+    "summarize": {
+        "35.3": "sent_clf.rouge1",
+        "35.1": "sent_ptr.rouge1",
+        "32.5": "sent_modern.rouge1",
+        "30.7": "lead_k.rouge1",
+        "33.7": "lead_10.rouge1",
+        "34.7": "lexrank.rouge1",
+    },
+    "clarify": {},
+    "ambiguity_checkers": {"71.3": "gender_es.right_of_all", "99.6%": "formality_de.right_of_all"},
+}
+SHARES = {"routing_accuracy"}  # kept as shares of one, quoted in percent
+METHODS = {
+    "neutral residues": "neutral-residues",
+    "vanilla adapters": "adapter",
+    "LoRA on the FFN": "lora",
+    "fine-tuning": "finetune",
+}
+
+
+@cache
+def _rows(experiment: str) -> dict[str, dict[str, float]]:
+    """The metrics of an experiment's committed rows."""
+    results = json.loads((ROOT / "experiments" / experiment / "results.json").read_text(encoding="utf-8"))
+    return {
+        row["id"]: {name: value["mean"] if isinstance(value, dict) else value for name, value in row["metrics"].items()}
+        for row in results["rows"]
+    }
+
+
+def _rounded(experiment: str, place: str, figure: str) -> str:
+    """The value at that place, or the difference of two, written as the figure is."""
+    terms = [term.rpartition(".") for term in place.split(" - ")]
+    values = [_rows(experiment)[row][metric] * (100 if metric in SHARES else 1) for row, _, metric in terms]
+    value = values[0] - sum(values[1:])
+    digits = len(figure.removesuffix("%").partition(".")[2])
+    return f"{value:.{digits}f}" + "%" * figure.endswith("%")
+
+
+def _quoted(text: str) -> set[str]:
+    """The measured figures of a cell: decimals and percentages."""
+    return {*re.findall(r"\d+\.\d+%?|\d+%", re.sub(r"\d+\.\d+M parameters", "", text))}
+
+
+@pytest.mark.parametrize("experiment", FIGURES)
+def test_the_experiments_table_quotes_committed_results(experiment: str) -> None:
+    text = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("|") and f"({experiment}/README.md)" in line]
+    figures = FIGURES[experiment]
+    assert _quoted(line) == {*figures}
+    assert {figure: _rounded(experiment, place, figure) for figure, place in figures.items()} == {
+        figure: figure for figure in figures
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_front_page_quotes_committed_results(method: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {method} |")]
+    _, *figures = [cell.strip(" *") for cell in line.strip("|").split("|")][1:]
+    row = METHODS[method]
+    places = [f"{row}.{metric}" for metric in ("learned", "forgotten")]
+    places += [f"{row}.{text} - backbone.{text}" for text in ("shakespeare", "bible")]
+    assert figures == [
+        _rounded("neutral_residues", place, figure) for place, figure in zip(places, figures, strict=True)
+    ]
+
+
+def test_every_experiment_has_its_figures_checked() -> None:
+    assert {*FIGURES} == {path.parent.name for path in ROOT.glob("experiments/*/results.json")}
