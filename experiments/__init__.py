@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from graftlm.config import Config
 from graftlm.errors import RecipeError, did_you_mean
@@ -44,7 +45,7 @@ class Options(Config):
         scorers: metrics of the user, each NAME=COMMAND, for experiments that score texts.
     """
 
-    data: Path
+    data: Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
     out: Path
     seeds: tuple[int, ...] = (0, 1, 2)
     tables: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationEr
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PATH_LENGTH = 1024
-_NO_PATHS = ("kind", "type", "policy", "metric", "precision", "device", "dtype", "schedule")  # keys of names
+_FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "train", "test")
 
 
 def digest(*values: Any) -> str:
@@ -33,22 +33,24 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def by_content(values: Any) -> Any:
+def by_content(values: Any, key: str = "") -> Any:
     """Plain JSON values in which every text that names a local file or folder is the digest of its content.
 
-    Texts under the keys of `_NO_PATHS` stay as they are: a folder `lora` does not change what `kind: lora` means.
+    A folder without a slash counts under the keys of `_FOLDER_KEYS` alone: other texts may have its name by chance.
     """
     if isinstance(values, Mapping):
-        return {name: value if name in _NO_PATHS else by_content(value) for name, value in values.items()}
+        return {name: by_content(value, name) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [by_content(value) for value in values]
+        return [by_content(value, key) for value in values]
     if not isinstance(values, str) or not values or len(values) > _PATH_LENGTH:
         return values
     path = Path(values).expanduser()
     if path.is_file():
         return _content(path)
+    if not (path.is_dir() and (len(path.parts) > 1 or key in _FOLDER_KEYS)):
+        return values
     files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-    return [[str(file.relative_to(path)), _content(file)] for file in files if file.is_file()] or values
+    return [[str(file.relative_to(path)), _content(file)] for file in files if file.is_file()]
 
 
 def _content(path: Path) -> str:

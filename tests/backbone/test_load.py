@@ -41,7 +41,8 @@ def test_a_saved_model_is_loaded(family: str, tiny_backbone: BackboneFolder) -> 
     kind = "masked-lm" if family in ENCODERS else "causal-lm"
     backbone = load_backbone(tiny_backbone(family), kind=kind)
     with torch.no_grad():
-        assert torch.equal(backbone.model(tiny_ids()).logits, tiny_model(family)(tiny_ids()).logits)
+        # A file's tensors may be aligned otherwise, and kernels of some CPUs then sum in another order.
+        torch.testing.assert_close(backbone.model(tiny_ids()).logits, tiny_model(family)(tiny_ids()).logits)
     assert not backbone.model.training
     assert backbone.name == str(tiny_backbone(family))
     assert backbone.need_tokenizer()("thin forest").input_ids == tiny_tokenizer()("thin forest").input_ids

@@ -74,15 +74,15 @@ def test_every_text_that_names_a_file_or_a_folder_counts_by_content(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model" / "1_Dense").mkdir(parents=True)
-    files = {"intents.csv": "intents.csv", "~/home.txt": "home.txt", "model": "model/1_Dense/weights", "lora": "lora"}
+    (tmp_path / "lora").mkdir()
+    files = {"intents.csv": "intents.csv", "~/home.txt": "home.txt", "model": "model/1_Dense/weights"}
     for value, file in files.items():
         (tmp_path / file).write_text("before")
         key = SumRun(id="a", settings_of={"train": [value], "kind": "lora"}).key()
+        (tmp_path / "lora" / "checkpoint").write_text(value)
+        assert SumRun(id="a", settings_of={"train": [value], "kind": "lora"}).key() == key, "a kind is no folder"
         (tmp_path / file).write_text("after")
         assert SumRun(id="a", settings_of={"train": [value], "kind": "lora"}).key() != key, value
-    key = SumRun(id="a", settings_of={"kind": "lora"}).key()
-    (tmp_path / "lora").write_text("another")
-    assert SumRun(id="a", settings_of={"kind": "lora"}).key() == key
 
 
 def test_a_measurement_of_another_folder_does_not_stand_for_an_artefact(tmp_path: Path) -> None:
