@@ -9,12 +9,10 @@ smallest and the largest as its interval. All layers have random weights, one wi
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +20,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
-from turns import Clock, Turns, interval, rounds, seconds
+from turns import Clock, Turns, command, interval, rounds, seconds
 
-from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of, write_report
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.models.block_state import BlockStateConfig, BlockStateModel
 
 NAME = "bench-block-state"
@@ -33,7 +31,7 @@ GROWTH, DECODE = 1.15, 1.1
 HOW = {
     "forward": "seconds of one layer's forward pass without gradients, one row of text, hidden states in and out. "
     "ratio: of block_recurrent over bst_sh, round by round; over_NAME: the same over another block-state layer; "
-    "NAME_over: of another layer over bst_sh",
+    "NAMEover: of another layer over bst_sh",
     "training": "forward and backward pass with gradients of weights and inputs: ratio_training",
     "growth_exponent": "slope of log(seconds) on log(length), from the second length to the longest",
     "decode_65k_vs_1k": "seconds of a cached step of one token after the longer text over those after the shorter; "
@@ -330,13 +328,14 @@ def aims(rows: list[Row], size: LayerBenchmarkConfig, device: torch.device) -> l
     return checked
 
 
-def draw(results: Results, size: LayerBenchmarkConfig) -> Figure:
+def draw(results: Results) -> Figure:
     """Seconds over length, one line for each layer."""
     figure = Figure(figsize=(6.8, 4.6), layout="constrained")
     axes = figure.subplots()
-    timed: Any = results.details["seconds"]
-    for name in timed[str(size.lengths[0])]:
-        points = [(length, timed[str(length)][name]) for length in size.lengths if name in timed[str(length)]]
+    details: Any = results.details
+    timed, lengths = details["seconds"], details["size"]["lengths"]
+    for name in timed[str(lengths[0])]:
+        points = [(length, timed[str(length)][name]) for length in lengths if name in timed[str(length)]]
         axes.plot([length for length, _ in points], [sorted(t)[len(t) // 2] for _, t in points], marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -346,19 +345,10 @@ def draw(results: Results, size: LayerBenchmarkConfig) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Measure, print, and write `results.json`, `report.md` and a plot."""
-    parser = argparse.ArgumentParser(description="The cost of a block-state layer beside others, in ratios.")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-block-state"))
-    parser.add_argument("--quick", action="store_true", help="small layers, as a test")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
-    arguments = parser.parse_args()
-    size = QUICK if arguments.quick else LayerBenchmarkConfig()
-    results = benchmark(size, torch.device(arguments.device), arguments.clock)
-    write_report(results, arguments.out, plots={"seconds": draw(results, size)})
-    print(f"written to {arguments.out}")
-
-
 if __name__ == "__main__":
-    main()
+    command(
+        NAME,
+        "The cost of a block-state layer beside others, in ratios.",
+        lambda quick, device, clock: benchmark(QUICK if quick else LayerBenchmarkConfig(), device, clock),
+        lambda results: {"seconds": draw(results)},
+    )

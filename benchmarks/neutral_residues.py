@@ -9,19 +9,17 @@ largest. The backbone is a random Llama: what is timed does not depend on what i
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from turns import Turns, draw, interval, rounds, seconds
+from turns import Turns, command, interval, rounds, seconds
 
 from graftlm.backbone import Backbone
-from graftlm.evaluation import Aim, Interval, Results, Row, write_report
+from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
@@ -233,22 +231,11 @@ def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
     ]
 
 
-def main() -> None:
-    """Measure, print, and write `results.json`, `report.md` and a plot."""
-    parser = argparse.ArgumentParser(description="How fast neutral residues are, in ratios.")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-neutral-residues"))
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    chosen = parser.parse_args()
-    results = benchmark(QUICK if chosen.quick else Size(), torch.device(chosen.device))
-    plot = draw(results, {name: aim for name, (_, aim) in ROWS.items()}, "ratio of speeds")
-    write_report(results, chosen.out, plots={"ratios": plot})
-    for row in results.rows:
-        ratio = row.metrics["ratio"]
-        assert isinstance(ratio, Interval)
-        print(f"{row.label}: {ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f}), aim {ROWS[row.id][1]}")
-    print(f"written to {chosen.out}")
-
-
 if __name__ == "__main__":
-    main()
+    command(
+        "bench-neutral-residues",
+        "How fast neutral residues are, in ratios.",
+        lambda quick, device, clock: benchmark(QUICK if quick else Size(), device),
+        {name: aim for name, (_, aim) in ROWS.items()},
+        options=("device",),
+    )

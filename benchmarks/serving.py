@@ -9,7 +9,6 @@ is the median over rounds; its interval has the smallest and the largest value.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -33,10 +32,10 @@ from serial_engine import SerialEngine
 from serving_clients import Load
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from turns import AT_LEAST, draw, interval, made_aim
+from turns import AT_LEAST, command, interval, made_aim
 
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.evaluation import Results, Row, write_report
+from graftlm.evaluation import Results, Row
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.protocol import Engine, EngineLimits
@@ -295,17 +294,11 @@ def _middle(row: Row) -> float:
     return row.metrics["ratio"].mean  # type: ignore[union-attr]  # an interval, made above
 
 
-def main() -> None:
-    """Measure, and write `results.json`, `report.md` and a plot."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs") / NAME)
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    chosen = parser.parse_args()
-    results = benchmark(chosen.quick)
-    plot = draw(results, {name: aim for name, (_, aim) in ROWS.items()}, "ratio of tokens per second", logarithmic=True)
-    write_report(results, chosen.out, plots={"ratios": plot})
-    print(f"written to {chosen.out}")
-
-
 if __name__ == "__main__":
-    main()
+    command(
+        NAME,
+        (__doc__ or "").splitlines()[0],
+        lambda quick, device, clock: benchmark(quick),
+        {name: aim for name, (_, aim) in ROWS.items()},
+        options=(),
+    )

@@ -53,7 +53,8 @@ def prose(sentences: int) -> SourceDocument:
     """Return the first sentences of some topics of Python's reference: English prose of the size of a proposal."""
     names = ("execmodel", "import", "types", "compound")
     document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".rst", "Python's reference")
-    return replace(document, sentences=document.sentences[:sentences], sections=(Section("", 0, 0, sentences),))
+    chosen = tuple(replace(sentence, section=0) for sentence in document.sentences[:sentences])
+    return replace(document, sentences=chosen, sections=(Section("", 0, 0, sentences),))
 
 
 def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:

@@ -11,15 +11,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
 
+import graftlm
 from graftlm.evaluation import Aim, Interval, Results, write_report
+from graftlm.evaluation.results import Machine
+from graftlm.runs.run import Measurement, Run, RunContext, execute
 
 AT_MOST, AT_LEAST = "at most", "at least"
 Clock = Literal["wall", "cpu"]
+_OPTIONS = ("quick", "device", "clock")
+_SOURCES = (Path(__file__).parent, Path(graftlm.__file__).parent)
 Turns = dict[str, list[float]]
 """The values of each turn by name, one for each round."""
 
@@ -86,11 +91,25 @@ def made_aim(label: str, metric: str, aim: tuple[str, float], measured: float | 
     return Aim(text=text, metric=metric, aim=value, measured=measured, met=met)
 
 
+class TableRun(Run):
+    """All rows of a benchmark, since their turns alternate in one process.
+
+    Times of other code or another machine are not read back: the sources and the machine are part of the key.
+    """
+
+    sources: tuple[str, ...]
+    quick: bool
+    device: str
+    clock: Clock
+    machine: dict[str, Any]
+
+
 def command(
     name: str,
     about: str,
     benchmark: Callable[[bool, torch.device, Clock], Results],
-    aims: Mapping[str, float | None],
+    plots: Callable[[Results], dict[str, Figure]] | Mapping[str, float | None],
+    options: Sequence[str] = ("device", "clock"),
 ) -> None:
     """The command line of a benchmark: measure, and write `results.json`, `report.md` and a plot.
 
@@ -98,14 +117,28 @@ def command(
         name: name of the results.
         about: one sentence for the help.
         benchmark: called with whether models are small, the device and the clock.
-        aims: the aim of each row's ratio, for the plot.
+        plots: draws the results, by file name; or the aim of each row's ratio.
+        options: which of `--device` and `--clock` the benchmark has.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, default=Path("runs") / name)
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: own time, for a busy machine")
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", clock="wall")
+    if "device" in options:
+        parser.add_argument("--device")
+    if "clock" in options:
+        parser.add_argument("--clock", choices=["wall", "cpu"], help="cpu: own time, for a busy machine")
     chosen = parser.parse_args()
-    results = benchmark(chosen.quick, torch.device(chosen.device), chosen.clock)
-    write_report(results, chosen.out, plots={"ratios": draw(results, aims, "ratio", logarithmic=True)})
+
+    class Table(TableRun):
+        def measure(self, context: RunContext) -> Measurement:
+            results = benchmark(self.quick, torch.device(self.device), self.clock)
+            return Measurement(results.rows[0], {"results": results.model_dump(mode="json")})
+
+    machine = Machine.here().model_dump(mode="json") | {"threads": torch.get_num_threads()}
+    sources = tuple(str(path) for folder in _SOURCES for path in sorted(folder.rglob("*.py")))
+    run = Table(id=name, sources=sources, machine=machine, **{key: vars(chosen)[key] for key in _OPTIONS})
+    results = Results.model_validate(execute([run], chosen.out)[name].details["results"])
+    figures = plots(results) if callable(plots) else {"ratios": draw(results, plots, "ratio", logarithmic=True)}
+    write_report(results, chosen.out, plots=figures)
     print(f"written to {chosen.out}")
