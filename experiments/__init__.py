@@ -13,19 +13,8 @@ from graftlm.config import Config
 from graftlm.errors import RecipeError, did_you_mean
 from graftlm.evaluation import Results
 
-EXPERIMENTS: dict[str, str] = {
-    "neutral-residues": "experiments.neutral_residues",
-    "kv-arithmetic": "experiments.kv_arithmetic",
-    "composition-language": "experiments.composition_language",
-    "composition-code": "experiments.composition_code",
-    "token-routing": "experiments.token_routing",
-    "long-memory": "experiments.long_memory",
-    "block-state": "experiments.block_state",
-    "clarify": "experiments.clarify",
-    "ambiguity-checkers": "experiments.ambiguity_checkers",
-    "conditional-tasks": "experiments.conditional_tasks",
-    "summarize": "experiments.summarize",
-}
+_FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/run.py"))
+EXPERIMENTS = {folder.replace("_", "-"): f"experiments.{folder}" for folder in _FOLDERS}
 
 
 class Options(Config):
@@ -70,7 +59,7 @@ class Options(Config):
 
 
 def reproduce(name: str, options: Options) -> Results:
-    """Run one experiment; gives its results, which are written to `options.out` as well.
+    """Run one experiment; gives its results, and writes `results.json`, `report.md` and plots to `options.out`.
 
     Raises:
         RecipeError: there is no such experiment, or it has no such table.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import Options
-from experiments.study import Study, metric, over_seeds
+from experiments.study import Study, aim, metric, numbers_of, over_seeds, training_config
 from graftlm.backbone import load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
@@ -128,16 +129,8 @@ class ComposedStudy(Study):
     def training(self, rate: float = 1e-3, seed: int = 0, times: int = 1) -> TrainingConfig:
         """The numbers of one run of so many times the study's steps."""
         steps, batch_size = (3, 2) if self.options.quick else (400, 4)
-        return TrainingConfig(
-            steps=times * steps,
-            batch_size=batch_size,
-            learning_rate=rate,
-            warmup_steps=max(1, min(10, times * steps // 4)),
-            precision="bf16",
-            seed=seed,
-            checkpoint_every=steps,
-            keep_checkpoints=1,
-        )
+        more: dict[str, Any] = {"warmup_steps": max(1, min(10, times * steps // 4)), "checkpoint_every": steps}
+        return training_config(times * steps, batch_size, rate, seed, precision="bf16", **more)
 
     def bare(self, name: str, folder: Path, **more: Any) -> PromptedRun:
         """A model as it is; `more` are other fields of the run."""
@@ -182,7 +175,11 @@ class ComposedStudy(Study):
         rates = {kind: [rate] for kind, rate in RATES.items()}
         details = {
             "rates": {row.id: row.learning_rate() for row in rows},
-            "validation": {cell.id: _validation(validated[cell.id].row) for cell in tried},
+            "validation": {
+                cell.id: {name: value_of(value) for name, value in metrics.items() if name.startswith("validation")}
+                for cell in tried
+                for metrics in [validated[cell.id].row.metrics]
+            },
             "statistics": {name: of_row.get("statistics", {}) for name, of_row in first.items()},
             "losses": {name: of_row.get("losses", []) for name, of_row in first.items()},
             "setting": {"training": training, "rates": rates, "replay_fraction": REPLAY_FRACTION},
@@ -196,10 +193,6 @@ def _add_forgotten(measurement: Measurement, anchor: Measurement) -> None:
     if "forgotten" in measurement.row.metrics:
         lost = metric(measurement, "old_bpb") - metric(anchor, "old_bpb")
         measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
-
-
-def _validation(row: Row) -> dict[str, float]:
-    return {name: value_of(value) for name, value in row.metrics.items() if name.startswith("validation")}
 
 
 def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
@@ -223,17 +216,15 @@ def composition_aims(rows: Sequence[Row], ratios: Iterable[tuple[str, str, str, 
         rows: of all tables; aims whose rows are not there are left out.
         ratios: text, metric, row, other row, and what the ratio stays below.
     """
-    values = {row.id: {name: value_of(value) for name, value in row.metrics.items()} for row in rows}
+    values = numbers_of(rows)
     met = [
-        Aim(text=text, metric=name, aim=limit, measured=ratio, met=ratio < limit)
+        aim(text, name, limit, values[row][name] / values[other][name])
         for text, name, row, other, limit in ratios
         if {row, other} <= values.keys()
-        for ratio in [values[row][name] / values[other][name]]
     ]
     if {"composition", "lora"} <= values.keys():
         more = values["composition"]["forgotten"] - values["lora"]["forgotten"]  # either may have gained
-        text = "English forgotten beyond LoRA's, nats per token"
-        met.append(Aim(text=text, metric="forgotten", aim=0.0, measured=more, met=more <= 0))
+        met.append(aim("English forgotten beyond LoRA's, nats per token", "forgotten", 0.0, more, operator.le))
     return met
 
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments import Options
+from experiments.study import training_config
 from graftlm.config import Config
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
 from graftlm.data.packing import build_blocks
@@ -27,7 +28,7 @@ from graftlm.evaluation import Row
 from graftlm.io import fill_once
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext, execute
-from graftlm.training import TrainingConfig, train
+from graftlm.training import train
 from graftlm.training.language_model import LanguageModel
 
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
@@ -132,16 +133,8 @@ class PretrainRun(Run):
         blocks = build_blocks(self.sources, data, tokenizer)
         batches = Mixture({NEW: blocks}, {NEW: 1.0}, self.batch_size, self.seed)
         steps = max(1, len(blocks) // self.batch_size)  # type: ignore[arg-type]  # no source streams
-        training = TrainingConfig(
-            steps=steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            warmup_steps=max(1, steps // 20),
-            precision="bf16",
-            seed=self.seed,
-            checkpoint_every=max(1, steps // 8),
-            keep_checkpoints=1,
-        )
+        more: dict[str, Any] = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 8)}
+        training = training_config(steps, self.batch_size, self.learning_rate, self.seed, precision="bf16", **more)
         model, folder = LanguageModel(model), context.folder / "training"
         summary = train(model, batches, training, folder, identity={"run": context.key}, progress=context.progress)
         rate = summary.tokens_per_s

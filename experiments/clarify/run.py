@@ -20,14 +20,12 @@ from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.clarify import metrics, needed
-from experiments.clarify.conversations import ConversationRun, Method
-from experiments.clarify.data import TABLES, Key, fingerprint, read_sets, sample
+from experiments.clarify.conversations import TABLES, ConversationRun, Key, Method, fingerprint, read_sets, sample
 from experiments.clarify.metrics import Scorer, score_rows
 from experiments.clarify.scripted import NAME as SCRIPTED
-from experiments.study import bars, published
+from experiments.study import Study, bars, published
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, PaperRow, Results, Row
-from graftlm.evaluation.report import write_report
 from graftlm.pipelines.clarify import load_template
 from graftlm.pipelines.clarify.datasets import AmbiguousExample
 from graftlm.runs.run import Measurement, execute
@@ -53,11 +51,10 @@ class Condition(NamedTuple):
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables, and write `results.json`, `report.md` and plots.
+    """Run the chosen tables.
 
     Raises:
-        RecipeError: a table is unknown, or no endpoint or no model is named.
-        DataError: the data folder has no ambiguous sentences.
+        RecipeError: no endpoint or no model is named.
         EndpointError: the server fails; the same command continues the run.
     """
     tables, scorers = options.chosen(KNOWN), [Scorer(argument) for argument in options.scorers]
@@ -73,9 +70,7 @@ def run(options: Options) -> Results:
         rows += needed.rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
     details |= {"wall_s": round(time.perf_counter() - started, 1), "limit": limit}
     paper = [] if scripted else paper_rows(rows)
-    results = Results.here(NAME, rows, seeds=(0,), paper=paper, details=details)
-    write_report(results, options.out, plots=_plots(rows))
-    return results
+    return Study(options).write(NAME, rows, seeds=(0,), paper=paper, details=details, plots=_plots(rows))
 
 
 def _model_rows(

@@ -84,12 +84,7 @@ QUICK = CodeAmounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables and write `results.json`, `report.md` and plots.
-
-    Raises:
-        DataError: the data folder lacks a file.
-        RecipeError: there is no such table.
-    """
+    """Run the chosen tables."""
     wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
     check_files(options, FILES)
     size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), CodeAmounts())

@@ -7,6 +7,7 @@ on 2, 4 and 8 tasks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.conditional_tasks.adapters_run import MISSING
 from experiments.conditional_tasks.corpora import FILES, TASKS
-from experiments.conditional_tasks.runs import ConditionalTasksRun
+from experiments.conditional_tasks.runs import MISSING, ConditionalTasksRun
 from experiments.conditional_tasks.study import (
     ADAPTERS,
     ALL_MODULES,
@@ -25,10 +25,9 @@ from experiments.conditional_tasks.study import (
     LABELS,
     ConditionalTasksStudy,
 )
-from experiments.study import bars, check_files, metric, published
+from experiments.study import aim, bars, check_files, metric, numbers_of, published
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
-from graftlm.evaluation.report import write_report
 
 NAME = "conditional-tasks"
 TABLES = ("1", "few", "count")
@@ -41,12 +40,7 @@ COUNT_LABELS = {"multi_task": "multi-task fine-tuning", "ca_mtl": "all modules, 
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables, and write `results.json`, `report.md` and plots.
-
-    Raises:
-        RecipeError: there is no such table.
-        DataError: the data folder lacks a file, or there is no encoder.
-    """
+    """Run the chosen tables."""
     chosen = options.chosen(TABLES)
     check_files(options, FILES)
     study = ConditionalTasksStudy(options)
@@ -74,9 +68,7 @@ def run(options: Options) -> Results:
         plots["similarity"] = draw_similarity(similarities)
     details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))
     paper = published(__file__, {row.id for row in rows})
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=results_aims, paper=paper, details=details)
-    write_report(results, options.out, plots=plots)
-    return results
+    return study.write(NAME, rows, aims=results_aims, paper=paper, details=details, plots=plots)
 
 
 def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Metric]:
@@ -196,28 +188,26 @@ def aims(rows: Sequence[Row], first: float) -> list[Aim]:
         rows: the table's.
         first: CA-MTL's average for the first seed, to compare with rows that have one seed.
     """
-    by_id = {row.id: row.metrics for row in rows}
-    ours = {name: value_of(metric) for name, metric in by_id["ca_mtl"].items()}
-    average = ours["average"]
-    comparisons = []
-    for other in ("multi_task", *ADAPTERS):
-        if other in by_id:
-            metric = by_id[other]["average"]
-            bound, measured = value_of(metric), average if isinstance(metric, Interval) else first
-            text = f"all modules with MT-Uncertainty above {LABELS[other]}"
-            comparisons.append(Aim(text=text, metric="average", aim=bound, measured=measured, met=measured > bound))
-    uniform = value_of(by_id["ca_mtl_uniform"]["average"])
-    text = "MT-Uncertainty no worse than uniform sampling"
-    return [
-        *comparisons,
-        _at_most("parameters over the encoder's", "total_parameters_ratio", MAX_PARAMETERS, ours),
-        Aim(text=text, metric="average", aim=uniform, measured=average, met=average >= uniform),
-        _at_most("share of the rows that MT-Uncertainty trains on", "data_share", MAX_DATA_SHARE, ours),
+    values = numbers_of(rows)
+    several = {row.id for row in rows if isinstance(row.metrics["average"], Interval)}
+    ours, uniform = values["ca_mtl"], values["ca_mtl_uniform"]["average"]
+    limits = (
+        ("parameters over the encoder's", "total_parameters_ratio", MAX_PARAMETERS, operator.le),
+        ("MT-Uncertainty no worse than uniform sampling", "average", uniform, operator.ge),
+        ("share of the rows that MT-Uncertainty trains on", "data_share", MAX_DATA_SHARE, operator.le),
+    )
+    comparisons = [
+        aim(
+            f"all modules with MT-Uncertainty above {LABELS[other]}",
+            "average",
+            values[other]["average"],
+            ours["average"] if other in several else first,
+            operator.gt,
+        )
+        for other in ("multi_task", *ADAPTERS)
+        if other in values
     ]
-
-
-def _at_most(text: str, metric: str, aim: float, metrics: dict[str, float]) -> Aim:
-    return Aim(text=text, metric=metric, aim=aim, measured=metrics[metric], met=metrics[metric] <= aim)
+    return comparisons + [aim(text, name, bound, ours[name], relation) for text, name, bound, relation in limits]
 
 
 def _details(study: ConditionalTasksStudy, with_rows: bool) -> dict[str, Any]:

@@ -9,9 +9,14 @@ from typing import Any
 from pydantic import Field
 
 from experiments import Options
-from experiments.conditional_tasks.adapters_run import AdaptersRun, bottleneck_width, python_with_adapters
 from experiments.conditional_tasks.corpora import TASKS, SplitSizes, draw_splits, write_splits
-from experiments.conditional_tasks.runs import ConditionalTasksRun, module_parameters
+from experiments.conditional_tasks.runs import (
+    AdaptersRun,
+    ConditionalTasksRun,
+    bottleneck_width,
+    module_parameters,
+    python_with_adapters,
+)
 from experiments.study import Study, metric, mini_lm
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config

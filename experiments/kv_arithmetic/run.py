@@ -6,6 +6,7 @@ expressions (`--table rates`), and stand in `RATES`; both changed compositions t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,10 @@ from pydantic import Field
 
 from experiments import Options
 from experiments.kv_arithmetic.data import World
-from experiments.kv_arithmetic.exam import Exam
-from experiments.kv_arithmetic.runs import JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
-from experiments.study import Measurements, Study, TableRow, bars, published
+from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
+from experiments.study import Measurements, Study, TableRow, aim, bars, combined_row, numbers_of, published
 from graftlm.config import Config
-from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
+from graftlm.evaluation import Aim, Results, Row
 from graftlm.io import write_atomically
 
 NAME = "kv-arithmetic"
@@ -140,11 +140,7 @@ class KvArithmeticStudy(Study):
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables, by default those of ten minutes, and write `results.json`, `report.md` and a plot.
-
-    Raises:
-        RecipeError: there is no such table.
-    """
+    """Run the chosen tables, by default those of ten minutes."""
     study, tables = KvArithmeticStudy(options), options.chosen(tuple(TABLES), WITHIN_TEN_MINUTES)
     table_rows = [table_row for table in tables for table_row in TABLES[table](study)]
     runs = [run for table_row in table_rows for run in table_row.runs]
@@ -247,23 +243,20 @@ TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of Table 1, for scratchpad answers over keys held out."""
-    metric, by_id = "kv_math_held_out", {row.id: row for row in rows}
-    if not LABELS.keys() <= by_id.keys():
+    metric, values = "kv_math_held_out", numbers_of(rows)
+    if not LABELS.keys() <= values.keys():
         return []
-    table_aims = []
     limits = {"composition": 84.3, "m_a": 5.0, "m_b": 5.0, "lora": 10.0, "random_m_a": 10.0}
-    for row, limit in limits.items():
-        value = value_of(by_id[row].metrics[metric])
-        relation, met = ("at least", value >= limit) if row == "composition" else ("under", value < limit)
-        text = f"{LABELS[row]}: {relation} {limit:g}%"
-        table_aims.append(Aim(text=text, metric=metric, aim=limit, measured=value, met=met))
-    return table_aims
+    relations = dict.fromkeys(limits, ("under", operator.lt)) | {"composition": ("at least", operator.ge)}
+    return [
+        aim(f"{LABELS[row]}: {words} {limit:g}%", metric, limit, values[row][metric], relation)
+        for row, limit in limits.items()
+        for words, relation in [relations[row]]
+    ]
 
 
 def _row(table_row: TableRow, measured: Measurements) -> Row:
-    seeds = [measured[run.id].row.metrics for run in table_row.runs]
-    metrics: dict[str, Metric] = {name: combine_seeds([value_of(seed[name]) for seed in seeds]) for name in seeds[0]}
-    return Row(id=table_row.id, label=table_row.label, metrics=metrics)
+    return combined_row(table_row.id, table_row.label, [measured[run.id].row.metrics for run in table_row.runs])
 
 
 def _details(study: KvArithmeticStudy, tables: Sequence[str], table_rows: Sequence[TableRow]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ m_A memorises keys. It reads substitutions over all keys, but those that are tes
 It reads sums of numbers, some behind text that says nothing about them, and never a key. It predicts what follows a
 sum, and behind other text the sum's own characters as well. A row is a parent as it is, or a graft on m_B that is
 trained on the joint data D_C.
+
+m_A and the joint data are not trained on test expressions. m_B's stream does not exclude them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from pydantic import Field
@@ -23,6 +27,7 @@ from experiments.kv_arithmetic.data import (
     COMPUTE,
     END,
     SUBSTITUTE,
+    ArithmeticTask,
     Expression,
     Form,
     Pairs,
@@ -33,18 +38,130 @@ from experiments.kv_arithmetic.data import (
     tasks,
     word,
 )
-from experiments.kv_arithmetic.exam import Exam, Questions, examine, make_exam, validate
+from experiments.study import losses, training_config
 from graftlm.backbone import load_backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
+from graftlm.evaluation.examples import generate_answers
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import digest
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
-from graftlm.training.checkpoint import read_history
 from graftlm.training.language_model import LanguageModel
+
+METRICS = (
+    "subs_held_in",
+    "subs_held_out",
+    "num_math",
+    "kv_math_held_in",
+    "kv_math_held_out",
+    "kv_math_direct_held_out",
+)
+
+
+class Exam(Config):
+    """Numbers of different expressions.
+
+    Args:
+        expressions: of test expressions over keys held in, and over keys held out.
+        validation: of expressions over keys held out, used only to choose settings.
+    """
+
+    expressions: int = Field(300, ge=1)
+    validation: int = Field(200, ge=1)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The test and validation tasks of one seed."""
+
+    held_in: tuple[ArithmeticTask, ...]
+    held_out: tuple[ArithmeticTask, ...]
+    validation: tuple[ArithmeticTask, ...]
+
+    def expressions(self) -> set[Expression]:
+        """All expressions, over keys and over numbers."""
+        all_tasks = (*self.held_in, *self.held_out, *self.validation)
+        return {task.keys for task in all_tasks} | {task.numbers for task in all_tasks}
+
+
+def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
+    """The questions of a seed."""
+    source = random.Random(f"exam {seed}")
+    held_in = _unique_tasks(world, pairs, pairs.held_in, source, exam.expressions)
+    held_out = _unique_tasks(world, pairs, pairs.held_out, source, exam.expressions + exam.validation)
+    return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
+
+
+def _unique_tasks(
+    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int
+) -> tuple[ArithmeticTask, ...]:
+    unique: dict[Expression, ArithmeticTask] = {}
+    for task in islice(tasks(world, pairs, keys, source, unique), count):
+        unique[task.keys] = task
+    return tuple(unique.values())
+
+
+def examine(model: Any, tokenizer: Any, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Percentages by metric, and those of the arithmetic tests by operation or number of operands."""
+    marks: dict[str, list[bool]] = {}
+    for name, test_tasks in (("held_in", questions.held_in), ("held_out", questions.held_out)):
+        answered = _answered(model, tokenizer, test_tasks, "scratchpad")
+        marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in answered]
+        marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in answered]
+    alone: dict[str, Form] = {"num_math": "numeric", "kv_math_direct_held_out": "direct"}
+    for name, form in alone.items():
+        answered = _answered(model, tokenizer, questions.held_out, form)
+        marks[name] = [answer == task.result for task, answer in answered]
+    by_kind = {
+        name: _by_kind(questions.held_out, marks[name])
+        for name in METRICS
+        if "math" in name and name != "kv_math_held_in"
+    }
+    return {name: percent(marks[name]) for name in METRICS}, by_kind
+
+
+def validate(model: Any, tokenizer: Any, questions: Questions, form: Form = "scratchpad") -> float:
+    """Percent of the validation expressions whose result is right."""
+    answered = _answered(model, tokenizer, questions.validation, form)
+    return percent([result(answer) == task.result for task, answer in answered])
+
+
+def percent(marks: Sequence[bool]) -> float:
+    """The share of True, out of 100."""
+    return 100 * float(np.mean(marks))
+
+
+def substituted(answer: str) -> str:
+    """The substitution in an answer: the text before the result."""
+    return answer.split(COMPUTE, 1)[0]
+
+
+def result(answer: str) -> str:
+    """The result in an answer: the text after the last equals sign, or the whole answer."""
+    return answer.rsplit(COMPUTE, 1)[-1]
+
+
+def _answered(
+    model: Any, tokenizer: Any, test_tasks: Sequence[ArithmeticTask], form: Form
+) -> list[tuple[ArithmeticTask, str]]:
+    prompts = [task.prompt(form) for task in test_tasks]
+    longest = max(len(task.completion(form)) for task in test_tasks) + len(END)
+    answers = generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
+    return list(zip(test_tasks, answers, strict=True))
+
+
+def _by_kind(test_tasks: Sequence[ArithmeticTask], marks: Sequence[bool]) -> dict[str, float]:
+    """Percentages by operation, or by the number of operands where some have more than two."""
+    of_two = all(len(task.keys.operands) == 2 for task in test_tasks)
+    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in test_tasks]
+    return {
+        kind: percent([mark for own, mark in zip(kinds, marks, strict=True) if own == kind])
+        for kind in sorted(set(kinds))
+    }
+
 
 Role = Literal["memory", "arithmetic", "random"]
 
@@ -70,16 +187,11 @@ class TrainingLength(Config):
 
     def training(self, seed: int, rate: float | None = None) -> TrainingConfig:
         """The config of the training loop."""
-        return TrainingConfig(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            learning_rate=rate or self.learning_rate,
-            warmup_steps=max(1, min(50, self.steps // 10)),
-            seed=seed,
-            checkpoint_every=self.steps,
-            keep_checkpoints=1,
-            log_every=max(1, self.steps // 100),
-        )
+        more: dict[str, Any] = {
+            "warmup_steps": max(1, min(50, self.steps // 10)),
+            "log_every": max(1, self.steps // 100),
+        }
+        return training_config(self.steps, self.batch_size, rate or self.learning_rate, seed, **more)
 
 
 class ParentRun(Run):
@@ -247,7 +359,7 @@ class KvArithmeticRun(Run):
                 "training_cpu_s": round(time.process_time() - started, 1),
                 "learning_rate": training.learning_rate,
             }
-            measurement.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
+            measurement.details["losses"] = losses(summary.history)
         return measurement
 
     def _examine(self, model: Any, tokenizer: Any) -> Measurement:

@@ -6,17 +6,17 @@ novel's start, two French novels) by one rule, and measured on test text that to
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.study import Study, check_files, metric, over_seeds, published
+from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds, published, training_config
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation import Aim, Results, Row
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
-from graftlm.evaluation.report import write_report
 from graftlm.grafts import graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun
 from graftlm.training import TrainingConfig
@@ -153,16 +153,7 @@ class NeutralResiduesStudy(Study):
 
     def training(self, rate: float, seed: int) -> TrainingConfig:
         steps, rows = (4, 4) if self.options.quick else (300, 4)
-        return TrainingConfig(
-            steps=steps,
-            batch_size=rows,
-            learning_rate=rate,
-            warmup_steps=min(10, steps // 4),
-            precision="bf16",
-            seed=seed,
-            checkpoint_every=steps,
-            keep_checkpoints=1,
-        )
+        return training_config(steps, rows, rate, seed, warmup_steps=min(10, steps // 4), precision="bf16")
 
     def _data(self, p: float, seed: int) -> DataConfig:
         english, french, shakespeare, bible = (str(self.options.data / name) for name in FILES)
@@ -187,12 +178,7 @@ class NeutralResiduesStudy(Study):
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables and write `results.json`, `report.md` and plots.
-
-    Raises:
-        DataError: the data folder lacks a file.
-        RecipeError: there is no such table.
-    """
+    """Run the chosen tables."""
     tables = options.chosen(TABLES)
     check_files(options, FILES)
     study = NeutralResiduesStudy(options)
@@ -211,9 +197,8 @@ def run(options: Options) -> Results:
         row for row in published(__file__, {row.id for row in rows}) if row.where != "Table 7" or not options.quick
     ]
     details = _details(study)
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper, details=details)
-    write_report(results, options.out, plots=_plots(rows, details, study))
-    return results
+    plots = _plots(rows, details, study)
+    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
 
 
 def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
@@ -227,16 +212,18 @@ def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of Table 2: a fifth of LoRA's and the adapters' forgetting, and no less learned."""
-    metrics = {row.id: row.metrics for row in rows}
-    if not {NAME, "lora", "adapter"} <= metrics.keys():
+    values = numbers_of(rows)
+    if not {NAME, "lora", "adapter"} <= values.keys():
         return []
-
-    def aim(name: str, other: str, bound: float, sign: int) -> Aim:
-        ratio = value_of(metrics[NAME][name]) / value_of(metrics[other][name])
-        text = f"{name} over {LABELS[other] if sign < 0 else 'LoRA'}'s"
-        return Aim(text=text, metric=name, aim=bound, measured=ratio, met=sign * ratio >= sign * bound)
-
-    return [aim("forgotten", "lora", 0.2, -1), aim("forgotten", "adapter", 0.2, -1), aim("learned", "lora", 1.0, 1)]
+    limits = (
+        ("forgotten", "lora", LABELS["lora"], 0.2, operator.le),
+        ("forgotten", "adapter", LABELS["adapter"], 0.2, operator.le),
+        ("learned", "lora", "LoRA", 1.0, operator.ge),
+    )
+    return [
+        aim(f"{name} over {label}'s", name, bound, values[NAME][name] / values[other][name], relation)
+        for name, other, label, bound, relation in limits
+    ]
 
 
 def _details(study: NeutralResiduesStudy) -> dict[str, Any]:

@@ -7,30 +7,135 @@ extract (I+E), gold (G) or a selector's (M), in training and in use.
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.study import Measurements, bars, check_files, metric, published
+from experiments.study import Measurements, aim, bars, check_files, combined_row, metric, numbers_of, published
 from experiments.summarize.corpora import FILES, Sample
-from experiments.summarize.scores import (
-    SummaryScores,
-    copy_curve,
-    mean_difference,
-    paired_difference,
-    score_summaries,
-    scores_by_corpus,
-    summary_row,
-)
-from experiments.summarize.selectors import Rankings, extract_of
+from experiments.summarize.runs import Context, Rankings, extract_of
 from experiments.summarize.study import TRAINED, UNTRAINED, SummarizeStudy
-from experiments.summarize.writers import Context
-from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation import Aim, Interval, Results, Row, value_of
 from graftlm.evaluation.plots import PALETTE
-from graftlm.evaluation.report import write_report
+from graftlm.pipelines.summarize.metrics import (
+    MAX_NGRAM,
+    CopyShare,
+    bootstrap,
+    copy_shares,
+    faithfulness,
+    mean_copy_shares,
+    rouge,
+)
+from graftlm.pipelines.summarize.text import split_sentences, split_words
+from graftlm.pipelines.summarize.writer import introduction_text
+
+Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class SummaryScores:
+    """Scores of the summaries of one row and seed.
+
+    Attributes:
+        values: metrics of each document, by its id.
+        copied: copy shares of each document.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+    copied: Mapping[str, Sequence[CopyShare]]
+
+
+def score_summaries(
+    samples: Iterable[Sample],
+    texts: Mapping[str, str],
+    extracts: Mapping[str, str] | None = None,
+    nll: Mapping[str, float] | None = None,
+    *,
+    with_rouge: bool = True,
+) -> SummaryScores:
+    """Score summaries.
+
+    Args:
+        samples: the documents.
+        texts: their summaries, by document.
+        extracts: the writer's extracts, an origin of copied n-grams; None if the summaries are extracts themselves,
+            whose n-grams across joins are not copied.
+        nll: nats per token of the human abstract.
+        with_rouge: compare with the abstract; False for the abstracts themselves.
+    """
+    values: dict[str, dict[str, float]] = {}
+    copied: dict[str, list[CopyShare]] = {}
+    for sample in samples:
+        text, source = texts[sample.id], sample.document.text
+        extract = extracts[sample.id] if extracts else ""
+        copied[sample.id] = copy_shares(text, source, extract, introduction_text(sample.document))
+        sentences = [text[start:end] for start, end in split_sentences(text)]
+        scores = rouge(sentences, sample.abstract) if with_rouge else {}
+        scores |= {} if nll is None else {"abstract_nll": nll[sample.id]}
+        values[sample.id] = scores | _faithfulness(text, source) | {"words": float(len(split_words(text)))}
+    return SummaryScores(values, copied)
+
+
+def _faithfulness(text: str, source: str) -> dict[str, float]:
+    """Percent of pairs of words that are new, and of numbers and names that the source has."""
+    shares = faithfulness(text, source)
+    novelty = None if shares.bigrams is None else 1 - shares.bigrams
+    named = {"novelty": novelty, "numbers": shares.numbers, "names": shares.names}
+    return {name: 100 * share for name, share in named.items() if share is not None}
+
+
+def summary_row(row: str, label: str, seeds: Sequence[SummaryScores]) -> Row:
+    """A row over seeds. A single seed has the bootstrap interval over documents."""
+    return combined_row(row, label, [_metrics(scores) for scores in seeds])
+
+
+def _metrics(scores: SummaryScores) -> dict[str, Interval]:
+    """Means over the documents that have the metric; for n-grams, over those with enough words."""
+    documents = list(scores.values.values())
+    names = dict.fromkeys(name for values in documents for name in values)
+    metrics = {name: bootstrap([values[name] for values in documents if name in values]) for name in names}
+    for n in range(1, MAX_NGRAM + 1):
+        shares = [100 * copied[n - 1].copied for copied in scores.copied.values() if len(copied) >= n]
+        if shares:
+            metrics[f"copy_{n}"] = bootstrap(shares)
+    return metrics
+
+
+def copy_curve(seeds: Sequence[SummaryScores]) -> dict[str, list[float]]:
+    """Percent of copied n-grams by origin, for n from 1, over documents and seeds."""
+    shares = mean_copy_shares(copied for scores in seeds for copied in scores.copied.values())
+    columns = ("copied", "extract", "introduction", "rest")
+    return {column: [round(100 * shares[n][column], 3) for n in sorted(shares)] for column in columns}
+
+
+def paired_difference(first: Sequence[SummaryScores], second: Sequence[SummaryScores], metric: str) -> Interval:
+    """The difference of a metric, first less second, paired over documents and seeds."""
+    pairs = zip(first, second, strict=True)
+    return bootstrap([a.values[name][metric] - b.values[name][metric] for a, b in pairs for name in a.values])
+
+
+def scores_by_corpus(
+    samples: Sequence[Sample], seeds: Sequence[SummaryScores], metrics: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Means of some metrics for each corpus."""
+    means: dict[str, dict[str, float]] = {}
+    for corpus in dict.fromkeys(sample.corpus for sample in samples):
+        documents = [scores.values[sample.id] for scores in seeds for sample in samples if sample.corpus == corpus]
+        values = {name: [scores[name] for scores in documents if name in scores] for name in metrics}
+        means[corpus] = {name: round(fmean(numbers), 3) for name, numbers in values.items() if numbers}
+    return means
+
+
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """The mean absolute difference of two curves, in points, over the lengths that both have."""
+    return fmean(abs(a - b) for a, b in zip(first, second, strict=False))
+
 
 NAME = "summarize"
 TABLES = ("extracts", "writers")
@@ -64,12 +169,7 @@ Curves = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def run(options: Options) -> Results:
-    """Run extracts and writers, or extracts alone (`--table extracts`); write `results.json`, `report.md` and plots.
-
-    Raises:
-        RecipeError: there is no such table.
-        DataError: a collection or the encoder is missing.
-    """
+    """Run extracts and writers, or extracts alone (`--table extracts`)."""
     tables = options.chosen(TABLES)
     check_files(options, FILES)
     study = SummarizeStudy(options)
@@ -97,9 +197,8 @@ def run(options: Options) -> Results:
     details |= _details(study, table, measured, names)
     details |= {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
     paper = published(__file__, table)
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows, curves), paper=paper, details=details)
-    write_report(results, options.out, plots={"copy": draw_copies(curves), "rouge": _rouge(rows)})
-    return results
+    plots = {"copy": draw_copies(curves), "rouge": _rouge(rows)}
+    return study.write(NAME, rows, aims=aims(rows, curves), paper=paper, details=details, plots=plots)
 
 
 def _score_extracts(samples: Sequence[Sample], rankings: Rankings, amount: int) -> SummaryScores:
@@ -171,34 +270,29 @@ def _details(
 
 def aims(rows: Sequence[Row], curves: Curves) -> list[Aim]:
     """Selectors beat Lead-10, LexRank and Lead of their own length; extracts help writers, which copy as people do."""
-    by_id = {row.id: {name: value_of(value) for name, value in row.metrics.items()} for row in rows}
+    by_id = numbers_of(rows)
     selector_aims: list[Aim] = []
     for name in ("rouge1", "rouge2"):
         bound = max(by_id[row][name] for row in ("lead_10", "lexrank"))
         texts = {row: f"{LABELS[row]} is above Lead-10 and LexRank" for row in TRAINED}
-        selector_aims += [_above(text, name, bound, by_id[row][name]) for row, text in texts.items()]
+        selector_aims += [aim(text, name, bound, by_id[row][name], operator.gt) for row, text in texts.items()]
         best = max(TRAINED, key=lambda row, name=name: by_id[row][name])
         text = f"the best trained selector ({LABELS[best]}) is above Lead of as many sentences"
-        selector_aims.append(_above(text, name, by_id["lead_k"][name], by_id[best][name]))
+        selector_aims.append(aim(text, name, by_id["lead_k"][name], by_id[best][name], operator.gt))
     return [*selector_aims, *_writer_aims(by_id, curves)] if WRITTEN.keys() <= by_id.keys() else selector_aims
 
 
 def _writer_aims(by_id: Mapping[str, Mapping[str, float]], curves: Curves) -> list[Aim]:
     without, extract = by_id["tlm_i"], by_id["tlm_ie_gm"]
     text = f"{LABELS['tlm_ie_gm']} is above {LABELS['tlm_i']}"
-    rouge_aims = [_above(text, name, without[name], extract[name]) for name in ("rouge1", "rouge2")]
-    nats, bound = extract["abstract_nll"], without["abstract_nll"]
-    text = "human abstracts are likelier given I+E (G,M) than given I"
-    likelier = Aim(text=text, metric="abstract_nll", aim=bound, measured=nats, met=nats < bound)
+    rouge_aims = [aim(text, name, without[name], extract[name], operator.gt) for name in ("rouge1", "rouge2")]
+    text, metric = "human abstracts are likelier given I+E (G,M) than given I", "abstract_nll"
+    likelier = aim(text, metric, without[metric], extract[metric])
     human = curves["human"]["copied"]
     nearest = min(mean_difference(curves[row]["copied"], human) for row in TRAINED)
     writer = mean_difference(curves["tlm_ie_gm"]["copied"], human)
     text = "copy curve: points between TLM-I+E (G,M) and human abstracts, beside those of the nearest extracts"
-    return [*rouge_aims, likelier, Aim(text=text, metric="copy", aim=nearest, measured=writer, met=writer < nearest)]
-
-
-def _above(text: str, metric: str, bound: float, value: float) -> Aim:
-    return Aim(text=text, metric=metric, aim=bound, measured=value, met=value > bound)
+    return [*rouge_aims, likelier, aim(text, "copy", nearest, writer)]
 
 
 def draw_copies(curves: Curves) -> Figure:

@@ -11,8 +11,16 @@ from pydantic import Field
 from experiments import Options
 from experiments.study import Study, mini_lm
 from experiments.summarize.corpora import CorpusSizes, Parts, load
-from experiments.summarize.selectors import ORACLE, OracleRun, Rankings, SelectorRun, read_rankings
-from experiments.summarize.writers import CommonModelRun, Context, WriterRun
+from experiments.summarize.runs import (
+    ORACLE,
+    CommonModelRun,
+    Context,
+    OracleRun,
+    Rankings,
+    SelectorRun,
+    WriterRun,
+    read_rankings,
+)
 from graftlm.config import Config
 from graftlm.pipelines.summarize import SelectorTrainingConfig, SummaryDecoding
 from graftlm.runs.run import Run

@@ -6,6 +6,7 @@ the window for documents. `--table choices` compares targets and learning rates.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -16,8 +17,8 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from experiments import Options
-from experiments.study import bars, check_files, published
-from experiments.token_routing.measure import FIRST, SECOND, Documents, MixtureRun, half_nats
+from experiments.study import aim, bars, check_files, combined_row, numbers_of, published
+from experiments.token_routing.runs import FIRST, SECOND, Documents, MixtureRun, half_nats
 from experiments.token_routing.study import (
     XLORA_RATE,
     Metrics,
@@ -31,9 +32,8 @@ from experiments.token_routing.study import (
     numbers,
 )
 from experiments.token_routing.texts import DOMAINS, FILES
-from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
+from graftlm.evaluation import Aim, Results, Row
 from graftlm.evaluation.plots import PALETTE
-from graftlm.evaluation.report import write_report
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
@@ -66,20 +66,13 @@ PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"na
 
 
 def run(options: Options) -> Results:
-    """Run tables, by default all but `minilm` and `choices`, and write `results.json`, `report.md` and plots.
-
-    Raises:
-        RecipeError: a table is not known.
-        DataError: the data folder lacks a file.
-    """
+    """Run tables, by default all but `minilm` and `choices`."""
     tables = options.chosen((*TABLES, *OPTIONAL_TABLES), TABLES)
     check_files(options, FILES)
     embedder = embedder_folder(options) if "minilm" in tables else ""
     study = TokenRoutingStudy(options)
     if tables == ("choices",):
-        results = Results.here(NAME, choice_rows(study), seeds=study.seeds[:1], details=study.details())
-        write_report(results, options.out)
-        return results
+        return study.write(NAME, choice_rows(study), seeds=study.seeds[:1], details=study.details())
     policy, candidates = choose_policy(study)
     details = study.details() | {"policy": policy} | candidates | study.expert_details()
     rows: list[Row] = []
@@ -98,9 +91,7 @@ def run(options: Options) -> Results:
     if "choices" in tables:
         rows += choice_rows(study)
     paper = published(__file__, {row.id for row in rows})
-    results = Results.here(NAME, rows, seeds=study.seeds, aims=aims(rows), paper=paper, details=details)
-    write_report(results, options.out, plots=plots)
-    return results
+    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
 
 
 def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
@@ -198,37 +189,28 @@ def minilm_row(study: TokenRoutingStudy, embedder: str) -> Row:
 
 def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:
     """Rows over seeds, in the order of the labels."""
-    return [
-        Row(id=row, label=label, metrics={key: combine_seeds([m[key] for m in rows[row]]) for key in rows[row][0]})
-        for row, label in LABELS.items()
-        if row in rows
-    ]
+    return [combined_row(row, label, rows[row]) for row, label in LABELS.items() if row in rows]
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The aims of the measured tables."""
-    metrics = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    metrics = numbers_of(rows)
     measured: list[Aim] = []
     if routed := metrics.get("routed_k2"):
         limits = {"oracle": 1.02, "uniform": 1.0, "base": 1.0, "paper_k2": 1.0, "arrow": 1.0, "xlora": 1.0}
         for other, limit in limits.items():
             text = f"log-perplexity at k = 2 over that of: {LABELS[other]}"
             ratio = routed["nll_average"] / metrics[other]["nll_average"]
-            measured.append(_aim_below(text, "nll_average", limit, ratio))
-        text, share = "prompts with the right expert", routed["routing_accuracy"]
-        measured.append(Aim(text=text, metric="routing_accuracy", aim=0.95, measured=share, met=share >= 0.95))
+            measured.append(aim(text, "nll_average", limit, ratio, operator.lt if limit == 1 else operator.le))
+        share, metric = routed["routing_accuracy"], "routing_accuracy"
+        measured.append(aim("prompts with the right expert", metric, 0.95, share, operator.ge))
     if routed := metrics.get("switch_routed"):
         ratio = routed["nll_document"] / min(metrics[f"switch_expert_{d}"]["nll_document"] for d in DOMAINS)
         text = "changing documents: log-perplexity over the best single expert's"
-        measured.append(_aim_below(text, "nll_document", 1.0, ratio))
+        measured.append(aim(text, "nll_document", 1.0, ratio))
         text = "changing documents: tokens until the route has switched, median"
-        measured.append(_aim_below(text, "switch_tokens", 32, routed["switch_tokens"]))
+        measured.append(aim(text, "switch_tokens", 32, routed["switch_tokens"], operator.le))
     return measured
-
-
-def _aim_below(text: str, metric: str, aim: float, value: float) -> Aim:
-    """An upper limit. A ratio to another row, whose aim is 1, must stay below it; other values may reach it."""
-    return Aim(text=text, metric=metric, aim=aim, measured=value, met=value < aim or (aim != 1 and value == aim))
 
 
 def table_1_plot(rows: Sequence[Row]) -> Figure:

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from experiments import Options
 from experiments.parents import PretrainRun
 from experiments.study import Study, mini_lm
-from experiments.token_routing.experts import QUICK_SIZES, TARGETS, ExpertRun, RoutingSizes
-from experiments.token_routing.measure import CentroidRun, MixtureRun
+from experiments.token_routing.runs import QUICK_SIZES, TARGETS, CentroidRun, ExpertRun, MixtureRun, RoutingSizes
 from experiments.token_routing.texts import DOMAINS, FILES, write_corpus, write_texts
 from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.ambiguity_checkers.known import read_bible, read_ntrex
+from experiments.ambiguity_checkers.run import read_bible, read_ntrex
 from experiments.clarify.builder import (
     MASK,
     build_ambiguity_set,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import EXPERIMENTS, Options, reproduce
-from experiments.ambiguity_checkers import known
+from experiments.ambiguity_checkers.run import labelled_by_danish, labelled_by_pronouns, read_by_hand
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Results
 
@@ -68,7 +68,7 @@ def test_french_is_labelled_by_danish(tmp_path: Path) -> None:
     french = ("Que veux-tu ?", "Tu pries.", "Il alla.", "Toi et vous.", "Vous irez.")
     _bible(tmp_path / "parallel" / "bible", "DaOT1871NT1907.txt", *danish)
     _bible(tmp_path / "parallel" / "bible", "FreSynodale1921.txt", *french)
-    found = list(known.labelled_by_danish(tmp_path / "parallel", "fr"))
+    found = list(labelled_by_danish(tmp_path / "parallel", "fr"))
     assert [(one.reference, one.label) for one in found] == [
         ("Que veux-tu ?", "informal"),
         ("Tu pries.", "formal"),
@@ -78,7 +78,7 @@ def test_french_is_labelled_by_danish(tmp_path: Path) -> None:
     assert results.details["formality_fr"] == {
         "bible": {"formal": {"formal": 1, "informal": 1}, "informal": {"informal": 1}}
     }
-    assert list(known.labelled_by_danish(tmp_path / "parallel", "es")) == []
+    assert list(labelled_by_danish(tmp_path / "parallel", "es")) == []
 
 
 def _ntrex(data: Path, *pairs: tuple[str, str], first: int = 1) -> None:
@@ -92,10 +92,10 @@ def _ntrex(data: Path, *pairs: tuple[str, str], first: int = 1) -> None:
 
 def test_labels_by_hand_and_by_pronouns(tmp_path: Path) -> None:
     _ntrex(tmp_path, ("She was a doctor.", "Ella era médica."), ("Do you? I do.", "¿Crees?"), first=243)
-    (only,) = known.read_by_hand(tmp_path / "parallel", "es")
+    (only,) = read_by_hand(tmp_path / "parallel", "es")
     assert (only.id, only.label, only.reference) == ("ntrex:244", "informal", "¿Crees?")
-    assert list(known.read_by_hand(tmp_path / "parallel", "de")) == []
-    (told,) = known.labelled_by_pronouns(tmp_path / "parallel", "es")
+    assert list(read_by_hand(tmp_path / "parallel", "de")) == []
+    (told,) = labelled_by_pronouns(tmp_path / "parallel", "es")
     assert (told.label, told.id) == ("feminine", "ntrex:243")
     results = reproduce("ambiguity-checkers", Options(data=tmp_path, out=tmp_path / "out"))
     assert {"formality_es", "gender_es"} <= {row.id for row in results.rows}

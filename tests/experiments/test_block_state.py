@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from experiments import Options, block_state, reproduce
-from experiments.block_state.corpora import CORPORA, FILES, Corpus, make_corpora, packages_of
-from experiments.block_state.run import FULL, LONGER, QUICK, TABLES, LongTextStudy
+from experiments.block_state.run import (
+    CORPORA,
+    FILES,
+    FULL,
+    LONGER,
+    QUICK,
+    TABLES,
+    Corpus,
+    LongTextStudy,
+    make_corpora,
+    packages_of,
+)
 from experiments.parents import read_texts
 from experiments.sequence_rows import LABELS, ROWS, parameter_count
 from graftlm.demo.corpus import source_files

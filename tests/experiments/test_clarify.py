@@ -14,7 +14,7 @@ import pytest
 from clarify.server import request_parts, serving
 from experiments import Options, clarify, reproduce
 from experiments.clarify import metrics, needed
-from experiments.clarify.data import read_sets, sample
+from experiments.clarify.conversations import read_sets, sample
 from experiments.clarify.run import METHODS, STATEMENT, paper_rows, slug
 from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError

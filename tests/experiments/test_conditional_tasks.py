@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from experiments import Options, conditional_tasks, reproduce
-from experiments.conditional_tasks import adapters_run, adapters_script
-from experiments.conditional_tasks.adapters_run import AdaptersRun
+from experiments.conditional_tasks import adapters_script
+from experiments.conditional_tasks import runs as experiment_runs
 from experiments.conditional_tasks.corpora import (
     FILES,
     MIN_CLASS_ROWS,
@@ -26,7 +26,7 @@ from experiments.conditional_tasks.corpora import (
     write_splits,
 )
 from experiments.conditional_tasks.run import aims
-from experiments.conditional_tasks.runs import count_changed, module_parameters
+from experiments.conditional_tasks.runs import AdaptersRun, count_changed, module_parameters
 from experiments.conditional_tasks.study import (
     ADAPTERS,
     BY_UNCERTAINTY,
@@ -102,7 +102,7 @@ def options(data: Path, out: Path, **changes: object) -> Options:
 
 @pytest.fixture(autouse=True)
 def _without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(adapters_run.PYTHON, raising=False)
+    monkeypatch.delenv(experiment_runs.PYTHON, raising=False)
 
 
 def read_texts(file: Path) -> list[str]:
@@ -171,7 +171,7 @@ def test_adapters_have_as_many_parameters_as_our_modules(
 ) -> None:
     encoder = str(tiny_backbone("bert"))
     assert set(ADAPTERS) & set(ConditionalTasksStudy(options(data, tmp_path, backbone=encoder)).rows) == set()
-    monkeypatch.setenv(adapters_run.PYTHON, "some-python")
+    monkeypatch.setenv(experiment_runs.PYTHON, "some-python")
     study = ConditionalTasksStudy(options(data, tmp_path, backbone=encoder))
     assert study.rows == list(LABELS)
     frozen, half = (study.row_runs(row, 0, 1e-3)[0] for row in ADAPTERS)
@@ -192,11 +192,11 @@ def test_the_script_gets_the_same_rows_and_its_outputs_the_same_score(data: Path
         spec = read_training_rows(task, config).spec
         test = TaskTestSet(number, read_held_out_rows(task, config, spec), METRIC[task])
         rows = encoder.encode(test.rows).rows
-        plain = list(adapters_run.plain_test_rows(rows, test))
+        plain = list(experiment_runs.plain_test_rows(rows, test))
         assert [row["ids"] for row in plain] == [row.ids.tolist() for row in rows]
         assert {row["task"] for row in plain} == {number}
         perfect = (right_answer(row["target"], spec.outputs) for row in plain)
-        assert adapters_run.score(test, rows, perfect).value == pytest.approx(100)
+        assert experiment_runs.score(test, rows, perfect).value == pytest.approx(100)
 
 
 METRIC: dict[str, Any] = {"clinc150": "accuracy", "wellformed": "pearson", "wnut17": "entity_f1"}
@@ -245,7 +245,7 @@ def test_an_adapters_run_scores_the_scripts_outputs(
     python = tmp_path / "python"
     python.write_text(FAKE_PYTHON.format(python=sys.executable))
     python.chmod(0o755)
-    monkeypatch.setenv(adapters_run.PYTHON, str(python))
+    monkeypatch.setenv(experiment_runs.PYTHON, str(python))
     study = ConditionalTasksStudy(options(data, tmp_path, backbone=str(tiny_backbone("bert"))))
     runs = study.row_runs("adapters", 0, 1e-3)
     study.execute(runs, "adapters")
@@ -261,7 +261,7 @@ def test_a_script_that_stops_is_named(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho first >&2\necho 'No module named adapters' >&2\nexit 1\n")
     script.chmod(0o755)
     with pytest.raises(TrainingError, match="run by .*python, stopped: No module named adapters"):
-        adapters_run.run_script({}, tmp_path, str(script))
+        experiment_runs.run_script({}, tmp_path, str(script))
 
 
 def test_changed_predictions_are_counted() -> None:
@@ -276,7 +276,7 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
     results = reproduce("conditional-tasks", quick)
     check_form(results, [row for row in LABELS if row not in ADAPTERS], (2, len(TASKS)))
     assert results.row("few_added").metrics["old_changed"] == 0
-    assert results.details["left_out"] == [adapters_run.MISSING]
+    assert results.details["left_out"] == [experiment_runs.MISSING]
     assert {file.stem for file in (tmp_path / "out").glob("*.png")} >= {"scores", "few", "count", "similarity"}
     assert reproduce("conditional-tasks", quick).rows == results.rows, "finished runs are read back"
 

@@ -14,11 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import Options, kv_arithmetic, reproduce
-from experiments.kv_arithmetic.data import World, compute, make_pairs, make_tokenizer, tasks
-from experiments.kv_arithmetic.exam import METRICS, Exam, make_exam, result, substituted
-from experiments.kv_arithmetic.operands import Operands
+from experiments.kv_arithmetic.data import Operands, World, compute, make_pairs, make_tokenizer, tasks
 from experiments.kv_arithmetic.run import QUICK, KvArithmeticStudy
-from experiments.kv_arithmetic.runs import JointData, documents, joint_documents, make_batches
+from experiments.kv_arithmetic.runs import (
+    METRICS,
+    Exam,
+    JointData,
+    documents,
+    joint_documents,
+    make_batches,
+    make_exam,
+    result,
+    substituted,
+)
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 

@@ -11,16 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import Options, long_memory, reproduce
-from experiments.long_memory.run import FULL, QUICK, accuracy, memory_run, token_blocks
-from experiments.long_memory.tasks import (
+from experiments.long_memory.run import (
     CLOSE_ID,
     DIGIT_ID,
+    FULL,
     OPERATIONS,
     PADDING_ID,
+    QUICK,
     MemoryTask,
+    accuracy,
     expressions,
     informed_guesses,
     make_examples,
+    memory_run,
+    token_blocks,
 )
 from experiments.sequence_rows import LABELS, ROWS, model_config, parameter_count
 from graftlm.data import NEW, Mixture

@@ -15,9 +15,9 @@ import torch
 from experiments import Options
 from experiments.parents import ENGLISH
 from experiments.study import MINI_LM, MINI_LM_PACKAGE
-from experiments.token_routing import measure, study, texts
-from experiments.token_routing.experts import load_arrow, load_xlora
+from experiments.token_routing import runs, study, texts
 from experiments.token_routing.run import INTERVALS, LABELS
+from experiments.token_routing.runs import load_arrow, load_xlora
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.evaluation import Results, value_of
@@ -123,13 +123,13 @@ def test_tokens_until_a_route_switches() -> None:
     steady = {"first": 3, "weights": [code] * 3 + [code] * 4 + [prose] * 10, "nats": [1.0] * 2 + [2.0] * 14}
     wavering = {**steady, "weights": [code] * 3 + [prose] * 4 + [code] + [prose] * 9}
     never = {**steady, "weights": [code] * 17}
-    assert [measure.switched_after(document, names) for document in (steady, wavering, never)] == [4, 5, 14]
-    metrics = measure.document_metrics([steady, wavering, never], names)
+    assert [runs.switched_after(document, names) for document in (steady, wavering, never)] == [4, 5, 14]
+    metrics = runs.document_metrics([steady, wavering, never], names)
     assert metrics["nll_code_half"] == 1
     assert metrics["nll_prose_half"] == 2
     assert metrics["switch_tokens"] == 5
     other = {**steady, "nats": [5.0] * 16}
-    assert measure.half_nats([steady], [other])["nll_prose_half"] == 5
+    assert runs.half_nats([steady], [other])["nll_prose_half"] == 5
 
 
 def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> None:
@@ -219,7 +219,7 @@ def test_cache_distance() -> None:
     texts = [([5, 0, 1], 1), ([5, 1], 1)]
     sure, unsure = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 0.0])
     kept, again = [torch.stack([sure, sure]), sure[None]], [torch.stack([sure, unsure]), sure.flip(0)[None]]
-    distance = measure.cache_distance(kept, again, texts)
+    distance = runs.cache_distance(kept, again, texts)
     right, wrong = (-torch.log_softmax(sure, 0)).tolist()
     even = float(torch.tensor(2.0).log())
     assert distance["nats_keep"] == pytest.approx((right + 2 * wrong) / 3)
