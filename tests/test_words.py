@@ -28,10 +28,11 @@ BANNED = {
 # What a run enters before it begins (the recipe) and after its measurement (the report) is not on its way.
 RECIPE_AND_REPORT = ("config.py", "evaluation/results.py", "evaluation/report.py", "evaluation/tables.py")
 LIMIT = 15
+RUN = "src/graftlm/runs/run.py"
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for folder in FOLDERS:
+def modules(folders: tuple[Path, ...] = FOLDERS) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
 
@@ -106,13 +107,33 @@ def test_a_text_passes_through_few_modules(tmp_path: Path, tiny_backbone) -> Non
     assert len(names) <= LIMIT, f"{len(names)} modules: {', '.join(sorted(names))}"
 
 
-def test_there_is_one_process_pool_and_one_cache_of_results() -> None:
-    pools = [
-        path for path, tree in modules() if "ProcessPoolExecutor" in {n for x in ast.walk(tree) for n in identifiers(x)}
-    ]
-    assert [str(path) for path in pools] == ["src/graftlm/runs/run.py"]
-    kept = [path for path, _ in modules() if "measurement.json" in (ROOT / path).read_text(encoding="utf-8")]
-    assert not kept, f"results are cached by runs/run.py alone, but also in {', '.join(map(str, kept))}"
+def test_there_is_one_process_pool() -> None:
+    pools = {"ProcessPoolExecutor", "Pool", "ProcessPool", "Process"}
+    sources = [*modules(), *modules((ROOT / "benchmarks",))]
+    calls = [(path, node.func) for path, tree in sources for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [(str(path), name) for path, call in calls for name in identifiers(call) if name in pools]
+    measured = ("src/graftlm/evaluation/", "benchmarks/")  # psutil's processes are measured, and not started
+    assert {path for path, name in names if not (name == "Process" and path.startswith(measured))} == {RUN}
+
+
+def test_there_is_one_cache_of_results() -> None:
+    """What is kept is asked for by `exists`, `is_file` or a caught error; those who ask are listed with their reason."""
+    reasons = {
+        RUN: "the cache",
+        "experiments/study.py": "checks the data folder",
+        "experiments/ambiguity_checkers/run.py": "finds the files of a data set",
+        "experiments/ambiguity_checkers/known.py": "finds the files of a data set",
+        "experiments/clarify/needed.py": "finds the files of a data set",
+        "experiments/clarify/conversations.py": "resumes a run's conversations",
+    }
+    asking = {"exists", "is_file", "FileNotFoundError"}
+    roots = ("experiments/", "src/graftlm/runs/", "src/graftlm/demo/")
+    used = {
+        str(path)
+        for path, tree in modules()
+        if str(path).startswith(roots) and asking & {name for node in ast.walk(tree) for name in identifiers(node)}
+    }
+    assert used <= reasons.keys(), "keep results by a Run, and what runs read by graftlm.io.fill_once"
 
 
 def test_a_graft_has_at_most_eight_public_methods() -> None:

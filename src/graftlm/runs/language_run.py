@@ -18,6 +18,7 @@ from graftlm.data.packing import build_blocks
 from graftlm.data.sources import read_documents
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
+from graftlm.io import fill_once
 from graftlm.runs.graft_run import count_parameters, load_tests
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
 from graftlm.training.config import TrainingConfig
@@ -194,13 +195,15 @@ class LanguageModelRun(TrainingRun):
             return read_tokenizer(self.model)
         if self.tokenizer.name is not None:
             return read_tokenizer(self.tokenizer.name)
-        path = folder / "tokenizer"
+
+        def learn(path: Path) -> None:
+            assert self.tokenizer is not None and self.tokenizer.vocab_size is not None, "a config's own check"
+            texts = _first_texts(self.data.train, self.tokenizer.characters)
+            train_tokenizer(texts, self.tokenizer.vocab_size).save_pretrained(path)
+
+        settings = self.model_dump(mode="json", include={"tokenizer": True, "data": {"train"}})
         with PartialState().main_process_first():
-            if not (path / "tokenizer.json").exists():
-                assert self.tokenizer.vocab_size is not None, "a config's own check"
-                texts = _first_texts(self.data.train, self.tokenizer.characters)
-                train_tokenizer(texts, self.tokenizer.vocab_size).save_pretrained(path)
-            return read_tokenizer(str(path))
+            return read_tokenizer(str(fill_once(folder / "tokenizer", settings, learn)))
 
     def _load_model(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """The untrained or pretrained model on its device."""

@@ -308,12 +308,14 @@ def _locked(out: Path) -> Iterator[None]:
     if not PartialState().is_main_process:
         yield
         return
-    out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise RecipeError(f"Another process is at work in {out}: wait for its end, or choose another folder.") from None
+    except OSError as error:
+        raise RecipeError(f"{out} can't be written ({error.strerror}): name another folder.") from None
     try:
         yield
     finally:

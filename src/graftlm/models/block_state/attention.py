@@ -230,9 +230,7 @@ class WindowAttention(nn.Module):
         self, q_BGd: Tensor, past: Tensor, current: Tensor, far: Tensor, grid: WindowGrid
     ) -> ChunkedTensor:
         """(B, blocks, c, d) for keys and values before the grid and on it; later windows see `far` for `current`."""
-        trains_bias = self.bias.table.weight.requires_grad and torch.is_grad_enabled()
-        on_cpu = grid.device.type == "cpu" and not torch.compiler.is_compiling()
-        banded = trains_bias and on_cpu and not self.bidirectional
+        banded = self._uses_banded_kernel(grid)
         size = min(grid.window, grid.slots) if far is not current and not banded else _block_size(grid)
         after = min(grid.window, grid.slots) if self.bidirectional else 0
         shared, edge = self._biases(grid, size, after)
@@ -262,6 +260,11 @@ class WindowAttention(nn.Module):
         others = overlapping_windows(current, size, self.span) if current.shape[1] > first * size else None
         begin = functional.pad(begin, (0, 0, 0, after))
         return overlapping_windows(begin, size, self.span, after), others
+
+    def _uses_banded_kernel(self, grid: WindowGrid) -> bool:
+        trains_bias = self.bias.table.weight.requires_grad and torch.is_grad_enabled()
+        on_cpu = grid.device.type == "cpu" and not torch.compiler.is_compiling()
+        return trains_bias and on_cpu and not self.bidirectional
 
     def _attend_banded(self, q_BGd: Tensor, near: Tensor, far: Tensor, shared: Tensor, edge: Tensor) -> Tensor:
         rows = q_BGd.shape[0]
