@@ -117,7 +117,7 @@ def test_there_is_one_process_pool() -> None:
 
 
 def test_there_is_one_cache_of_results() -> None:
-    """What is kept is asked for by `exists`, `is_file` or a caught error; those who ask are listed with their reason."""
+    """Who reads back what was kept asks whether it exists; those who ask are listed with their reason."""
     reasons = {
         RUN: "the cache",
         "experiments/study.py": "checks the data folder",

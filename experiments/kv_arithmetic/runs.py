@@ -369,7 +369,7 @@ class KvArithmeticRun(Run):
         else:
             metrics, operations = examine(model, tokenizer, questions)
             details = {"operations": operations}
-        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics), details)
+        return Measurement(Row(id=self.id, label=self.label or self.id, metrics={**metrics}), details)
 
 
 def joint_documents(run: KvArithmeticRun) -> Iterator[Document]:

@@ -195,11 +195,12 @@ class LanguageModelRun(TrainingRun):
             return read_tokenizer(self.model)
         if self.tokenizer.name is not None:
             return read_tokenizer(self.tokenizer.name)
+        learned = self.tokenizer
 
         def learn(path: Path) -> None:
-            assert self.tokenizer is not None and self.tokenizer.vocab_size is not None, "a config's own check"
-            texts = _first_texts(self.data.train, self.tokenizer.characters)
-            train_tokenizer(texts, self.tokenizer.vocab_size).save_pretrained(path)
+            texts = _first_texts(self.data.train, learned.characters)
+            assert learned.vocab_size is not None, "a config's own check"
+            train_tokenizer(texts, learned.vocab_size).save_pretrained(path)
 
         settings = self.model_dump(mode="json", include={"tokenizer": True, "data": {"train"}})
         with PartialState().main_process_first():

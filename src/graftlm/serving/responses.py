@@ -55,14 +55,14 @@ class ChoiceExtras(BaseModel):
 class TextChoice(CompletionChoice):
     """A continuation, or a part of it in a stream, where the finish reason comes last."""
 
-    finish_reason: FinishReason | None  # type: ignore[assignment]  # OpenAI's type does not know streams
+    finish_reason: FinishReason | None  # None in a stream, where the reason comes last
     graftlm: ChoiceExtras | None = None
 
 
 class TextCompletion(Completion):
     """The response of /v1/completions, and each event of its stream."""
 
-    choices: list[TextChoice]  # type: ignore[assignment]  # a list of a subclass
+    choices: list[TextChoice]
 
 
 class ChatChoice(Choice):
@@ -74,7 +74,7 @@ class ChatChoice(Choice):
 class Chat(ChatCompletion):
     """The response of /v1/chat/completions."""
 
-    choices: list[ChatChoice]  # type: ignore[assignment]  # a list of a subclass
+    choices: list[ChatChoice]
 
 
 class ModelCard(Model):
