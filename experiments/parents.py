@@ -18,7 +18,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments import Options
-from experiments.study import training_config
+from experiments.study import training_config, write_lines
 from graftlm.config import Config
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
 from graftlm.data.packing import build_blocks
@@ -374,6 +374,4 @@ def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
 
 def write_examples(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
     """One JSON object with a `prompt` and a `text` a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"prompt": prompt, "text": answer}) + "\n" for prompt, answer in pairs)
-    path.write_text("".join(lines), encoding="utf-8")
+    write_lines(path, ({"prompt": prompt, "text": answer} for prompt, answer in pairs))

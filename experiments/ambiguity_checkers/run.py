@@ -44,11 +44,7 @@ GENDER_LANGUAGES = ("de", "es", "fr")
 
 
 def read_by_hand(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
-    """NTREX's sentences whose form of address a person read, in the languages of `read.yaml`.
-
-    Raises:
-        DataError: NTREX is incomplete.
-    """
+    """NTREX's sentences whose form of address a person read, in the languages of `read.yaml`."""
     labels = read_yaml(_READ).get(language, {})
     known = {f"ntrex:{line}": label for label, lines in labels.items() for line in lines}
     if known and (parallel / "ntrex").is_dir():
@@ -62,9 +58,6 @@ def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExamp
 
     Only verses whose Danish has one of the two count, and no psalms, whose verses the two Bibles number differently.
     The checker gets no English source, since English hides the difference.
-
-    Raises:
-        DataError: a Bible can't be read.
     """
     danish, french = (parallel / "bible" / name for name in ("DaOT1871NT1907.txt", "FreSynodale1921.txt"))
     if language != "fr" or not danish.exists():
@@ -78,11 +71,7 @@ def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExamp
 
 
 def labelled_by_pronouns(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
-    """NTREX's sentences whose English pronouns have one gender. The sentence may be about other persons as well.
-
-    Raises:
-        DataError: NTREX is incomplete.
-    """
+    """NTREX's sentences whose English pronouns have one gender. The sentence may be about other persons as well."""
     if language in GENDER_LANGUAGES and (parallel / "ntrex").is_dir():
         for pair in _ntrex(parallel, language):
             if gender := english_gender(pair.source):
@@ -112,7 +101,7 @@ def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]
 
     Verses that one Bible lacks are omitted. Some verses hold several sentences.
     """
-    english, other = _verses(Path(source)), _verses(Path(target))
+    english, other = verses(Path(source)), verses(Path(target))
     rows = [(key[0], text, other[key]) for key, text in english.items() if other.get(key)]
     if not rows:
         raise DataError(
@@ -121,14 +110,15 @@ def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]
     return parallel_documents("bible", [row for row in rows if row[1]])
 
 
-def _verses(path: Path) -> dict[tuple[str, str], str]:
-    book, verses = "", {}
+def verses(path: Path) -> dict[tuple[str, str], str]:
+    """The verses of a Bible by book and number."""
+    book, texts = "", {}
     for line in read_lines(path):
         if line.startswith("### "):
             book = line[4:].strip()
         elif match := _VERSE.fullmatch(line):
-            verses[book, match[1]] = match[2].strip()
-    return verses
+            texts[book, match[1]] = match[2].strip()
+    return texts
 
 
 NAME = "ambiguity-checkers"

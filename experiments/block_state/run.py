@@ -27,7 +27,7 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts
+from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts, up_to
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config
 from experiments.study import Study, TableRow, aim, check_files, over_seeds, published
 from graftlm.config import Config
@@ -60,11 +60,7 @@ class Corpus(Config):
 
 
 def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
-    """Write `CORPUS-train.jsonl`, `CORPUS-test.jsonl` and `tokenizer` into `folder`, unless they are there.
-
-    Raises:
-        DataError: the data folder lacks a file.
-    """
+    """Write `CORPUS-train.jsonl`, `CORPUS-test.jsonl` and `tokenizer` into `folder`, unless they are there."""
     check_files(options, FILES)
     sources = [str(options.data / name) for name in FILES]
     settings = {"size": size.model_dump(mode="json"), "sources": sources, "python": sys.version}
@@ -73,7 +69,8 @@ def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
 
 def _write_corpora(options: Options, folder: Path, size: Corpus) -> None:
     for name, (train, test) in _texts(options.data).items():
-        write_documents(folder / f"{name}-train.jsonl", _truncate(train, size.characters))
+        starts = (text[: max(1, size.characters // 4)] for text in train)
+        write_documents(folder / f"{name}-train.jsonl", up_to(starts, size.characters))
         write_documents(folder / f"{name}-test.jsonl", [test[: size.test_characters]])
     texts = (text[:200_000] for name in CORPORA for text in read_texts(folder / f"{name}-train.jsonl"))
     train_tokenizer(texts, size.vocab_size).save_pretrained(folder / "tokenizer")
@@ -108,17 +105,6 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
         modules.setdefault(parts[0] if len(parts) > 1 else "", []).append(path)
     texts = {name: "\n\n".join(map(read_source, sorted(paths))) for name, paths in modules.items()}
     return dict(sorted(texts.items(), key=lambda item: len(item[1]), reverse=True))
-
-
-def _truncate(texts: Sequence[str], characters: int) -> list[str]:
-    """The first texts up to `characters` in all, with at most a fourth of them from one text."""
-    kept, left = [], characters
-    for text in texts:
-        kept.append(text[: min(left, max(1, characters // 4))])
-        left -= len(kept[-1])
-        if left <= 0:
-            break
-    return kept
 
 
 NAME = "block-state"

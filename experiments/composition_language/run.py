@@ -6,13 +6,13 @@ graft. Test text took no part in any choice.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from experiments import Options
+from experiments.ambiguity_checkers.run import verses
 from experiments.composed import (
     REPLAY_FRACTION,
     ComposedRow,
@@ -144,18 +144,9 @@ def read_news(data: Path, longest: int) -> list[Pair]:
 
 def read_verses(data: Path, longest: int) -> list[Pair]:
     """The verses that both Bibles have, English and French."""
-    english, french = (dict(_verses(data / name)) for name in BIBLE)
-    return _short(((text, french[key]) for key, text in english.items() if french.get(key)), longest)
-
-
-def _verses(file: Path) -> Iterator[tuple[str, str]]:
-    """(book and verse, text) of a file of `### Book` headings and `[chapter:verse] text` lines."""
-    book = ""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("### "):
-            book = line[4:]
-        elif match := re.match(r"(\[\d+:\d+\])(.*)", line):
-            yield book + match[1], " ".join(match[2].split())
+    english, french = (verses(data / name) for name in BIBLE)
+    pairs = ((text, french[key]) for key, text in english.items() if french.get(key))
+    return _short(((" ".join(a.split()), " ".join(b.split())) for a, b in pairs), longest)
 
 
 def _short(pairs: Iterable[Pair], longest: int) -> list[Pair]:

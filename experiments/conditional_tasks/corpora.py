@@ -7,18 +7,19 @@ takes it from its training rows; training rows with a held-out text are dropped.
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.study import shuffled
 from graftlm.data.labelled import read_conll
 from graftlm.data.tables import read_values
 from graftlm.io import write_atomically
 
 Record = dict[str, Any]
 Splits = dict[str, list[Record]]
+SPLITS = ("train", "validation", "test")
 MIN_CLASS_ROWS = 2  # a class with fewer training rows can't be learned
 FILES = (
     "cls/clinc150/data_full.json",
@@ -64,13 +65,6 @@ def _clinc150(folder: Path) -> Splits:
     return {split: [_labelled(*pair) for pair in content[name]] for split, name in names.items()}
 
 
-def _banking77(folder: Path) -> Splits:
-    def read(name: str) -> list[Record]:
-        return [_labelled(**row) for row in _read_table(folder / "cls/banking77" / name, text="text", label="category")]
-
-    return {"train": read("train.csv"), "test": read("test.csv")}
-
-
 def _snips(folder: Path) -> Splits:
     """A file for each intent, in UTF-8 or Latin-1."""
 
@@ -89,37 +83,6 @@ def _snips(folder: Path) -> Splits:
     return {"train": read("train_*_full.json"), "test": read("validate_*.json")}
 
 
-def _qnli(folder: Path) -> Splits:
-    names = {name: name for name in ("question", "sentence", "label")}
-    return {"train": _read_table(folder / "cls/qnli/dev.tsv", **names)}
-
-
-def _wellformed(folder: Path) -> Splits:
-    def read(name: str) -> list[Record]:
-        path = folder / f"cls/query_wellformedness/{name}.tsv"
-        rows = _read_table(path, header=("text", "score"), text="text", score="score")
-        return [row | {"score": float(row["score"])} for row in rows]
-
-    return {"train": read("train"), "validation": read("dev"), "test": read("test")}
-
-
-def _hucola(folder: Path) -> Splits:
-    """The development file is the test split, since the test file has no labels."""
-
-    def read(name: str) -> list[Record]:
-        labels = {"0": "unacceptable", "1": "acceptable"}
-        rows = _read_table(folder / f"cls/hucola/cola_{name}.json", text="Sent", label="label")
-        return [_labelled(row["text"], labels[row["label"]]) for row in rows]
-
-    return {"train": read("train"), "test": read("dev")}
-
-
-def _husst(folder: Path) -> Splits:
-    """The training file alone: 3% of the development rows are positive, and 40% of the training rows."""
-    rows = _read_table(folder / "cls/husst/sst_train.json", text="Sent", label="label")
-    return {"train": [_labelled(**row) for row in rows]}
-
-
 def _wnut17(folder: Path) -> Splits:
     names = {"train": "wnut17train.conll", "validation": "emerging.dev.conll", "test": "emerging.test.annotated"}
     return {
@@ -131,17 +94,55 @@ def _wnut17(folder: Path) -> Splits:
     }
 
 
+def _labelled(text: str, label: str) -> Record:
+    return {"text": " ".join(text.split()), "label": label}
+
+
+def _tables(
+    files: Mapping[str, str],
+    columns: Mapping[str, str],
+    change: Callable[..., Record] = _labelled,
+    header: Sequence[str] = (),
+) -> Callable[[Path], Splits]:
+    """Reads a CSV, TSV or JSON file for each split: `change` makes a record of the columns, given by name."""
+
+    def read(file: Path) -> list[Record]:
+        rows = read_values(file, columns, header=header)
+        return [change(**dict(zip(columns, values, strict=True))) for values, _ in rows]
+
+    return lambda folder: {split: read(folder / "cls" / name) for split, name in files.items()}
+
+
 _TEXT = {"text": "text", "label": "label"}
+_SENT = {"text": "Sent", "label": "label"}
+_QNLI = _tables({"train": "qnli/dev.tsv"}, {name: name for name in ("question", "sentence", "label")}, dict)
+_WELLFORMED = _tables(
+    {split: f"query_wellformedness/{name}.tsv" for split, name in zip(SPLITS, ("train", "dev", "test"), strict=True)},
+    {"text": "text", "score": "score"},
+    lambda text, score: {"text": text, "score": float(score)},
+    header=("text", "score"),
+)
+# The development file is the test split, since the test file has no labels.
+_HUCOLA = _tables(
+    {"train": "hucola/cola_train.json", "test": "hucola/cola_dev.json"},
+    _SENT,
+    lambda text, label: _labelled(text, {"0": "unacceptable", "1": "acceptable"}[label]),
+)
+_BANKING77 = _tables(
+    {"train": "banking77/train.csv", "test": "banking77/test.csv"}, {"text": "text", "label": "category"}
+)
+# The training file alone: 3% of the development rows are positive, and 40% of the training rows.
+_HUSST = _tables({"train": "husst/sst_train.json"}, _SENT)
 TASKS: dict[str, TaskSource] = {
     "clinc150": TaskSource("CLINC150", _clinc150, _TEXT),
-    "qnli": TaskSource("QNLI", _qnli, {"text": ["question", "sentence"], "label": "label"}),
+    "qnli": TaskSource("QNLI", _QNLI, {"text": ["question", "sentence"], "label": "label"}),
     "wellformed": TaskSource(
-        "query well-formedness", _wellformed, {"text": "text", "label": "score"}, "regression", "pearson"
+        "query well-formedness", _WELLFORMED, {"text": "text", "label": "score"}, "regression", "pearson"
     ),
-    "hucola": TaskSource("HuCOLA", _hucola, _TEXT, metric="matthews"),
-    "banking77": TaskSource("Banking77", _banking77, _TEXT),
+    "hucola": TaskSource("HuCOLA", _HUCOLA, _TEXT, metric="matthews"),
+    "banking77": TaskSource("Banking77", _BANKING77, _TEXT),
     "snips": TaskSource("SNIPS", _snips, _TEXT),
-    "husst": TaskSource("HuSST", _husst, _TEXT),
+    "husst": TaskSource("HuSST", _HUSST, _TEXT),
     "wnut17": TaskSource("WNUT17", _wnut17, {}, "tagging", "entity_f1"),
 }
 
@@ -160,10 +161,10 @@ def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int
 
     The seed draws training rows only. Training has at least `MIN_CLASS_ROWS` rows of every class, where the set has.
     """
-    splits = {split: _shuffled(rows, "parts") for split, rows in splits.items()}
+    splits = {split: shuffled(rows, "parts") for split, rows in splits.items()}
     test, rest = _held_out(splits, "test", sizes.test)
     validation, rest = _held_out(splits | {"train": rest}, "validation", sizes.validation)
-    train = _with_every_class(_shuffled(rest, f"train {seed}"), sizes.train)
+    train = _with_every_class(shuffled(rest, f"train {seed}"), sizes.train)
     return {"train": train, "validation": validation, "test": test}
 
 
@@ -194,10 +195,6 @@ def _text(row: Record) -> str:
     return row["sentence"] if "sentence" in row else row["text"]
 
 
-def _shuffled(rows: Sequence[Record], seed: str) -> list[Record]:
-    return random.Random(seed).sample(list(rows), len(rows))
-
-
 def _format(rows: Iterable[Record]) -> str:
     """A line of JSON for each row; for tagging a line for each word and an empty line after each sentence."""
     return "".join(
@@ -206,12 +203,3 @@ def _format(rows: Iterable[Record]) -> str:
         else json.dumps(row, ensure_ascii=False) + "\n"
         for row in rows
     )
-
-
-def _labelled(text: str, label: str) -> Record:
-    return {"text": " ".join(text.split()), "label": label}
-
-
-def _read_table(file: Path, header: Sequence[str] = (), **columns: str) -> list[Record]:
-    """The columns of a CSV, TSV or JSON file, by the name that each gets."""
-    return [dict(zip(columns, values, strict=True)) for values, _ in read_values(file, columns, header=header)]

@@ -189,7 +189,7 @@ def aims(rows: Sequence[Row], first: float) -> list[Aim]:
         first: CA-MTL's average for the first seed, to compare with rows that have one seed.
     """
     values = numbers_of(rows)
-    several = {row.id for row in rows if isinstance(row.metrics["average"], Interval)}
+    several = {row.id for row in rows if isinstance(row.metrics.get("average"), Interval)}
     ours, uniform = values["ca_mtl"], values["ca_mtl_uniform"]["average"]
     limits = (
         ("parameters over the encoder's", "total_parameters_ratio", MAX_PARAMETERS, operator.le),

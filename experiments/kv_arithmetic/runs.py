@@ -365,7 +365,8 @@ class KvArithmeticRun(Run):
     def _examine(self, model: Any, tokenizer: Any) -> Measurement:
         _, questions = self.questions()
         if self.validation:
-            metrics, details = {"validation": validate(model, tokenizer, questions, self.joint.form)}, {}
+            metrics: dict[str, Any] = {"validation": validate(model, tokenizer, questions, self.joint.form)}
+            details = {}
         else:
             metrics, operations = examine(model, tokenizer, questions)
             details = {"operations": operations}

@@ -8,7 +8,6 @@ that shares `SHINGLE` consecutive words with a training text, the backbone's inc
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pydantic import Field
 
 from experiments.composition_code.functions import functions
 from experiments.parents import ENGLISH, read_texts, spaced, up_to
+from experiments.study import shuffled, write_lines
 from graftlm.config import Config
 from graftlm.demo.corpus import deal, write_documents
 
@@ -119,16 +119,16 @@ def write_texts(
         clean = {part: [entry for entry in parts[part] if not known & shingles([entry.text])] for part in PARTS[1:]}
         left_out[domain] = sum(len(parts[part]) - len(items) for part, items in clean.items())
         written = {
-            "train": spaced(_shuffled(parts["train"]), amounts.trained),
-            "validation": _shuffled(clean["validation"])[: amounts.validated],
-            "test": _shuffled(clean["test"])[: max(amounts.tested, amounts.chosen)],
+            "train": spaced(shuffled(parts["train"], "items"), amounts.trained),
+            "validation": shuffled(clean["validation"], "items")[: amounts.validated],
+            "test": shuffled(clean["test"], "items")[: max(amounts.tested, amounts.chosen)],
         }
         for part, items in written.items():
-            _write(folder / f"{domain}-{part}.jsonl", (entry._asdict() | {"text": entry.text} for entry in items))
+            write_lines(folder / f"{domain}-{part}.jsonl", (entry._asdict() | {"text": entry.text} for entry in items))
         domains[domain] = {**parts, **clean}
     for part in PARTS[1:]:
         pairs = _changing(domains["code"][part], domains["reading"][part], tokenizer, amounts)
-        _write(folder / f"changing-{part}.jsonl", pairs)
+        write_lines(folder / f"changing-{part}.jsonl", pairs)
     return left_out
 
 
@@ -224,8 +224,8 @@ def _changing(
     code: Sequence[RoutingQuestion], prose: Sequence[RoutingQuestion], tokenizer: Any, amounts: RoutingTextSizes
 ) -> list[tuple[str, str]]:
     """Pairs of a program and a passage, each cut to its first tokens."""
-    programs = _cut([entry.answer.lstrip("\n") for entry in _shuffled(code)], tokenizer, amounts.half)
-    passages = _cut([entry.prompt.partition("\n")[0] for entry in _shuffled(prose)], tokenizer, amounts.half)
+    programs = _cut([entry.answer.lstrip("\n") for entry in shuffled(code, "items")], tokenizer, amounts.half)
+    passages = _cut([entry.prompt.partition("\n")[0] for entry in shuffled(prose, "items")], tokenizer, amounts.half)
     return list(zip(programs, passages, strict=False))[: amounts.documents]
 
 
@@ -264,16 +264,6 @@ def _json_lines(file: Path) -> Iterator[Any]:
         yield from (json.loads(line) for line in lines if line.strip())
 
 
-def _write(file: Path, values: Iterable[Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps(value)}\n" for value in values), encoding="utf-8")
-
-
 def _fitting(items: Sequence[RoutingQuestion], tokenizer: Any, length: int) -> list[RoutingQuestion]:
     sizes = tokenizer([entry.text for entry in items], verbose=False)["input_ids"] if items else []
     return [entry for entry, ids in zip(items, sizes, strict=True) if len(ids) + 4 < length]
-
-
-def _shuffled(items: Sequence[RoutingQuestion]) -> list[RoutingQuestion]:
-    """The same items in a random order that does not change between runs."""
-    return random.Random("items").sample(list(items), len(items))
