@@ -251,12 +251,7 @@ def choice_rows(study: TokenRoutingStudy) -> list[Row]:
 
 
 def embedder_folder(options: Options) -> str:
-    """The folder of the paper's sentence embedder: in the data folder, or in a package that carries it.
-
-    Raises:
-        MissingExtraError: sentence-transformers is not installed.
-        DataError: the model is in neither.
-    """
+    """The folder of the paper's sentence embedder: in the data folder, or in a package that carries it."""
     if importlib.util.find_spec("sentence_transformers") is None:
         raise MissingExtraError("sentence-transformers", "routing", "The paper's embedder")
     return mini_lm(options.data, "The paper's embedder")
