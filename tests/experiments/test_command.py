@@ -36,7 +36,13 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
     more = ("--seeds", "3,4", "--table", "2", "--table", "7", "--jobs", "1", "--out", "runs/some", "--device", "cpu")
     assert run(monkeypatch, "some-paper", "--data", "texts", *more, "--json") == 0
     assert json.loads(capsys.readouterr().out)["results"]["rows"]
-    default = {"data": "texts", "out": "runs/some-paper", "seeds": [0, 1, 2], "tables": [], "quick": True}
+    default = {
+        "data": str(tmp_path / "texts"),
+        "out": "runs/some-paper",
+        "seeds": [0, 1, 2],
+        "tables": [],
+        "quick": True,
+    }
     other = {"out": "runs/some", "seeds": [3, 4], "tables": ["2", "7"], "quick": False, "jobs": 1, "device": "cpu"}
     unset = {"jobs": 2, "device": None, "backbone": None, "endpoint": None, "models": [], "scorers": []}
     assert seen[0] == ("some-paper", default | unset)
@@ -56,7 +62,8 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         (
             ("neutral-residues",),
-            f"error: The data folder {Path('data').absolute()} lacks lm_text/eltec_eng.jsonl: pass --data with a folder that holds",
+            f"error: The data folder {Path('data').absolute()} lacks lm_text/eltec_eng.jsonl: pass --data with a "
+            "folder that holds",
         ),
     ],
 )
