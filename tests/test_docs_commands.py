@@ -13,11 +13,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer.main
+import yaml
 from typer.testing import CliRunner
 
 from test_docs import PAGES, RECIPE, ROOT
@@ -27,7 +29,7 @@ COMMAND_PAGES = [page for page in PAGES if page == ROOT / "README.md" or page.is
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>bash|yaml|python)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
-SERVER = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
+SERVER = re.compile(r"http://(127\.0\.0\.1|localhost):8000|(?<=--endpoint )URL")
 SMALL = {
     "graft": ["training.steps=2", "training.batch_size=4", "data.length=32", "evaluation.limit_tokens=200"]
     + ["evaluation.decode_prompts=0", "training.precision=fp32", "training.warmup_steps=0"],
@@ -63,6 +65,9 @@ PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/methods/summarize.md", "for path, abstract_sentences in pairs"): "continues the reader's own list",
     ("docs/cli.md", "rating_page"): "continues the reader's own list; tests/summarize/test_rating.py runs it",
 }
+
+
+_SMALL_SELECTOR = 'kind="classifier", steps=2, evaluate_every=2, model={"embedding_size": 8, "hidden_size": 12})'
 
 
 class Block(NamedTuple):
@@ -103,6 +108,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFold
             "  names: {type: tagging, train: names.conll, test: names.conll}\nout: runs/tasks\n"
         )
         _run("graft train tasks.yaml --quiet")
+        for name in ("router/graft", "served/danish"):
+            shutil.copytree("runs/danish/graft", Path("runs") / name)
         _write_selector()
     return folder
 
@@ -211,8 +218,18 @@ def _overrides(words: list[str]) -> list[str]:
         return SMALL["tasks"]
     steps = ["training.steps=0"] if "steps: 0" in recipe else []
     budget = ["evaluation.forgetting_budget=100"] if "forgetting_budget" in recipe else []
-    stride = ["graft.stride=1"] if "kind: composition" in recipe and "methods:" not in recipe else []
+    stride = [
+        f"{where}.stride=1"
+        for where, graft in _grafts_of(yaml.safe_load(recipe)).items()
+        if graft["kind"] == "composition"
+    ]
     return SMALL["graft"] + steps + budget + stride
+
+
+def _grafts_of(recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The graft sections of a recipe by their keys."""
+    methods = {f"methods.{name}.graft": method["graft"] for name, method in recipe.get("methods", {}).items()}
+    return methods | ({"graft": recipe["graft"]} if "graft" in recipe else {})
 
 
 def _run(command: str) -> None:
@@ -229,6 +246,8 @@ def _run(command: str) -> None:
         words += ["--max-new-tokens", "4"]
     if words[1] == "clarify":
         words += ["--max-new-tokens", "8"]
+    if words[1] in ("train", "compare"):
+        _remove_run(words)
     result = CliRunner().invoke(app, [*words[1:], *_overrides(words)], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -237,7 +256,15 @@ def _run(command: str) -> None:
         Path(out).write_text(result.stdout, encoding="utf-8")
 
 
-def _check_foreign(words: list[str]) -> None:
+def _remove_run(words: list[str]) -> None:
+    """Remove the output folder of a command: another block has used it with other settings."""
+    recipe = re.search(r"^out: (\S+)", Path(words[2]).read_text(encoding="utf-8"), re.MULTILINE)
+    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    given += [words[words.index("--out") + 1]] if "--out" in words else []
+    shutil.rmtree(given[0] if given else recipe[1] if recipe else "runs/graft", ignore_errors=True)
+
+
+def _check_foreign(command: str, words: list[str]) -> None:
     """A command of another program has its reason; extras, scripts and experiments that it names exist."""
     for name in re.findall(r"graftlm\[([\w,]+)\]", " ".join(words)):
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -250,7 +277,9 @@ def _check_foreign(words: list[str]) -> None:
 
             assert words[3] in EXPERIMENTS
             typer.main.get_command(app).make_context("experiments", words[3:])
-        elif words[1] != "-c":
+        elif words[1] == "-c":
+            subprocess.run(command.replace(words[0], sys.executable, 1), shell=True, check=True, timeout=100)
+        else:
             assert (ROOT / words[1]).exists(), words
         return
     assert words[0] in NOT_OURS, f"{shlex.join(words)}: run it, or give the reason in NOT_OURS"
@@ -265,7 +294,7 @@ def run_command(command: str) -> None:
     if words[0] in ("curl", "jq"):
         _run_shell(command)
     elif words[0] != "graft":
-        _check_foreign(words)
+        _check_foreign(command, words)
     elif any(re.match(pattern, command) for pattern in PARSED_ONLY) or "accelerate" in command:
         stop = min([words.index(mark) for mark in ("<", ">") if mark in words], default=len(words))
         _verbs()[words[1]].make_context(words[1], words[2:stop])
@@ -294,8 +323,10 @@ def _serve(command: str, servers: contextlib.ExitStack) -> str:
 def _run_shell(command: str) -> None:
     """Run `curl` and `jq` where they are installed. An HTTP error fails."""
     if all(shutil.which(program) for program in ("bash", "curl", "jq")):
-        command = command.replace("curl -s ", "curl -sS --fail-with-body ")
-        subprocess.run(["bash", "-o", "pipefail", "-c", command], check=True, timeout=100)
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        printed = subprocess.run(shell, check=True, timeout=100, capture_output=True).stdout
+        answer = json.loads(printed or Path("turn.json").read_bytes())
+        assert "question" in answer.get("error", {"message": "question"})["message"], "a random model may ask nothing"
 
 
 def _rate(words: list[str]) -> None:
@@ -315,7 +346,7 @@ def _rate(words: list[str]) -> None:
 
 def _run_python(code: str, names: dict[str, Any], where: str) -> None:
     if not any(where.endswith(page) and mark in code for page, mark in PYTHON_NOT_RUN):
-        small = re.sub(r'kind="classifier"(, steps=\d+)?\)', 'kind="classifier", steps=2, evaluate_every=2)', code)
+        small = re.sub(r'kind="classifier"(, steps=\d+)?\)', _SMALL_SELECTOR, code)
         assert "SelectorTrainingConfig(" not in code or "steps=2," in small, "the tutorial's selector is made small"
         exec(compile(small, where, "exec"), names)
 
@@ -344,6 +375,7 @@ def test_blocks_run(page: Path, folder: Path) -> None:
                     continue
                 if SERVER.search(part):
                     address = address or _serve("graft serve --backbone models/some-model", servers)
+                    part = part.replace("--endpoint URL --model NAME", f"--endpoint {address}/v1 --model some-model")
                     part = SERVER.sub(address, part)
                 if language == "bash":
                     run_command(part)
