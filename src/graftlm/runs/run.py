@@ -331,7 +331,8 @@ def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
             file.unlink(missing_ok=True)
     measurement = run.measure(context)
     if main:
-        write_atomically(made, json.dumps({"key": context.key}).encode())
+        if run.artefacts():
+            write_atomically(made, json.dumps({"key": context.key}).encode())
         content = json.dumps({"key": context.key} | measurement.to_json(), indent=1)
         write_atomically(kept, content.encode())
     return measurement
@@ -351,7 +352,7 @@ def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
     try:
         folder = _folder(run, out)
         values = json.loads((out / _MEASUREMENTS / f"{run.id}.json").read_text(encoding="utf-8"))
-        made = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+        made = json.loads((folder / _RUN).read_text(encoding="utf-8")) if run.artefacts() else values
         if not values["key"] == made["key"] == key or not all((folder / name).exists() for name in run.artefacts()):
             return None
         measurement = Measurement.from_json(values)
