@@ -50,6 +50,7 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
 NOT_OURS = {  # the first words of commands of other programs, and why they do not run here
     "git": "downloads",
     "cd": "goes into the clone",
+    "source": "activates the environment",
     "pip": "installs",
     "uv": "installs, or runs a command that is tested by itself",
     "accelerate": "starts processes; tests/training/test_processes.py runs it",

@@ -49,8 +49,14 @@ def by_content(values: Any, key: str = "") -> Any:
         return _content(path)
     if not (path.is_dir() and (len(path.parts) > 1 or key in _FOLDER_KEYS)):
         return values
-    files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-    return [[str(file.relative_to(path)), _content(file)] for file in files if file.is_file()]
+    return [[str(file.relative_to(path)), _content(file)] for file in sorted(walk(path)) if file.is_file()]
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder, without hidden ones. Links to folders, which may form a circle, are not followed."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
 def _content(path: Path) -> str:
@@ -65,7 +71,7 @@ def _digest_of(path: Path, *state: int) -> str:
 
 
 def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
-    """Fill a folder, unless it was filled with equal settings; what another setting has left is removed.
+    """Fill a folder, unless it was filled with equal settings; what other settings have left is removed.
 
     Args:
         settings: plain JSON values that decide the content; paths in them count by content.
@@ -73,9 +79,17 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
 
     Returns:
         The folder.
+
+    Raises:
+        EvaluationError: the folder holds files that this function did not have written.
     """
     marker, key = folder / "filled.json", digest(by_content(settings))
-    state = json.loads(marker.read_text()) if marker.exists() else {}
+    try:
+        state = json.loads(marker.read_bytes())
+    except (OSError, ValueError):
+        state = {}
+    if not marker.exists() and folder.is_dir() and any(folder.iterdir()):
+        raise EvaluationError(f"{folder} holds other files: move them, or choose another output folder.")
     if state.get("key") != key:
         shutil.rmtree(folder, ignore_errors=True)
         write_atomically(marker, json.dumps({"key": key, "complete": False}).encode())

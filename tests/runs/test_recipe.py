@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
@@ -110,6 +111,14 @@ def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_
         run_recipe(recipe, progress=False, log=lambda _: None)
     assert (tmp_path / "run" / "graft" / "graft.json").exists()
     assert Results.read(tmp_path / "run").aims[0].met is False
+
+
+def test_a_run_that_is_under_way_keeps_its_recipe(tmp_path: Path, tiny_backbone) -> None:
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama")))
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(RecipeError, match="Another process is at work"):
+        run_recipe(recipe, progress=False, log=lambda _: None)
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
 def examples(path: Path, answer: str) -> str:

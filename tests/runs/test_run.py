@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from filelock import FileLock
 
-from graftlm.errors import RecipeError
+from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Row
 from graftlm.io import fill_once
 from graftlm.runs.run import Measurement, Run, RunContext, execute
@@ -135,6 +135,23 @@ def test_a_folder_is_filled_once_and_again_for_other_content(tmp_path: Path) -> 
     source.write_text("after")
     fill_once(tmp_path / "made", settings, fill)
     assert calls == [False, True, False], "what other content left is removed"
+
+
+def test_a_folder_with_files_of_others_is_not_filled(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("of the user")
+    with pytest.raises(EvaluationError, match="holds other files: move them"):
+        fill_once(tmp_path, {"size": 1}, lambda folder: None)
+    assert (tmp_path / "weights").read_text() == "of the user"
+
+
+def test_links_in_a_circle_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text").write_text("text")
+    key = SumRun(id="a", path=str(tmp_path / "data")).key()
+    (tmp_path / "data" / "circle").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / ".cache").mkdir()
+    (tmp_path / "data" / ".cache" / "file").write_text("hidden")
+    assert SumRun(id="a", path=str(tmp_path / "data")).key() == key
 
 
 def test_a_lost_artefact_or_a_torn_measurement_is_done_again(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from graftlm.data.tables import (
     values_of,
 )
 from graftlm.errors import DataError, did_you_mean, first_line
-from graftlm.io import read_text
+from graftlm.io import read_text, walk
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files that are read of a folder
@@ -182,19 +181,13 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"There is no file or folder {path}: check the source's path.")
-    files = sorted(file for file in _walk(path) if _matches(file.relative_to(path), pattern))
+    files = sorted(file for file in walk(path) if _matches(file.relative_to(path), pattern))
     if not files:
         expected = (
             f"files that match {pattern!r}" if pattern else f"files ending in {' '.join(SEARCHED_SUFFIXES)} (or .gz)"
         )
         raise DataError(f"The folder {path} holds no {expected}: put text there, or set the source's pattern.")
     return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
 def _matches(relative: Path, pattern: str | None) -> bool:

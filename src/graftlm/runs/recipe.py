@@ -20,7 +20,7 @@ from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
 from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, graft_label
 from graftlm.runs.language_run import LanguageModelRecipe
-from graftlm.runs.run import Log, Measurement, Run, execute
+from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
 
@@ -140,12 +140,14 @@ def compare_recipe(
 def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progress: bool, log: Log) -> Results:
     """Execute runs, and write their report; the recipe is kept beside it."""
     main = PartialState().is_main_process
-    if main:
-        write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
-    measurements = execute(runs, folder, progress=progress, log=log)
-    results = make_results(recipe, name, list(measurements.values()))
-    if main:
-        write_report(results, folder, plots=recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else None)
+    with locked(folder):
+        if main:
+            write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
+        measurements = execute(runs, folder, progress=progress, log=log)
+        results = make_results(recipe, name, list(measurements.values()))
+        if main:
+            plots = recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else None
+            write_report(results, folder, plots=plots)
     return results
 
 

@@ -231,7 +231,7 @@ def execute(
     out = Path(out)
     by_id = _unique(runs)
     try:
-        with _locked(out):
+        with locked(out):
             done = _execute_all(by_id, out, jobs, title, progress, log)
     finally:  # after an error too: the next call must not meet a backbone or texts of this one
         for kind in {type(run) for run in runs}:
@@ -303,12 +303,16 @@ def _folder(run: Run, out: Path) -> Path:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the output folder in the main process: two processes would replace each other's checkpoints."""
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock of an output folder in the main process: two processes would replace each other's files.
+
+    Raises:
+        RecipeError: another process holds it, or the folder can't be written.
+    """
     if not PartialState().is_main_process:
         yield
         return
-    lock = FileLock(out / ".lock", timeout=0)
+    lock = FileLock(out / ".lock", timeout=0, is_singleton=True)  # one that holds it already may take it again
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -325,14 +329,15 @@ def _locked(out: Path) -> Iterator[None]:
 def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
     """Do one run in this process, and keep its measurement. Until it has ended, no file says that it is finished."""
     kept, made = out / _MEASUREMENTS / f"{run.id}.json", context.folder / _RUN
-    main = PartialState().is_main_process
+    main, has_artefact = PartialState().is_main_process, bool(run.artefacts())
     if main:
-        for file in (kept, made):
-            file.unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
+    if main and has_artefact:
+        made.unlink(missing_ok=True)
     measurement = run.measure(context)
+    if main and has_artefact:
+        write_atomically(made, json.dumps({"key": context.key}).encode())
     if main:
-        if run.artefacts():
-            write_atomically(made, json.dumps({"key": context.key}).encode())
         content = json.dumps({"key": context.key} | measurement.to_json(), indent=1)
         write_atomically(kept, content.encode())
     return measurement
@@ -390,4 +395,4 @@ def _progress_bar(title: str | None, total: int, *, show: bool) -> Iterator[Call
         yield lambda: progress.advance(task)
 
 
-__all__ = ["Log", "Measurement", "Run", "RunContext", "Trainee", "TrainingRun", "execute"]
+__all__ = ["Log", "Measurement", "Run", "RunContext", "Trainee", "TrainingRun", "execute", "locked"]
