@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from graftlm.backbone import GrowingLayer, join, use_growing_layers
+from graftlm.backbone.cache import GrowingLayer, join, use_growing_layers
 from graftlm.errors import GraftError
 from tiny import tiny_model
 

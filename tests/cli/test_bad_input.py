@@ -175,7 +175,7 @@ CASES = {
     ),
     "a file where a folder is to be": (
         ("train", "recipe.yaml", "--out", "old/test.txt", "--quiet"),
-        "old/test.txt/recipe.yaml can't be written (File exists): free some space or name another folder.",
+        "old/test.txt can't be written (File exists): name another folder.",
     ),
     "a folder where a file is to be": (
         ("schema", "--out", "old"),
