@@ -88,7 +88,7 @@ def _wnut17(folder: Path) -> Splits:
     return {
         split: [
             {"words": [word.strip() or "_" for word in words], "tags": tags}
-            for words, tags, _ in read_conll(folder / "ner/wnut17" / name, {})
+            for (words, tags), _ in read_conll(folder / "ner/wnut17" / name, {})
         ]
         for split, name in names.items()
     }

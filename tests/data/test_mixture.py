@@ -152,9 +152,7 @@ def test_a_stream_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch
     resumed = streaming_mixture()
     resumed.load_state_dict(state)
     assert all(same(resumed.batch(step), expected[step]) for step in range(stop, 40))
-    ended = resumed.domains[NEW]
-    assert isinstance(ended, StreamingBlocks)
-    assert ended.epoch > 1
+    assert resumed.state_dict()[str(NEW)]["epoch"] > 1
 
 
 def test_a_stream_shuffles_and_loses_nothing() -> None:
@@ -202,12 +200,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_recipe_makes_a_mixture(folder: Path) -> None:
     old = {"path": str(folder), "documents": "0:5"}
     config = DataConfig.parse({"new": [{"path": str(folder)}], "old": [old], "replay_fraction": 0.5, "length": 16})
-    done: list[int] = []
-    mixed = build_mixture(config, tiny_tokenizer(), 4, progress=done.append)
-    batch = mixed.batch(0)
+    batch = build_mixture(config, tiny_tokenizer(), 4).batch(0)
     assert batch.input_ids.shape == (4, 16)
     assert batch.domain.sum() == 2
-    assert sum(done) == sum(len(d.text) for d in corpus()) + sum(len(d.text) for d in corpus()[:5])
 
 
 def test_a_recipe_may_stream(folder: Path) -> None:

@@ -1,14 +1,12 @@
 """Sources of text, packed into rows of tokens and mixed into training batches by fixed shares."""
 
-from graftlm.data.packing import NEW, OLD, Batch, Batches, Mixture, RowPacker, TokenBlocks, build_mixture, pack
+from graftlm.data.packing import NEW, OLD, Batch, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture, pack
 from graftlm.data.sources import DataConfig, Document, SourceConfig, build_documents, read_documents
-from graftlm.data.streaming import StreamingBlocks
 
 __all__ = [
     "NEW",
     "OLD",
     "Batch",
-    "Batches",
     "DataConfig",
     "Document",
     "Mixture",

@@ -5,11 +5,10 @@ Labels are always text; a number in a file becomes its digits. An error names th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -60,7 +59,7 @@ class LabelledConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [self.text] if isinstance(self.text, str) else list(self.text or [])
+        names = _listed(self.text)
         if self.text is not None and (not 1 <= len(names) <= 2 or (self.type == "span" and len(names) == 1)):
             raise ValueError("text names one column, or two of a pair; for span those of question and context")
         if self.type == "tagging" and len(names) > 1:
@@ -76,9 +75,7 @@ class LabelledConfig(Config):
     @property
     def texts(self) -> list[str]:
         """The columns of text: one, or two."""
-        if self.text is None:
-            return ["question", "context"] if self.type == "span" else ["text"]
-        return [self.text] if isinstance(self.text, str) else list(self.text)
+        return _listed(self.text) or (["question", "context"] if self.type == "span" else ["text"])
 
     @property
     def label_column(self) -> str:
@@ -87,8 +84,11 @@ class LabelledConfig(Config):
 
     def files(self, split: Split) -> list[Path]:
         """The files of one split."""
-        paths = getattr(self, split)
-        return [Path(path).expanduser() for path in ([paths] if isinstance(paths, str) else paths)]
+        return [Path(path).expanduser() for path in _listed(getattr(self, split))]
+
+
+def _listed(values: str | list[str] | None) -> list[str]:
+    return [values] if isinstance(values, str) else list(values or [])
 
 
 class AnswerSpan(NamedTuple):
@@ -131,11 +131,6 @@ class TaskRows:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def fingerprint(self) -> str:
-        """SHA-256 over specification, texts and targets."""
-        content = repr((self.spec, [(row.texts, row.target) for row in self.rows]))
-        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
@@ -188,7 +183,7 @@ def score_metric(config: LabelledConfig, spec: TaskSpec) -> Metric:
 
 
 def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
-    reader = LabelReader(config.label_column)
+    reader = LabelReader(config)
     rows: list[LabelledRow] = []
     files = config.files(split)
     for path in files:
@@ -202,37 +197,17 @@ def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
 
 
 def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Iterator[LabelledRow]:
-    columns = {"text": config.texts[0]} | ({"text.1": config.texts[1]} if len(config.texts) > 1 else {})
-    columns["label"] = config.label_column
-    if config.type == "tagging" and not is_table(path):
-        for words, tags, where in read_conll(path, columns, config.columns):
-            yield LabelledRow(tuple(words), tuple(reader.read(tag, where) for tag in tags), where)
-        return
-    for (*values, label), where in read_values(path, columns, "task", config.columns):
-        names = config.texts
-        if config.type == "tagging":
+    names = config.texts
+    columns = dict(zip(("text", "text.1"), names, strict=False)) | {"label": config.label_column}
+    tagging = config.type == "tagging"
+    conll = tagging and not is_table(path)
+    rows = read_conll(path, columns, config.columns) if conll else read_values(path, columns, "task", config.columns)
+    for (*values, label), where in rows:
+        if tagging:
             values = _split_blanks(values[0], names[0], where)
-            names = names * len(values)
-        texts = tuple(check_not_empty(value, name, where) for value, name in zip(values, names, strict=True))
-        yield LabelledRow(texts, _target(label, texts, config, reader, where), where)
-
-
-def _target(label: Any, texts: Sequence[str], config: LabelledConfig, reader: LabelReader, where: str) -> Target:
-    if config.type == "tagging":
-        tags = tuple(reader.read(tag, where) for tag in _split_blanks(label, config.label_column, where))
-        if len(tags) != len(texts) or not texts:
-            raise DataError(
-                f"{where} has {len(texts)} words and {len(tags)} tags, but as many of both, and at least one, are "
-                "expected: correct the row."
-            )
-        return tags
-    if config.type == "classification":
-        return reader.read(label, where)
-    if config.type == "regression":
-        return _number(label, config.label_column, where)
-    if config.type == "multi-label":
-        return reader.read_several(label, config.separator, where)
-    return answer_span(label, texts[1], config.label_column, where)
+        text_names = names * len(values) if tagging else names
+        texts = tuple(check_not_empty(value, name, where) for value, name in zip(values, text_names, strict=True))
+        yield LabelledRow(texts, reader.target(label, texts, where), where)
 
 
 def _split_blanks(value: Any, column: str, where: str) -> list[Any]:
@@ -301,24 +276,53 @@ def _notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iterator[s
 
 
 class LabelReader:
-    """Reads the labels of one column as text, and refuses a column that mixes forms.
+    """Reads the labels of a task's column, and refuses a column that mixes forms."""
 
-    Args:
-        column: its name, for messages.
-    """
-
-    def __init__(self, column: str) -> None:
-        self.column = column
+    def __init__(self, config: LabelledConfig) -> None:
+        self.config, self.column = config, config.label_column
         self._forms: dict[float, tuple[str, str]] = {}  # number -> its first form, and the row that has it
-        self._number: tuple[str, str] | None = None
-        self._word: tuple[str, str] | None = None
+        self._kinds: dict[str, tuple[str, str]] = {}  # number, word -> the first of the kind, and the row that has it
 
-    def read(self, value: Any, where: str) -> str:
-        """The text of a label: the digits of a number, true or false of a boolean.
+    def target(self, value: Any, texts: Sequence[str], where: str) -> Target:
+        """What is predicted for a row of these texts.
 
         Raises:
-            DataError: the value is no label, or the column mixes numbers with words, or two forms of one number.
+            DataError: the value is no target of the task's type, or does not fit the texts.
         """
+        kind = self.config.type
+        if kind == "regression":
+            if (number := _finite(value)) is None:
+                shown = "nothing" if value is None or value == "" else repr(value)
+                raise DataError(f"{where} has {shown} in the column {self.column!r}, but a finite number is expected.")
+            return number
+        if kind == "classification":
+            return self._label(value, where)
+        if kind == "span":
+            return answer_span(value, texts[1], self.column, where)
+        if kind == "multi-label":
+            return tuple(dict.fromkeys(self._label(label, where) for label in self._split(value, where)))
+        tags = tuple(self._label(tag, where) for tag in _split_blanks(value, self.column, where))
+        if len(tags) != len(texts) or not texts:
+            raise DataError(
+                f"{where} has {len(texts)} words and {len(tags)} tags, but as many of both, and at least one, are "
+                "expected: correct the row."
+            )
+        return tags
+
+    def _split(self, value: Any, where: str) -> list[Any]:
+        """The labels of a list, or of a text with separators; there may be none."""
+        separator = self.config.separator
+        if isinstance(value, str):
+            return [part for part in value.split(separator) if part.strip()]
+        if not isinstance(value, list):
+            raise DataError(
+                f"{where} has {type_name(value)} in the column {self.column!r}, but a list of labels, or a text with "
+                f"{separator!r} between them, is expected: correct the row."
+            )
+        return value
+
+    def _label(self, value: Any, where: str) -> str:
+        """The text of a label: the digits of a number, true or false of a boolean."""
         text = self._text(value, where)
         number = _finite(text)
         first, other = (text, where) if number is None else self._forms.setdefault(number, (text, where))
@@ -327,33 +331,17 @@ class LabelReader:
                 f"{where} has the label {text} in the column {self.column!r}, and {other} has {first}, which is the "
                 "same number in another form: write both alike."
             )
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            self._number = self._number or (text, where)
-        elif number is None:
-            self._word = self._word or (text, where)
-        if self._number and self._word:
-            label = f"the number {text}" if isinstance(value, int | float) else f"the word {text!r}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number or number is None:
+            self._kinds.setdefault("number" if is_number else "word", (text, where))
+        if len(self._kinds) == 2:
+            label = f"the number {text}" if is_number else f"the word {text!r}"
+            (digits, digits_at), (word, word_at) = self._kinds["number"], self._kinds["word"]
             raise DataError(
-                f"{where} has {label} in the column {self.column!r}, which is sometimes a number "
-                f"({self._number[0]} at {self._number[1]}) and sometimes a word ({self._word[0]!r} at "
-                f"{self._word[1]}): write all labels as text."
+                f"{where} has {label} in the column {self.column!r}, which is sometimes a number ({digits} at "
+                f"{digits_at}) and sometimes a word ({word!r} at {word_at}): write all labels as text."
             )
         return text
-
-    def read_several(self, value: Any, separator: str, where: str) -> tuple[str, ...]:
-        """The labels of a list, or of a text with separators; there may be none.
-
-        Raises:
-            DataError: the value is neither, or one of them is no label.
-        """
-        if isinstance(value, str):
-            value = [part for part in value.split(separator) if part.strip()]
-        if not isinstance(value, list):
-            raise DataError(
-                f"{where} has {type_name(value)} in the column {self.column!r}, but a list of labels, or a text with "
-                f"{separator!r} between them, is expected: correct the row."
-            )
-        return tuple(dict.fromkeys(self.read(label, where) for label in value))
 
     def _text(self, value: Any, where: str) -> str:
         if isinstance(value, bool):
@@ -376,18 +364,10 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _number(value: Any, column: str, where: str) -> float:
-    number = _finite(value)
-    if number is None:
-        shown = "nothing" if value is None or value == "" else repr(value)
-        raise DataError(f"{where} has {shown} in the column {column!r}, but a finite number is expected.")
-    return number
-
-
 def read_conll(
-    path: Path, columns: dict[str, str], header: Sequence[str] = ()
-) -> Iterator[tuple[list[str], list[str], str]]:
-    """The words, tags and location of each sentence of a CoNLL file: a word a line, sentences end at empty lines.
+    path: Path, columns: Mapping[str, str], header: Sequence[str] = ()
+) -> Iterator[tuple[tuple[list[str], list[str]], str]]:
+    """The words and tags, and the location of each sentence of a CoNLL file: a word a line, empty lines between.
 
     Columns are separated by tabs in a file that has any, else by blanks. Comments begin with `#` and have no column of
     tags; `-DOCSTART-` lines are skipped.
@@ -401,42 +381,33 @@ def read_conll(
     Raises:
         DataError: the file can't be read, or a line has no tag, or too few or too many columns.
     """
+    if header:
+        check_columns(header, columns, str(path), "task")
+    word, tag = (1, 2) if ".iob2" in path.suffixes else (0, -1)
+    word, tag = map(list(header).index, columns.values()) if header else (word, tag)
+    expected = len(header) or max(2, word + 1, tag + 1)
     lines = read_text(path).split("\n")
     tabs = any("\t" in line for line in lines)
-    indices = _conll_columns(path, columns, header)
     words: list[str] = []
     tags: list[str] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):
         if not line.strip():
             if words:
-                yield words, tags, f"{path}: line {first_line}"
+                yield (words, tags), f"{path}: line {first_line}"
             words, tags = [], []
             continue
         cells = line.rstrip().split("\t") if tabs else line.split()
         is_comment = cells[0].startswith("#") and (len(cells) == 1 if tabs else "=" in cells[1:])
         if is_comment or cells[0] == "-DOCSTART-":
             continue
-        _check_cells(cells, header, indices, f"{path}: line {number}")
+        if len(cells) < expected or (header and len(cells) != expected):
+            raise DataError(
+                f"{path}: line {number} has {len(cells)} columns, but {expected}{'' if header else ' or more'} are "
+                "expected, a word and its tag among them: correct the line, or name the task's columns."
+            )
+        if not (cells[word].strip() and cells[tag].strip()):
+            raise DataError(f"{path}: line {number} has an empty word or tag: correct the line.")
         first_line = first_line if words else number
-        words.append(cells[indices[0]])
-        tags.append(cells[indices[1]])
-
-
-def _conll_columns(path: Path, columns: dict[str, str], header: Sequence[str]) -> tuple[int, int]:
-    if not header:
-        return (1, 2) if ".iob2" in path.suffixes else (0, -1)
-    check_columns(header, columns, str(path), "task")
-    word, tag = (list(header).index(name) for name in columns.values())
-    return word, tag
-
-
-def _check_cells(cells: Sequence[str], header: Sequence[str], indices: tuple[int, int], where: str) -> None:
-    expected = len(header) or max(2, *(index + 1 for index in indices))
-    if len(cells) < expected or (header and len(cells) != expected):
-        raise DataError(
-            f"{where} has {len(cells)} columns, but {expected}{'' if header else ' or more'} are expected, a word and "
-            "its tag among them: correct the line, or name the task's columns."
-        )
-    if not all(cells[index].strip() for index in indices):
-        raise DataError(f"{where} has an empty word or tag: correct the line.")
+        words.append(cells[word])
+        tags.append(cells[tag])

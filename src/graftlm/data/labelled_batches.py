@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import padding_id
 from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
@@ -25,7 +26,6 @@ from graftlm.grafts.heads import IGNORED, TaskSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LINE_BREAK = "\n"
 _WITHOUT_ENTROPY = ("regression", "span")
 
 
@@ -84,7 +84,7 @@ class RowEncoder:
         self, tokenizer: PreTrainedTokenizerBase, length: int, *, segments: bool = True, truncation: bool = True
     ) -> None:
         self.tokenizer, self.length, self.segments, self.truncation = tokenizer, length, segments, truncation
-        self._separator = "" if _separates_pairs(tokenizer) else _LINE_BREAK
+        self._separator = "" if _separates_pairs(tokenizer) else "\n"
 
     def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
         """Encode the rows of one task.
@@ -100,17 +100,11 @@ class RowEncoder:
         spec, rows = task.spec, task.rows
         if not rows:
             return EncodedTask(spec, [], 0)
-        second: list[str] | None = None
-        if spec.type == "tagging":
-            first = [" ".join(row.texts) for row in rows]
-        else:
-            first = [row.texts[0] for row in rows]
-            if all(len(row.texts) == 2 for row in rows):
-                second = [self._separator + row.texts[1] for row in rows]
-        values = self._tokenise(first, second, spec)
+        texts = [self._texts(spec, row) for row in rows]
+        values = self._tokenise(texts, spec)
         long = [index for index, ids in enumerate(values["input_ids"]) if len(ids) > self.length]
         if long:
-            self._truncate(values, long, first, second, rows, spec)
+            self._truncate(values, long, texts, task)
         encoded = [self._row(spec, row, values, index) for index, row in enumerate(rows)]
         if training and spec.type == "span":
             encoded = [row for row in encoded if row.target is None or int(row.target[0]) != IGNORED]
@@ -118,36 +112,37 @@ class RowEncoder:
             raise DataError(f"{rows[0].where}: no row has its answer within {self.length} tokens: raise the length.")
         return EncodedTask(spec, encoded, len(long))
 
-    def _tokenise(self, first: list[str], second: list[str] | None, spec: TaskSpec, **options: Any) -> dict[str, Any]:
-        if spec.of_tokens:
-            if not self.tokenizer.is_fast:
-                raise BackboneError(
-                    f"Tasks of the type {spec.type} need the characters that each token covers, which the tokenizer "
-                    f"{type(self.tokenizer).__name__} does not give: use a backbone with a tokenizer.json."
-                )
-            options["return_offsets_mapping"] = True
+    def _texts(self, spec: TaskSpec, row: LabelledRow) -> tuple[str, ...]:
+        """One text, or a pair."""
+        if spec.type == "tagging":
+            return (" ".join(row.texts),)
+        first, *second = row.texts
+        return (first, *(self._separator + text for text in second))
+
+    def _tokenise(self, texts: Sequence[tuple[str, ...]], spec: TaskSpec, **options: Any) -> dict[str, Any]:
+        """Ids, marks of second texts, offsets and numbers of texts; a list over the rows for each."""
+        if spec.of_tokens and not self.tokenizer.is_fast:
+            raise BackboneError(
+                f"Tasks of the type {spec.type} need the characters that each token covers, which the tokenizer "
+                f"{type(self.tokenizer).__name__} does not give: use a backbone with a tokenizer.json."
+            )
         options |= {"return_attention_mask": False, "return_token_type_ids": True, "verbose": False}
-        encoding = self.tokenizer(first, second, **options)
-        values = {key: encoding[key] for key in encoding}
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        encoding = self.tokenizer(*columns, return_offsets_mapping=spec.of_tokens, **options)
+        values = dict(encoding)
         if spec.type == "span":
-            values["sequences"] = [encoding.sequence_ids(index) for index in range(len(first))]
+            values["sequences"] = [encoding.sequence_ids(index) for index in range(len(texts))]
         return values
 
     def _truncate(
-        self,
-        values: dict[str, Any],
-        indices: Sequence[int],
-        first: Sequence[str],
-        second: Sequence[str] | None,
-        rows: Sequence[LabelledRow],
-        spec: TaskSpec,
+        self, values: dict[str, Any], indices: Sequence[int], texts: Sequence[tuple[str, ...]], task: TaskRows
     ) -> None:
         """Replace the encodings of rows that are too long."""
-        row = rows[indices[0]]
+        spec, rows = task.spec, task.rows
         if not self.truncation:
             raise DataError(
-                f"{row.where} has {len(values['input_ids'][indices[0]])} tokens, but {self.length} are read: raise the "
-                "length, shorten the text, or set truncation to true."
+                f"{rows[indices[0]].where} has {len(values['input_ids'][indices[0]])} tokens, but {self.length} are "
+                "read: raise the length, shorten the text, or set truncation to true."
             )
         for index in indices if spec.type == "span" else ():
             others = sum(sequence != 1 for sequence in values["sequences"][index])
@@ -157,49 +152,44 @@ class RowEncoder:
                     "for its context: raise the length, or shorten the question."
                 )
         strategy = "only_second" if spec.type == "span" else "longest_first"
-        seconds = None if second is None else [second[index] for index in indices]
-        firsts = [first[index] for index in indices]
-        shorter = self._tokenise(firsts, seconds, spec, truncation=strategy, max_length=self.length)
+        shorter = self._tokenise([texts[index] for index in indices], spec, truncation=strategy, max_length=self.length)
         for key, replacements in shorter.items():
             for index, value in zip(indices, replacements, strict=True):
                 values[key][index] = value
 
     def _row(self, spec: TaskSpec, row: LabelledRow, values: dict[str, Any], index: int) -> EncodedRow:
-        ids = np.asarray(values["input_ids"][index], dtype=np.int32)
+        value = {key: column[index] for key, column in values.items()}
+        ids = np.asarray(value["input_ids"], dtype=np.int32)
         if not len(ids):
             raise DataError(f"{row.where} has no tokens: give it text that the tokenizer knows, or leave the row out.")
-        marks = np.asarray(values["token_type_ids"][index], dtype=np.int8)
+        marks = np.asarray(value["token_type_ids"], dtype=np.int8)
         segments = marks if self.segments and marks.any() else None
         alignment = None
         if spec.type == "tagging":
-            alignment = first_tokens(row.texts, values["offset_mapping"][index])
+            alignment = first_tokens(row.texts, value["offset_mapping"])
         elif spec.type == "span":
-            alignment = _context_ranges(
-                values["offset_mapping"][index], values["sequences"][index], len(self._separator)
-            )
+            alignment = _context_ranges(value["offset_mapping"], value["sequences"], len(self._separator))
         return EncodedRow(ids, segments, _encode_target(spec, row, alignment, len(ids)), alignment)
 
 
 def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | None, tokens: int) -> Tensor | None:
     """The target of a head; a truncated answer is -100 twice."""
-    target = row.target
+    target: Any = row.target
     if target is None:
         return None
-    if isinstance(target, AnswerSpan):
-        assert alignment is not None, "a span is aligned"
-        return torch.from_numpy(_answer_tokens(target, alignment))
     if spec.type == "classification":
-        return torch.tensor(spec.labels.index(str(target)))
+        return torch.tensor(spec.labels.index(target))
     if spec.type == "regression":
-        return torch.tensor(float(target))  # type: ignore[arg-type]  # a number, by its type
-    assert isinstance(target, tuple), "several labels, or a tag for each word"
+        return torch.tensor(float(target))
     if spec.type == "multi-label":
         return torch.tensor([float(label in target) for label in spec.labels])
-    assert alignment is not None, "tags are aligned"
+    assert alignment is not None, "tags and spans are aligned"
+    if spec.type == "span":
+        return torch.from_numpy(_answer_tokens(target, alignment))
     tags = torch.full((tokens,), IGNORED)
-    for token, label in zip(alignment, target, strict=True):
+    for token, label in zip(alignment.tolist(), target, strict=True):
         if token >= 0:
-            tags[int(token)] = spec.labels.index(label)
+            tags[token] = spec.labels.index(label)
     return tags
 
 
@@ -253,7 +243,8 @@ class TaskBatch:
         attention_mask: long, (B, T), 0 at padding, which is on the right.
         token_type_ids: long, (B, T), 1 in the second text of a pair; None when no row has such marks.
         task: long, (B,), the number of each row's task.
-        row_targets: one tensor per row, for tagging of the row's own length; None when the rows have no labels.
+        targets: one tensor per row, as `grafts.heads` takes them: for tagging (T,), -100 at padding; None when the rows
+            have no labels.
         tagged: whether each row's task is tagging.
     """
 
@@ -261,36 +252,26 @@ class TaskBatch:
     attention_mask: Tensor
     token_type_ids: Tensor | None
     task: Tensor
-    row_targets: list[Tensor] | None
+    targets: list[Tensor] | None
     tagged: list[bool]
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
-    @property
-    def targets(self) -> list[Tensor] | None:
-        """One tensor per row, as `grafts.heads` takes them: for tagging (T,), -100 at padding."""
-        if self.row_targets is None:
-            return None
-        width = self.input_ids.shape[1]
-        return [
-            functional.pad(target, (0, width - len(target)), value=IGNORED) if tagged else target
-            for target, tagged in zip(self.row_targets, self.tagged, strict=True)
-        ]
-
     def rows(self, rows: slice) -> TaskBatch:
         """Some of the rows, such as a micro-batch, without columns that are padding in all of them."""
-        mask = self.attention_mask[rows]
+        mask, tagged, targets = self.attention_mask[rows], self.tagged[rows], self.targets
         width = int(mask.sum(1).max()) if len(mask) else 0
         segments = None if self.token_type_ids is None else self.token_type_ids[rows, :width]
-        targets = None if self.row_targets is None else self.row_targets[rows]
-        tensors = self.input_ids[rows, :width], mask[:, :width], segments, self.task[rows]
-        return TaskBatch(*tensors, targets, self.tagged[rows])
+        if targets is not None:
+            pairs = zip(targets[rows], tagged, strict=True)
+            targets = [target[:width] if of_tokens else target for target, of_tokens in pairs]
+        return TaskBatch(self.input_ids[rows, :width], mask[:, :width], segments, self.task[rows], targets, tagged)
 
     def to(self, device: torch.device | str) -> TaskBatch:
         """The same rows on `device`."""
         segments = None if self.token_type_ids is None else self.token_type_ids.to(device)
-        targets = None if self.row_targets is None else [target.to(device) for target in self.row_targets]
+        targets = None if self.targets is None else [target.to(device) for target in self.targets]
         tensors = self.input_ids.to(device), self.attention_mask.to(device), segments, self.task.to(device)
         return TaskBatch(*tensors, targets, self.tagged)
 
@@ -318,24 +299,27 @@ Score = Callable[[TaskBatch], Sequence[float | None]]
 
 def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
     """The batch of some rows; the longest row comes first."""
-    ordered = sorted(rows, key=lambda row: -len(row[0]))
-    shape = len(rows), len(ordered[0][0])
-    ids, mask = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
-    segments = torch.zeros(shape, dtype=torch.long)
-    for line, (row, _, _) in enumerate(ordered):
-        ids[line, : len(row)] = torch.from_numpy(row.ids.astype(np.int64))
-        mask[line, : len(row)] = 1
-        if row.segments is not None:
-            segments[line, : len(row)] = torch.from_numpy(row.segments.astype(np.int64))
-    targets = [row.target for row, _, _ in ordered if row.target is not None]
+    encoded, specs, numbers = zip(*sorted(rows, key=lambda row: -len(row[0])), strict=True)
+    tagged = [spec.type == "tagging" for spec in specs]
+    targets = [
+        functional.pad(row.target, (0, len(encoded[0]) - len(row)), value=IGNORED) if of_tokens else row.target
+        for row, of_tokens in zip(encoded, tagged, strict=True)
+        if row.target is not None
+    ]
+    marks = [np.zeros(len(row)) if row.segments is None else row.segments for row in encoded]
     return TaskBatch(
-        ids,
-        mask,
-        segments if any(row.segments is not None for row, _, _ in rows) else None,
-        torch.tensor([number for _, _, number in ordered]),
+        _padded([row.ids for row in encoded], pad_id),
+        _padded([np.ones(len(row)) for row in encoded]),
+        None if all(row.segments is None for row in encoded) else _padded(marks),
+        torch.tensor(numbers),
         targets if len(targets) == len(rows) else None,
-        [spec.type == "tagging" for _, spec, _ in ordered],
+        tagged,
     )
+
+
+def _padded(arrays: Sequence[np.ndarray], value: int = 0) -> Tensor:
+    """Long, (arrays, longest): the arrays, padded at their end."""
+    return pad_sequence([torch.from_numpy(array).long() for array in arrays], batch_first=True, padding_value=value)
 
 
 def batches_by_length(rows: Sequence[TaskRow], size: int, pad_id: int) -> Iterator[tuple[list[int], TaskBatch]]:
@@ -380,9 +364,8 @@ class LabelledMixture:
         self.notes = [
             note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), encoder.length)
         ]
-        config = _with_fixed_shares(sampler, rows)
-        _check_policy(config, rows, score)
-        self.sampler = TaskSampler({name: len(task) for name, task in self.tasks.items()}, config, batch_size, seed)
+        sizes = {name: len(task) for name, task in self.tasks.items()}
+        self.sampler = TaskSampler(sizes, _fit_policy(sampler, rows, score), batch_size, seed)
 
     def batch(self, step: int) -> TaskBatch:
         """The rows of one optimiser step, counted from 0; steps must be drawn in order.
@@ -400,8 +383,8 @@ class LabelledMixture:
 
     def sample(self, name: str, count: int) -> TaskBatch:
         """The first rows of one task, at most `count`."""
-        picks = [Pick(name, row) for row in range(min(count, len(self.tasks[name])))]
-        return collate_rows([self._row(pick) for pick in picks], self.pad_id)
+        count = min(count, len(self.tasks[name]))
+        return collate_rows([self._row(Pick(name, row)) for row in range(count)], self.pad_id)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state, as plain JSON values."""
@@ -451,22 +434,14 @@ class LabelledMixture:
 
 def largest_entropy(spec: TaskSpec) -> float:
     """H' in nats, the entropy of a uniform prediction: log C, and C log 2 for C independent labels."""
-    if spec.type == "multi-label":
-        return len(spec.labels) * float(np.log(2))
-    return float(np.log(max(2, len(spec.labels))))
+    labels = len(spec.labels)
+    return labels * float(np.log(2)) if spec.type == "multi-label" else float(np.log(max(2, labels)))
 
 
-def _with_fixed_shares(config: SamplerConfig, rows: Mapping[str, TaskRows]) -> SamplerConfig:
-    """Give each task without entropy a fixed share under `uncertainty`."""
-    if config.policy != "uncertainty":
-        return config
-    uniform = {name: 1 / len(rows) for name, task in rows.items() if task.spec.type in _WITHOUT_ENTROPY}
-    return config.model_copy(update={"fixed": uniform | config.fixed})
-
-
-def _check_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Score | None) -> None:
+def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Score | None) -> SamplerConfig:
+    """The config, with a fixed share for each task without entropy; refused where the policy does not fit the tasks."""
     if config.policy not in ("entropy", "uncertainty"):
-        return
+        return config
     if score is None:
         raise DataError(
             f"The policy {config.policy} depends on a model's predictions, but there is no score: pass one, or set "
@@ -479,6 +454,7 @@ def _check_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Sc
             "but policy: entropy needs it: take policy: uncertainty, which gives such tasks a fixed share, or "
             "temperature."
         )
+    return config.model_copy(update={"fixed": dict.fromkeys(without, 1 / len(rows)) | config.fixed})
 
 
 def _notes(name: str, task: EncodedTask, rows: int, length: int) -> Iterator[str]:

@@ -13,12 +13,14 @@ last document, and the bit `PROMPT` in the ids of a prompt. One array thus carri
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -28,14 +30,12 @@ from torch import Tensor
 
 from graftlm.backbone import leading_bos, padding_id
 from graftlm.data.sources import DataConfig, Document, SourceConfig, read_documents
-from graftlm.data.streaming import StreamingBlocks
 from graftlm.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Boundaries = Literal["separate", "joined", "whole"]
-Progress = Callable[[int], None]
 
 OLD, NEW = 0, 1
 DOMAIN_NAMES = {OLD: "old", NEW: "new"}
@@ -89,21 +89,13 @@ def window_bounds(
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A document's prompt or text, or a part of a very long one.
-
-    Attributes:
-        text: the characters.
-        first: whether the document starts with this chunk.
-        last: whether it ends with this chunk.
-        prompt: whether the chunk belongs to a prompt.
-        where: the document's location.
-    """
+    """A document's prompt or text, or a part of a very long one; `first` and `last` of its document."""
 
     text: str
     first: bool
     last: bool
-    prompt: bool = False
-    where: str = ""
+    prompt: bool
+    where: str
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
@@ -129,11 +121,10 @@ def _line_end(text: str, start: int, stop: int) -> int:
     """The best cut up to `stop`: after a newline between two visible characters, else at `stop`."""
     if stop >= len(text):
         return len(text)
-    at = text.rfind("\n", start + 1, stop)
-    while at > start:
+    at = stop
+    while (at := text.rfind("\n", start + 1, at)) > start:
         if not text[at - 1].isspace() and not text[at + 1].isspace():
             return at + 1
-        at = text.rfind("\n", start + 1, at)
     return stop
 
 
@@ -153,9 +144,8 @@ def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[
 
 def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """The marked ids of each chunk, of shape (its tokens,)."""
-    texts = [chunk.text for chunk in group]
     options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
+    encoded = tokenizer([chunk.text for chunk in group], add_special_tokens=False, **options)["input_ids"]
     bos_id, eos_id = leading_bos(tokenizer), tokenizer.eos_token_id
     streams, starts = [], False
     for ids, chunk in zip(encoded, group, strict=True):
@@ -171,14 +161,17 @@ def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list
 
 def pad_row(row: np.ndarray, length: int) -> np.ndarray:
     """Pad marked ids (n,) at their end to (length,)."""
-    return np.concatenate([row, np.full(length - len(row), PADDING, dtype=np.int32)])
+    return np.pad(row, (0, length - len(row)), constant_values=PADDING)
 
 
 def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
     """Cut marked ids (n,) into padded rows (N, length)."""
+    return np.stack([pad_row(stream[start:stop], length) for start, stop in _row_bounds(stream, length, boundaries)])
+
+
+def _row_bounds(stream: np.ndarray, length: int, boundaries: Boundaries) -> Iterator[tuple[int, int]]:
     starts = np.flatnonzero(is_start(stream)).tolist() if boundaries == "whole" else None
-    bounds = window_bounds(len(stream), length, starts=starts)
-    return np.stack([pad_row(stream[start:stop], length) for start, stop in bounds])
+    return window_bounds(len(stream), length, starts=starts)
 
 
 class RowPacker:
@@ -190,7 +183,6 @@ class RowPacker:
         length: tokens per row.
         boundaries: how documents share rows; see `DataConfig`.
         repeat: start over after the last document instead of ending.
-        progress: called after every group of chunks with its number of characters.
 
     Attributes:
         tail: marked ids (n,) that are tokenised and not yet in a row.
@@ -207,13 +199,12 @@ class RowPacker:
         boundaries: Boundaries = "separate",
         *,
         repeat: bool = False,
-        progress: Progress | None = None,
     ) -> None:
-        self.length, self.boundaries, self.pad_id = length, boundaries, padding_id(tokenizer)
+        self.length, self.pad_id = length, padding_id(tokenizer)
+        self.boundaries: Boundaries = boundaries
         self.tail = np.empty(0, dtype=np.int32)
         self.chunks = self.epoch = self.n_tokens = 0
-        self._open_documents, self._tokenizer = open_documents, tokenizer
-        self._repeat, self._progress = repeat, progress
+        self._open_documents, self._tokenizer, self._repeat = open_documents, tokenizer, repeat
         self._groups: Iterator[list[TextChunk]] | None = None
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -231,8 +222,7 @@ class RowPacker:
             self._tokenise(group)
         if not len(self.tail):
             return None
-        starts = np.flatnonzero(is_start(self.tail[:needed])).tolist() if self.boundaries == "whole" else None
-        _, stop = next(window_bounds(len(self.tail), self.length, starts=starts))
+        _, stop = next(_row_bounds(self.tail[:needed], self.length, self.boundaries))
         row, self.tail = self.tail[:stop], self.tail[stop:]
         return pad_row(row, self.length)
 
@@ -247,8 +237,6 @@ class RowPacker:
         self.tail = np.concatenate([self.tail, *streams])
         self.chunks += len(group)
         self.n_tokens += sum(map(len, streams))
-        if self._progress is not None:
-            self._progress(sum(len(chunk.text) for chunk in group))
 
     def _next_group(self) -> list[TextChunk] | None:
         if self._groups is None:
@@ -280,24 +268,27 @@ class RowPacker:
                 )
 
 
+@dataclass(eq=False)
 class TokenBlocks:
     """Packed rows of one domain, in memory.
 
     Attributes:
         marked: int32, shape (N, length).
-        length: tokens per row.
         boundaries: how documents share rows; see `DataConfig`.
         pad_id: the id at padding.
     """
 
-    def __init__(self, marked: np.ndarray, *, boundaries: Boundaries = "separate", pad_id: int = 0) -> None:
-        self.marked = marked
-        self.length = marked.shape[1]
-        self.boundaries: Boundaries = boundaries
-        self.pad_id = pad_id
+    marked: np.ndarray
+    boundaries: Boundaries = "separate"
+    pad_id: int = 0
 
     def __len__(self) -> int:
         return len(self.marked)
+
+    @property
+    def length(self) -> int:
+        """Tokens per row."""
+        return self.marked.shape[1]
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -309,19 +300,91 @@ class TokenBlocks:
 
         The order depends only on `key` (seed, domain) and the epoch. Returns marked ids, shape (count, length).
         """
-        wanted = np.arange(first, first + count)
-        rows = np.empty(count, dtype=np.int64)
-        epochs = wanted // len(self)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            rows[in_epoch] = self._order(int(epoch), key)[wanted[in_epoch] % len(self)]
-        return self.marked[rows]
+        epochs, places = np.divmod(np.arange(first, first + count), len(self))
+        orders = {epoch: _epoch_order(len(self), *key, epoch) for epoch in np.unique(epochs).tolist()}
+        rows = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
+        return self.marked[np.array(rows, dtype=np.int64)]
 
-    def _order(self, epoch: int, key: tuple[int, int]) -> np.ndarray:
-        if getattr(self, "_order_key", None) != (epoch, *key):
-            self._order_key = (epoch, *key)
-            self._last_order = np.random.Generator(np.random.Philox([*key, epoch])).permutation(len(self))
-        return self._last_order
+
+@lru_cache(maxsize=4)
+def _epoch_order(size: int, *key: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key)).permutation(size)
+
+
+class StreamingBlocks:
+    """Packed rows of one domain, out of an endless stream and in random order.
+
+    A row is drawn at random out of a buffer and replaced by the stream's next row. The drawn position depends only on
+    the key of `take` and the row's number.
+
+    Args:
+        packer: gives the rows; it repeats the documents.
+        buffer_rows: rows of the buffer.
+    """
+
+    def __init__(self, packer: RowPacker, *, buffer_rows: int = 256) -> None:
+        self.length, self.pad_id = packer.length, packer.pad_id
+        self.boundaries: Boundaries = packer.boundaries
+        self._packer, self._buffer_rows, self._drawn = packer, buffer_rows, 0
+        self._buffer = np.empty((0, self.length), dtype=np.int32)
+
+    def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
+        """The next `count` rows as marked ids, shape (count, length).
+
+        Raises:
+            DataError: row `first` is not the next one, the source has no text, or a document with a prompt must stay
+                whole and does not fit into a row.
+        """
+        if first != self._drawn:
+            raise DataError(
+                f"The stream stands at row {self._drawn}, but row {first} is asked for: streams go forward only, "
+                "so load the state that was saved at that step."
+            )
+        if not len(self._buffer):
+            self._buffer = np.array([self._packer.next_row() for _ in range(self._buffer_rows)], dtype=np.int32)
+        return np.array([self._draw(key) for _ in range(count)], dtype=np.int32).reshape(count, self.length)
+
+    def _draw(self, key: tuple[int, int]) -> np.ndarray:
+        at = np.random.Generator(np.random.Philox([*key, self._drawn])).integers(self._buffer_rows)
+        row = self._buffer[at].copy()
+        row_after = self._packer.next_row()
+        assert row_after is not None, "a packer that repeats has no last row"
+        self._buffer[at] = row_after
+        self._drawn += 1
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next rows depend on, as plain JSON values."""
+        return {
+            "epoch": self._packer.epoch,
+            "chunks": self._packer.chunks,
+            "drawn": self._drawn,
+            "tail": _encode(self._packer.tail),
+            "buffer": _encode(self._buffer),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the same documents, tokenizer and length.
+
+        Raises:
+            DataError: the state has a buffer of another size.
+        """
+        buffer = _decode(state["buffer"])
+        if len(buffer) not in (0, self._buffer_rows * self.length):
+            raise DataError(
+                f"The stream's state holds {len(buffer)} buffered tokens, but {self._buffer_rows} rows of "
+                f"{self.length} are expected: resume with the data settings of the run that saved it."
+            )
+        self._packer.resume(_decode(state["tail"]), int(state["chunks"]), int(state["epoch"]))
+        self._drawn, self._buffer = int(state["drawn"]), buffer.reshape(-1, self.length)
+
+
+def _encode(ids: np.ndarray) -> str:
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype="<i4").astype(np.int32)
 
 
 def pack(
@@ -330,7 +393,6 @@ def pack(
     length: int,
     *,
     boundaries: Boundaries = "separate",
-    progress: Progress | None = None,
     name: str = "The documents",
 ) -> TokenBlocks:
     """Tokenise `documents` and pack them into rows of `length` tokens; see `RowPacker`.
@@ -341,7 +403,7 @@ def pack(
     Raises:
         DataError: the documents have too few tokens for one row, or one must stay whole and does not fit.
     """
-    packer = RowPacker(lambda: documents, tokenizer, length, boundaries, progress=progress)
+    packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
     if packer.n_tokens < (1 if boundaries == "whole" else length):
         raise DataError(
@@ -575,13 +637,8 @@ def _exact_shares(shares: Mapping[int, float]) -> dict[int, Fraction]:
     return {**exact, last: Fraction(1) - sum(exact[domain] for domain in others)}
 
 
-def build_mixture(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, progress: Progress | None = None
-) -> Mixture:
+def build_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Mixture:
     """The mixture of a recipe's new and old texts, `batch_size` rows per optimiser step.
-
-    Args:
-        progress: called after every group of chunks with its number of characters.
 
     Raises:
         DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
@@ -595,21 +652,11 @@ def build_mixture(
         )
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
     sources = {OLD: config.old, NEW: config.new}
-    domains = {
-        domain: build_blocks(sources[domain], config, tokenizer, progress=progress)
-        for domain, share in shares.items()
-        if share > 0
-    }
+    domains = {domain: build_blocks(sources[domain], config, tokenizer) for domain in shares if shares[domain] > 0}
     return Mixture(domains, shares, batch_size, config.seed)
 
 
-def build_blocks(
-    sources: Sequence[SourceConfig],
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    progress: Progress | None = None,
-) -> Blocks:
+def build_blocks(sources: Sequence[SourceConfig], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Blocks:
     """The rows of one domain: streamed if any of its sources is, else packed in memory.
 
     Raises:
@@ -622,4 +669,4 @@ def build_blocks(
     if any(source.streaming for source in sources):
         return StreamingBlocks(RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True))
     names = ", ".join(source.name for source in sources)
-    return pack(documents(), tokenizer, config.length, boundaries=config.boundaries, progress=progress, name=names)
+    return pack(documents(), tokenizer, config.length, boundaries=config.boundaries, name=names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
@@ -15,9 +15,10 @@ from pydantic import Field, field_validator, model_validator
 from graftlm.config import Config
 from graftlm.data.tables import (
     JSON_SUFFIXES,
-    TABLE_SUFFIXES,
     check_columns,
     check_text,
+    file_suffix,
+    is_table,
     read_rows,
     values_of,
 )
@@ -153,9 +154,7 @@ def _select(documents: Iterator[Document], selection: str | None) -> Iterator[Do
     if selection is None:
         return documents
     start, stop = (int(part) if part.strip() else None for part in selection.split(":"))
-    if min(start or 0, stop or 0) < 0:
-        return iter(list(documents)[start:stop])
-    return islice(documents, start, stop)
+    return iter(list(documents)[start:stop]) if "-" in selection else islice(documents, start, stop)
 
 
 def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
@@ -192,12 +191,8 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
 
 def _matches(relative: Path, pattern: str | None) -> bool:
     if pattern is None:
-        return _has_suffix(relative, SEARCHED_SUFFIXES)
+        return file_suffix(relative) in SEARCHED_SUFFIXES
     return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
-
-
-def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
@@ -206,7 +201,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     Raises:
         DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
-    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
+    if is_table(path) and file_suffix(path) != ".tsv":  # of documents, TSV is plain text
         yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
     elif config.prompt_column is not None:
         raise DataError(
@@ -233,10 +228,15 @@ def _read_dataset(config: SourceConfig) -> Iterator[Document]:
     rows = _load_saved(path, config.split) if _is_saved_dataset(path) else _load_from_hub(config)
     if rows.column_names is not None:
         check_columns(rows.column_names, config.columns, f"The dataset {config.name}")
-    for number, row in enumerate(_iterate(rows, config.name)):
-        where = f"{config.name}: row {number}"
-        values = zip(values_of(row, config.columns, where), config.columns.values(), strict=True)
-        yield _document([check_text(value, column, where) for value, column in values], config, where)
+    try:
+        for number, row in enumerate(rows):
+            where = f"{config.name}: row {number}"
+            values = zip(values_of(row, config.columns, where), config.columns.values(), strict=True)
+            yield _document([check_text(value, column, where) for value, column in values], config, where)
+    except OSError as error:
+        raise DataError(
+            f"The dataset {config.name} could not be read to its end ({first_line(error)}): try again."
+        ) from None
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -269,10 +269,3 @@ def _load_from_hub(config: SourceConfig) -> Any:
             f"The dataset {config.name} (subset {config.subset}, split {config.split}) can't be loaded "
             f"({first_line(error)}): check its name, subset and split, and the network."
         ) from None
-
-
-def _iterate(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Any]:
-    try:
-        yield from rows
-    except OSError as error:
-        raise DataError(f"The dataset {name} could not be read to its end ({first_line(error)}): try again.") from None

@@ -109,14 +109,13 @@ def _read_csv(
 
 def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
     names = list(columns.values())
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             check_columns(file.schema_arrow.names, columns, str(path), owner)
-            for batch in file.iter_batches(batch_size=1024, columns=names):
-                for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-                    number += 1
-                    yield list(values), f"{path}: row {number}"
+            batches = file.iter_batches(batch_size=1024, columns=names)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield [row[name] for name in names], f"{path}: row {number}"
     except (pyarrow.ArrowException, EOFError) as error:
         raise DataError(f"{path} is not a whole parquet file ({first_line(error)}): fetch it again.") from None
 

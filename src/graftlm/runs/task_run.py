@@ -46,9 +46,7 @@ class TaskEvaluationConfig(Config):
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
-class TaskRecipe(Config):
-    """A training run of a graft with one head for each task."""
-
+class _TaskSettings(Config):
     backbone: BackboneConfig
     graft: AnyGraft = Field(description="What to train; `kind` names a method whose grafts have heads.")
     tasks: dict[str, LabelledConfig] = Field(min_length=1, description="The tasks, by name.")
@@ -57,6 +55,11 @@ class TaskRecipe(Config):
     truncation: bool = Field(True, description="Truncate longer rows; false makes a longer training row an error.")
     training: TrainingConfig
     evaluation: TaskEvaluationConfig = TaskEvaluationConfig()
+
+
+class TaskRecipe(_TaskSettings):
+    """A training run of a graft with one head for each task."""
+
     out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")
 
     @model_validator(mode="after")
@@ -82,20 +85,12 @@ class TaskRecipe(Config):
 
     def run(self) -> TaskRun:
         """The run that trains the recipe's graft."""
-        names = ("backbone", "graft", "tasks", "sampler", "length", "truncation", "training", "evaluation")
-        return TaskRun(id=self.graft.kind, folder=".", **{name: getattr(self, name) for name in names})
+        settings = {name: getattr(self, name) for name in _TaskSettings.model_fields}
+        return TaskRun(id=self.graft.kind, folder=".", **settings)
 
 
-class TaskRun(TrainingRun):
+class TaskRun(_TaskSettings, TrainingRun):
     """Train a graft with heads on the labelled rows of several tasks."""
-
-    backbone: BackboneConfig
-    graft: AnyGraft
-    tasks: dict[str, LabelledConfig]
-    sampler: SamplerConfig = SamplerConfig()
-    length: int = 128
-    truncation: bool = True
-    evaluation: TaskEvaluationConfig = TaskEvaluationConfig()
 
     def artefacts(self) -> tuple[str, ...]:
         return ("graft/graft.json",)
@@ -105,8 +100,7 @@ class TaskRun(TrainingRun):
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
         tests = {split: self._held_out(rows, split) for split in ("test", "validation")}
         backbone = self.backbone.load(kind="encoder")
-        limit = max_sequence_length(backbone, backbone.need_tokenizer())
-        if self.length > limit:
+        if self.length > (limit := max_sequence_length(backbone, backbone.need_tokenizer())):
             raise RecipeError(
                 f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower the length to that."
             )
@@ -131,15 +125,11 @@ class TaskRun(TrainingRun):
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
         """The batches, whose rows the sampler chooses with the help of the model in training."""
         tasks = tasks_of(model.grafts["graft"])
-        return LabelledMixture(
-            rows,
-            row_encoder(model.backbone, self.length, self.truncation),
-            self.sampler,
-            self.training.batch_size,
-            self.training.seed,
-            uncertainty_scorer(model, list(tasks.values()), self.training.precision),
-            numbers={name: number for number, name in enumerate(tasks) if name in rows},
-        )
+        encoder = row_encoder(model.backbone, self.length, self.truncation)
+        score = uncertainty_scorer(model, list(tasks.values()), self.training.precision)
+        numbers = {name: number for number, name in enumerate(tasks) if name in rows}
+        size, seed = self.training.batch_size, self.training.seed
+        return LabelledMixture(rows, encoder, self.sampler, size, seed, score, numbers=numbers)
 
     def _held_out(self, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
         return {
@@ -152,7 +142,6 @@ class TaskRun(TrainingRun):
         tests, starts = trainee.tests
         model: GraftedModel = trainee.model
         scores = {split: self._score(model, rows) for split, rows in tests.items()}
-        kind = self.graft.kind
         metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
         metrics |= {f"{name}_validation": value for name, value in summary_metrics(scores["validation"]).items()}
         total, trained = (count_parameters(p) for p in (model.parameters(), model.trainable_parameters().values()))
@@ -166,7 +155,8 @@ class TaskRun(TrainingRun):
         }
         tasks = {split: {name: score.to_json() for name, score in each.items()} for split, each in scores.items()}
         details = {"tasks": tasks} | ({"statistics": {"started": starts}} if starts else {})
-        return Measurement(Row(id=kind, label=self.label or graft_label(self.graft), metrics=metrics), details)
+        row = Row(id=self.graft.kind, label=self.label or graft_label(self.graft), metrics=metrics)
+        return Measurement(row, details)
 
     def _score(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:
         if not rows:
@@ -204,8 +194,9 @@ def _extended_tasks(config: GraftConfig) -> dict[str, Any]:
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
     """The config of a graft with these tasks."""
-    values = config.model_dump(mode="json") | {"tasks": {name: spec.model_dump() for name, spec in specs.items()}}
-    return graft_config(values)
+    return graft_config(
+        config.model_dump(mode="json") | {"tasks": {name: spec.model_dump() for name, spec in specs.items()}}
+    )
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
@@ -249,11 +240,7 @@ def task_tests(
     tasks: Mapping[str, TaskSpec], configs: Mapping[str, LabelledConfig], rows: Mapping[str, TaskRows]
 ) -> dict[str, TaskTestSet]:
     """Test rows with each task's number and metric."""
-    numbers = {name: number for number, name in enumerate(tasks)}
     return {
-        name: TaskTestSet(numbers[name], held_out, score_metric(configs[name], held_out.spec))
+        name: TaskTestSet(list(tasks).index(name), held_out, score_metric(configs[name], held_out.spec))
         for name, held_out in rows.items()
     }
-
-
-__all__ = ["TaskRecipe", "TaskRun", "row_encoder", "task_tests", "tasks_of"]
