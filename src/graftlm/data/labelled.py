@@ -155,9 +155,7 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
     return TaskRows(spec, rows, tuple(_notes(name, spec, rows)))
 
 
-def read_held_out_rows(
-    name: str, config: LabelledConfig, spec: TaskSpec, split: Literal["test", "validation"] = "test"
-) -> TaskRows:
+def read_held_out_rows(name: str, config: LabelledConfig, spec: TaskSpec, split: Split = "test") -> TaskRows:
     """The rows of a test or validation set.
 
     Raises:
@@ -251,14 +249,12 @@ def answer_span(value: Any, context: str, column: str, where: str) -> AnswerSpan
 
 
 def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], why: str) -> None:
-    known = set(labels)
     for row in rows:
-        for label in labels_of(row):
-            if label not in known:
-                raise DataError(
-                    f"{row.where} has the label {label!r}, which is {why} of the task {name}"
-                    f"{did_you_mean(label, labels) if len(labels) < 20 else ''}: correct the row, or train with it."
-                )
+        if unknown := [label for label in labels_of(row) if label not in labels]:
+            raise DataError(
+                f"{row.where} has the label {unknown[0]!r}, which is {why} of the task {name}"
+                f"{did_you_mean(unknown[0], labels) if len(labels) < 20 else ''}: correct the row, or train with it."
+            )
 
 
 def _notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iterator[str]:
@@ -350,8 +346,7 @@ class LabelReader:
             return repr(value)
         if isinstance(value, str) and value.strip():
             return value.strip()
-        shown = repr(value) if isinstance(value, float) or (isinstance(value, str) and value) else type_name(value)
-        shown = "nothing" if value == "" else shown
+        shown = "nothing" if value == "" else repr(value) if isinstance(value, float | str) else type_name(value)
         raise DataError(f"{where} has {shown} in the column {self.column!r}, but a label is expected: correct the row.")
 
 

@@ -361,9 +361,8 @@ class LabelledMixture:
         self.batch_size, self.score, self.pad_id = batch_size, score, padding_id(encoder.tokenizer)
         self.tasks = {name: encoder.encode(task, training=True) for name, task in rows.items()}
         self.numbers = dict(numbers or {name: number for number, name in enumerate(rows)})
-        self.notes = [
-            note for name, task in self.tasks.items() for note in _notes(name, task, len(rows[name]), encoder.length)
-        ]
+        length = encoder.length
+        self.notes = [_note(name, task, len(rows[name]), length) for name, task in self.tasks.items() if task.cut]
         sizes = {name: len(task) for name, task in self.tasks.items()}
         self.sampler = TaskSampler(sizes, _fit_policy(sampler, rows, score), batch_size, seed)
 
@@ -406,8 +405,7 @@ class LabelledMixture:
         for task in self.tasks.values():
             digest.update(repr(task.spec).encode())
             for row in task.rows:
-                digest.update(row.ids.tobytes())
-                digest.update(repr(None if row.target is None else row.target.tolist()).encode())
+                digest.update(row.ids.tobytes() + repr(None if row.target is None else row.target.tolist()).encode())
         return digest.hexdigest()
 
     def _row(self, pick: Pick) -> TaskRow:
@@ -425,9 +423,8 @@ class LabelledMixture:
 
     def _observe(self, picks: Sequence[Pick]) -> None:
         """Report the entropies of the next rows to the sampler."""
-        scores = self._scores(picks)
+        pairs = list(zip(picks, self._scores(picks), strict=True))
         for name, task in self.tasks.items():
-            pairs = zip(picks, scores, strict=True)
             values = [value for pick, value in pairs if pick.task == name and value is not None]
             self.sampler.observe(name, [value * largest_entropy(task.spec) for value in values])
 
@@ -457,10 +454,9 @@ def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Scor
     return config.model_copy(update={"fixed": dict.fromkeys(without, 1 / len(rows)) | config.fixed})
 
 
-def _notes(name: str, task: EncodedTask, rows: int, length: int) -> Iterator[str]:
+def _note(name: str, task: EncodedTask, rows: int, length: int) -> str:
     lost = rows - len(task)
-    if task.cut:
-        yield (
-            f"Of the {rows:,} rows of the task {name} {task.cut:,} are longer than {length} tokens and were cut at "
-            f"their end{f', and {lost:,} left out, as their answer lies behind the cut' if lost else ''}."
-        )
+    return (
+        f"Of the {rows:,} rows of the task {name} {task.cut:,} are longer than {length} tokens and were cut at their "
+        f"end{f', and {lost:,} left out, as their answer lies behind the cut' if lost else ''}."
+    )

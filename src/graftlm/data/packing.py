@@ -175,14 +175,9 @@ def _row_bounds(stream: np.ndarray, length: int, boundaries: Boundaries) -> Iter
 
 
 class RowPacker:
-    """Packs documents into rows, one after another.
+    """Packs the documents that `open_documents` opens at their beginning into rows of `length` tokens.
 
-    Args:
-        open_documents: opens the documents at their beginning.
-        tokenizer: tokenises them.
-        length: tokens per row.
-        boundaries: how documents share rows; see `DataConfig`.
-        repeat: start over after the last document instead of ending.
+    With `repeat` it starts over after the last document instead of ending. `DataConfig` explains `boundaries`.
 
     Attributes:
         tail: marked ids (n,) that are tokenised and not yet in a row.
@@ -242,8 +237,7 @@ class RowPacker:
         if self._groups is None:
             chunks = islice(split_documents(self._open_documents()), self.chunks, None)
             self._groups = group_chunks(chunks, STREAM_GROUP_CHARACTERS if self._repeat else GROUP_CHARACTERS)
-        group = next(self._groups, None)
-        if group is not None or not self._repeat:
+        if (group := next(self._groups, None)) or not self._repeat:
             return group
         if not self.chunks:
             raise DataError("The streaming source gives no text: name a source with text that can be read again.")
@@ -258,10 +252,7 @@ class RowPacker:
         for chunk, stream in zip(group, streams, strict=True):
             if chunk.first:
                 size = 0 if chunk.prompt else None
-            if size is None:
-                continue
-            size += len(stream)
-            if size > self.length:
+            if size is not None and (size := size + len(stream)) > self.length:
                 raise DataError(
                     f"{chunk.where} takes {size} tokens or more with its prompt, but a row holds {self.length} and "
                     "documents stay whole: raise the length, leave the row out, or set boundaries to separate."
@@ -300,9 +291,8 @@ class TokenBlocks:
 
         The order depends only on `key` (seed, domain) and the epoch. Returns marked ids, shape (count, length).
         """
-        epochs, places = np.divmod(np.arange(first, first + count), len(self))
-        orders = {epoch: _epoch_order(len(self), *key, epoch) for epoch in np.unique(epochs).tolist()}
-        rows = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
+        places = (divmod(at, len(self)) for at in range(first, first + count))
+        rows = [_epoch_order(len(self), *key, epoch)[place] for epoch, place in places]
         return self.marked[np.array(rows, dtype=np.int64)]
 
 
@@ -314,12 +304,8 @@ def _epoch_order(size: int, *key: int) -> np.ndarray:
 class StreamingBlocks:
     """Packed rows of one domain, out of an endless stream and in random order.
 
-    A row is drawn at random out of a buffer and replaced by the stream's next row. The drawn position depends only on
-    the key of `take` and the row's number.
-
-    Args:
-        packer: gives the rows; it repeats the documents.
-        buffer_rows: rows of the buffer.
+    A row is drawn at random out of a buffer of `buffer_rows` rows and replaced by the next row of the packer, which
+    repeats its documents. The drawn position depends only on the key of `take` and the row's number.
     """
 
     def __init__(self, packer: RowPacker, *, buffer_rows: int = 256) -> None:
@@ -610,11 +596,7 @@ class Mixture:
         return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of a mixture of the same data.
-
-        Raises:
-            DataError: the state has other domains.
-        """
+        """Continue from `state_dict()` of a mixture of the same data; `DataError` if the state has other domains."""
         streams = self._streams()
         if set(state) != {str(domain) for domain in streams}:
             raise DataError(

@@ -9,14 +9,8 @@ For T tasks with D_t rows, and H the entropy of a prediction in nats:
     uncertainty   of b candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t          (algorithm 1)
 
 A sampler does not know the model: it names rows, and is given entropies. Each task's rows are shuffled anew in every
-epoch. All choices follow from the seed and the given entropies.
-
-    sampler = TaskSampler({"intents": 9000, "acceptable": 900}, SamplerConfig(policy="uncertainty"), batch_size=32)
-    for step in range(steps):
-        candidates = sampler.candidates()           # empty unless the policy is uncertainty
-        picks = sampler.choose([uncertainty(pick) for pick in candidates])   # H / H'_t, from 0 to 1
-        ...                                         # train on the picked rows
-        sampler.observe("intents", entropies)       # needed by policy entropy alone
+epoch. All choices follow from the seed and the given entropies. A step calls `candidates`, then `choose` with their
+uncertainties, then, under policy entropy, `observe`.
 """
 
 from __future__ import annotations
@@ -149,7 +143,7 @@ class TaskSampler:
         """The choices so far: rows of each task in each step, and the share of all rows that were trained on."""
         used = {task: int(rows.sum()) for task, rows in self._used.items()}
         return {
-            "steps": [dict(step) for step in self._history],
+            "steps": list(self._history),
             "data_share": sum(used.values()) / sum(self.sizes.values()),
             "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
             "picked": sum(sum(step.values()) for step in self._history),
@@ -163,7 +157,7 @@ class TaskSampler:
             "step": self.step,
             "drawn": dict(self._drawn),
             "entropy": dict(self._entropy),
-            "history": [dict(step) for step in self._history],
+            "history": list(self._history),
             "used": {task: base64.b64encode(np.packbits(rows).tobytes()).decode() for task, rows in self._used.items()},
         }
 
@@ -179,7 +173,7 @@ class TaskSampler:
                 "of the run that saved it."
             )
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
-        self._history = [dict(step) for step in state["history"]]
+        self._history = list(state["history"])
         for task, size in self.sizes.items():
             bits = np.frombuffer(base64.b64decode(state["used"][task]), dtype=np.uint8)
             self._used[task] = np.unpackbits(bits, count=size).astype(bool)
@@ -190,20 +184,17 @@ class TaskSampler:
         size, start = self.sizes[task], self._drawn[task]
         self._drawn[task] += count
         number = list(self.sizes).index(task)
-        epochs = range(start // size, (start + count - 1) // size + 1) if count else range(0)
+        epochs = {at // size for at in range(start, start + count)}
         orders = {epoch: _generator(self.seed, _ROWS, number, epoch).permutation(size) for epoch in epochs}
         return [Pick(task, int(orders[at // size][at % size])) for at in range(start, start + count)]
 
     def _by_task(self) -> list[Pick]:
         """Draw a task for each row of the batch, then take its next row."""
-        shares = self.shares()
-        drawn = _generator(self.seed, _TASKS, self.step, 0).choice(
-            len(shares), size=self.batch_size, p=list(shares.values())
-        )
-        counts = np.bincount(drawn, minlength=len(shares))
-        rows = {task: iter(self._draw(task, int(count))) for task, count in zip(shares, counts, strict=True)}
-        names = list(shares)
-        return [next(rows[names[number]]) for number in drawn]
+        names, shares = zip(*self.shares().items(), strict=True)
+        numbers = _generator(self.seed, _TASKS, self.step, 0).choice(len(names), size=self.batch_size, p=shares)
+        drawn = [names[number] for number in numbers]
+        rows = {task: iter(self._draw(task, count)) for task, count in Counter(drawn).items()}
+        return [next(rows[task]) for task in drawn]
 
     def _most_uncertain(self, candidates: list[Pick], uncertainties: Sequence[float]) -> list[Pick]:
         values = np.asarray(uncertainties, dtype=float)

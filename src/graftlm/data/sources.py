@@ -118,11 +118,7 @@ class DataConfig(Config):
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
-    """All documents of `sources`, in memory.
-
-    Raises:
-        DataError: a source can't be read, or has no text.
-    """
+    """All documents of `sources`, in memory. Raises `DataError` if a source can't be read, or has no text."""
     return [document for source in sources for document in read_documents(source)]
 
 

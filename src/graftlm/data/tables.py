@@ -121,11 +121,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterato
 
 
 def values_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
-    """The values of some columns of one row.
-
-    Raises:
-        DataError: the row is not a dict, or lacks a column.
-    """
+    """The values of some columns of one row. Raises `DataError` if the row is not a dict, or lacks a column."""
     if not isinstance(row, dict):
         first = next(iter(columns.values()))
         raise DataError(
