@@ -87,11 +87,7 @@ class RowEncoder:
         self._separator = "" if _separates_pairs(tokenizer) else "\n"
 
     def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
-        """Encode the rows of one task.
-
-        Args:
-            task: the rows.
-            training: leave out rows whose answer is truncated, as nothing can be learned from them.
+        """Encode the rows of one task; `training` leaves out truncated answers, as nothing can be learned from them.
 
         Raises:
             DataError: a row has no tokens, or is longer than `length` and must not be truncated.

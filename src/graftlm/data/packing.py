@@ -68,14 +68,10 @@ def is_prompt(marked: np.ndarray) -> np.ndarray:
 def window_bounds(
     n_tokens: int, length: int, *, overlap: int = 0, starts: Sequence[int] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Cut `n_tokens` tokens into windows of at most `length`; yields (start, stop) of each.
+    """(start, stop) of windows of at most `length` tokens, each with `overlap` tokens of the one before it.
 
-    Args:
-        n_tokens: number of tokens.
-        length: maximum number of tokens of a window.
-        overlap: tokens that a window shares with the one before it.
-        starts: sorted positions at which documents start. A window then ends before the first document that it can't
-            hold to its end; a document longer than a window is cut anyway.
+    With `starts`, sorted positions at which documents start, a window ends before the first document that it can't
+    hold to its end; a document longer than a window is cut anyway.
     """
     start = stop = 0
     while stop < n_tokens:
@@ -381,10 +377,7 @@ def pack(
     boundaries: Boundaries = "separate",
     name: str = "The documents",
 ) -> TokenBlocks:
-    """Tokenise `documents` and pack them into rows of `length` tokens; see `RowPacker`.
-
-    Args:
-        name: the name of the documents in an error.
+    """Tokenise `documents`, which errors call `name`, and pack them into rows of `length` tokens; see `RowPacker`.
 
     Raises:
         DataError: the documents have too few tokens for one row, or one must stay whole and does not fit.
@@ -552,14 +545,15 @@ class Mixture:
                 )
         self.domains = {domain: domains[domain] for domain in self.shares}
         self.batch_size, self.seed = batch_size, seed
-        forms = {(blocks.length, blocks.boundaries, blocks.pad_id) for blocks in self.domains.values()}
+        forms: set[tuple[int, Boundaries, int]] = {
+            (blocks.length, blocks.boundaries, blocks.pad_id) for blocks in self.domains.values()
+        }
         if len(forms) != 1:
             raise DataError(
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
             )
-        first = next(iter(self.domains.values()))
-        self.length, self.pad_id = first.length, first.pad_id
-        self.boundaries: Boundaries = first.boundaries
+        self.boundaries: Boundaries
+        self.length, self.boundaries, self.pad_id = forms.pop()
 
     def counts(self, rows: int) -> dict[int, int]:
         """Number of rows of each domain among the first `rows` rows."""

@@ -56,13 +56,7 @@ class Pick(NamedTuple):
 
 
 class TaskSampler:
-    """Endless batches of rows of several tasks.
-
-    Args:
-        sizes: number of rows of each task.
-        config: the policy.
-        batch_size: b, rows of one batch.
-        seed: seed of all random choices.
+    """Endless batches of `batch_size` rows, b above, of tasks with `sizes` rows.
 
     Raises:
         DataError: a task has no rows, or a fixed share does not fit.
@@ -88,10 +82,7 @@ class TaskSampler:
         return list(self._candidates)
 
     def choose(self, uncertainties: Sequence[float] = ()) -> list[Pick]:
-        """The rows of the next batch.
-
-        Args:
-            uncertainties: H / H'_t of each of `candidates()`, in their order.
+        """The rows of the next batch, given H / H'_t of each of `candidates()`, in their order.
 
         Raises:
             DataError: their number is not that of the candidates, or one is not finite.

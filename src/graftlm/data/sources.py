@@ -165,9 +165,7 @@ def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Do
 def find_files(path: Path, pattern: str | None = None) -> list[Path]:
     """The file at `path`, or the files below a folder, sorted; hidden files and folders are skipped.
 
-    Args:
-        path: a file or a folder.
-        pattern: a glob such as `*.c` or `letters/*.txt`; by default files with a known suffix are taken.
+    A `pattern` such as `*.c` or `letters/*.txt` picks files; by default those with a known suffix are taken.
 
     Raises:
         DataError: nothing is at `path`, or the folder holds no such file.

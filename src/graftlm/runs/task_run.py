@@ -206,14 +206,9 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
 
 
 def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
-    """A function that gives the model's uncertainty about rows, in evaluation mode.
+    """A function that gives the model's uncertainty about rows of the tasks `specs`, in evaluation mode.
 
     The main process decides, so that all processes choose the same rows.
-
-    Args:
-        model: predicts by heads.
-        specs: one for each task, by the task's number.
-        precision: dtype of the forward pass.
     """
     predict = predictor(model, precision)
 
