@@ -411,11 +411,9 @@ class LabelledMixture:
     def _scores(self, picks: Sequence[Pick]) -> list[float | None]:
         """The model's uncertainty about some rows, in their order."""
         assert self.score is not None, "the policy was checked"
-        scores: list[float | None] = [None] * len(picks)
-        for indices, batch in batches_by_length([self._row(pick) for pick in picks], self.batch_size, self.pad_id):
-            for index, value in zip(indices, self.score(batch), strict=True):
-                scores[index] = value
-        return scores
+        batches = batches_by_length([self._row(pick) for pick in picks], self.batch_size, self.pad_id)
+        scores = {i: value for rows, batch in batches for i, value in zip(rows, self.score(batch), strict=True)}
+        return [scores[i] for i in range(len(picks))]
 
     def _observe(self, picks: Sequence[Pick]) -> None:
         """Report the entropies of the next rows to the sampler."""

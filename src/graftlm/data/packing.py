@@ -434,15 +434,10 @@ class Batch:
         a cache. The mask is therefore left out when there are positions. Padding is then one more document that no
         other sees, and `token_mask` marks it.
         """
-        inputs: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels, "domain": self.domain}
-        if self.prompt is not None:
-            inputs["prompt"] = self.prompt
-        if self.position_ids is not None:
-            inputs["position_ids"] = self.position_ids
-            if self.attention_mask is not None:
-                inputs["token_mask"] = self.attention_mask.bool()
-        elif self.attention_mask is not None:
-            inputs["attention_mask"] = self.attention_mask
+        names = ("input_ids", "labels", "domain", "prompt", "position_ids", "attention_mask")
+        inputs = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.position_ids is not None and self.attention_mask is not None:
+            inputs["token_mask"] = inputs.pop("attention_mask").bool()
         return {**inputs, "use_cache": False}
 
     def totals(self, n_domains: int = 2) -> Tensor:

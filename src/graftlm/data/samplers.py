@@ -197,14 +197,12 @@ class TaskSampler:
             )
         if self.config.task_mean:
             values = values * _task_means(candidates, values)
-        fixed = [pick for task, count in self._fixed_counts().items() for pick in self._draw(task, count)]
+        fixed: list[Pick] = []
+        for task, share in self.config.fixed.items():  # exact in the long run
+            before, after = (int(step * self.batch_size * share) for step in (self.step, self.step + 1))
+            fixed += self._draw(task, after - before)
         best = np.argsort(-values, kind="stable")[: self.batch_size - len(fixed)]  # ties: the earlier candidate
         return [candidates[index] for index in best] + fixed
-
-    def _fixed_counts(self) -> dict[str, int]:
-        """Rows of this batch for each task with a fixed share: exact in the long run."""
-        before, after = self.step * self.batch_size, (self.step + 1) * self.batch_size
-        return {task: int(after * share) - int(before * share) for task, share in self.config.fixed.items()}
 
 
 def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:

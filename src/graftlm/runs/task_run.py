@@ -111,8 +111,8 @@ class TaskRun(_TaskSettings, TrainingRun):
             batches = self.batches(model, rows)
             for note in [note for task in rows.values() for note in task.notes] + list(batches.notes):
                 context.log(note)
-            counted = sum(map(len, rows.values()))
-            context.log(f"Backbone {backbone.name}; {len(rows)} tasks with {counted:,} rows in all.")
+            n_rows = sum(map(len, rows.values()))
+            context.log(f"Backbone {backbone.name}; {len(rows)} tasks with {n_rows:,} rows in all.")
             samples = {name: batches.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
             starts = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
             for name, start in starts.items():
@@ -194,9 +194,8 @@ def _extended_tasks(config: GraftConfig) -> dict[str, Any]:
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
     """The config of a graft with these tasks."""
-    return graft_config(
-        config.model_dump(mode="json") | {"tasks": {name: spec.model_dump() for name, spec in specs.items()}}
-    )
+    tasks = {name: spec.model_dump() for name, spec in specs.items()}
+    return graft_config(config.model_dump(mode="json") | {"tasks": tasks})
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
