@@ -287,8 +287,8 @@ class TokenBlocks:
 
         The order depends only on `key` (seed, domain) and the epoch. Returns marked ids, shape (count, length).
         """
-        places = (divmod(at, len(self)) for at in range(first, first + count))
-        rows = [_epoch_order(len(self), *key, epoch)[place] for epoch, place in places]
+        positions = (divmod(at, len(self)) for at in range(first, first + count))
+        rows = [_epoch_order(len(self), *key, epoch)[index] for epoch, index in positions]
         return self.marked[np.array(rows, dtype=np.int64)]
 
 

@@ -15,10 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from graftlm.config import Config
 from graftlm.data.tables import (
     JSON_SUFFIXES,
+    TABLE_SUFFIXES,
     check_columns,
     check_text,
-    file_suffix,
-    is_table,
     read_rows,
     values_of,
 )
@@ -185,8 +184,12 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
 
 def _matches(relative: Path, pattern: str | None) -> bool:
     if pattern is None:
-        return file_suffix(relative) in SEARCHED_SUFFIXES
+        return _has_suffix(relative, SEARCHED_SUFFIXES)
     return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
+
+
+def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
@@ -195,7 +198,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     Raises:
         DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
-    if is_table(path) and file_suffix(path) != ".tsv":  # of documents, TSV is plain text
+    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
         yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
     elif config.prompt_column is not None:
         raise DataError(
