@@ -98,7 +98,12 @@ def save_graft(
     """
     folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
-    _refuse_bad_numbers(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ArtifactError(
+                f"The tensor {name} holds NaN or infinity, so the graft is not written: "
+                "train with a lower learning rate."
+            )
     manifest = Manifest(
         kind=graft.config.kind,
         config=graft.config.model_dump(mode="json"),
@@ -165,8 +170,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         RecipeError: a change does not fit.
     """
     manifest = read_manifest(folder)
-    difference = manifest.backbone.matches(backbone)
-    if difference:
+    if difference := manifest.backbone.matches(backbone):
         raise WrongBackboneError(
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
@@ -176,7 +180,13 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         values = config.model_dump(mode="json")
         config = parse_overridden(lambda values: graft_config(values, where=JSON_NAME), values, changes, JSON_NAME)
     graft = build_graft(config, backbone)
-    _check_frozen_models(folder, manifest, graft)
+    for name, live in _frozen_models(graft).items():
+        record = manifest.frozen_models.get(name)
+        if difference := record.matches(live) if record else "it was not there then":
+            raise WrongBackboneError(
+                f"The graft {folder} was trained with {record.name if record else 'no model'} as {name}, but "
+                f"{live.name} was found and {difference}: pass the model that it was trained with."
+            )
     tensors = dict(read_tensors(folder))
     if isinstance(graft, HasTensors):
         graft.load_tensors(tensors)
@@ -193,17 +203,6 @@ def graft_tensors(graft: Graft) -> dict[str, Tensor]:
 
 def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
     return graft.frozen_models() if isinstance(graft, ReadsModels) else {}
-
-
-def _check_frozen_models(folder: str | Path, manifest: Manifest, graft: Graft) -> None:
-    for name, live in _frozen_models(graft).items():
-        record = manifest.frozen_models.get(name)
-        difference = record.matches(live) if record else "it was not there then"
-        if difference:
-            raise WrongBackboneError(
-                f"The graft {folder} was trained with {record.name if record else 'no model'} as {name}, but "
-                f"{live.name} was found and {difference}: pass the model that it was trained with."
-            )
 
 
 def backbone_of(
@@ -271,15 +270,6 @@ def default_card(manifest: Manifest) -> str:
         f"backbone = load_backbone({manifest.backbone.name!r}{kind})\n"
         'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
     )
-
-
-def _refuse_bad_numbers(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ArtifactError(
-                f"The tensor {name} holds NaN or infinity, so the graft is not written: "
-                "train with a lower learning rate."
-            )
 
 
 def _refuse_foreign_folder(folder: Path) -> None:

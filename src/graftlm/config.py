@@ -112,17 +112,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
-            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} appears twice", key.start_mark
-                )
-            seen |= {name} - {None}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                problem = f"the key {key.value} appears twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
-
-    def construct_decimal(self, node: yaml.ScalarNode) -> int:
-        return int(node.value)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -147,7 +142,7 @@ _SCALARS = {  # tag -> plain scalars that have it, and their first characters
 for _tag, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
-_Loader.add_constructor(_DECIMAL, _Loader.construct_decimal)
+_Loader.add_constructor(_DECIMAL, lambda _, node: int(node.value))
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
@@ -226,9 +221,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     node: Any = values
     for name in parents:
         index = _index(node, name, override)
-        node[index] = copy.copy(node.get(index) if isinstance(node, dict) else node[index])
-        if node[index] is None:
-            node[index] = {}
+        inner = node.get(index) if isinstance(node, dict) else node[index]
+        node[index] = {} if inner is None else copy.copy(inner)
         node = node[index]
     node[_index(node, last, override)] = value
 
@@ -249,7 +243,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """One problem of a pydantic error as a sentence: an unknown key before others, then the most deeply nested."""
     errors = error.errors()
     first = max(errors, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
-    path = _path(first["loc"])
+    # Keys and indices, without the labels of validators and union branches.
+    labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
+    path = [str(part) for part in first["loc"] if not str(part).startswith(labels)]
     key = _shorten(".".join(path))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
@@ -257,12 +253,6 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: the key {key} is missing, and it has no default{more}."
     return f"{where}: {key + ': ' if key else ''}{_mismatch(first)}{more}."
-
-
-def _path(location: Sequence[int | str]) -> list[str]:
-    """Keys and indices of a pydantic location, without the labels of validators and union branches."""
-    labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
-    return [str(part) for part in location if not (isinstance(part, str) and part.startswith(labels))]
 
 
 def _mismatch(problem: Any) -> str:
@@ -290,13 +280,9 @@ def _shorten(text: str, width: int = 80) -> str:
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
     """Field names of the config at `path`, found through annotations; a union contributes those of all branches."""
     models = [model]
-    for part in path:
-        reached: list[type[BaseModel]] = []
-        for candidate in models:
-            field = candidate.model_fields.get(str(part))
-            if field is not None:
-                reached += _models_in(field.annotation)
-        models = reached or models
+    for part in map(str, path):
+        fields = [candidate.model_fields[part] for candidate in models if part in candidate.model_fields]
+        models = [reached for field in fields for reached in _models_in(field.annotation)] or models
     return sorted({name for candidate in models for name in candidate.model_fields})
 
 

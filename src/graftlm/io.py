@@ -84,18 +84,16 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
         EvaluationError: the folder holds files that this function did not have written.
     """
     marker, key = folder / "filled.json", digest(by_content(settings))
-    try:
-        state = json.loads(marker.read_bytes())
-    except (OSError, ValueError):
-        state = {}
+    begun, complete = (json.dumps({"key": key, "complete": value}) for value in (False, True))
     if not marker.exists() and folder.is_dir() and any(folder.iterdir()):
         raise EvaluationError(f"{folder} holds other files: move them, or choose another output folder.")
-    if state.get("key") != key:
+    state = marker.read_bytes() if marker.exists() else b""
+    if state not in (begun.encode(), complete.encode()):
         shutil.rmtree(folder, ignore_errors=True)
-        write_atomically(marker, json.dumps({"key": key, "complete": False}).encode())
-    if state != {"key": key, "complete": True}:
+        write_atomically(marker, begun.encode())
+    if state != complete.encode():
         fill(folder)
-        write_atomically(marker, json.dumps({"key": key, "complete": True}).encode())
+        write_atomically(marker, complete.encode())
     return folder
 
 
@@ -108,10 +106,8 @@ def write_atomically(path: Path, content: bytes) -> Path:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        part.write_bytes(content)
+        sync(part)
         part.replace(path)
     except OSError as error:
         raise EvaluationError(
@@ -171,20 +167,18 @@ def check_model_folder(name: str) -> None:
         BackboneError: the name is a local path, and no model can be loaded from it.
     """
     folder = Path(name)
+    problem = None
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
-        return
-    if (folder / "graft.json").exists():
-        raise BackboneError(
-            f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."
-        )
-    if not (folder / "config.json").exists():
-        raise BackboneError(f"{name} has no config.json, so it is not a transformers model: name a model's folder.")
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        raise BackboneError(
-            f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
-        )
+    elif (folder / "graft.json").exists():
+        problem = "is a graft, but a backbone is expected here: pass the model that it was trained on"
+    elif not (folder / "config.json").exists():
+        problem = "has no config.json, so it is not a transformers model: name a model's folder"
+    elif any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        problem = "has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first"
+    if problem:
+        raise BackboneError(f"{name} {problem}.")
 
 
 def has_report(folder: Path) -> bool:
@@ -238,11 +232,9 @@ def decode_utf8(data: bytes, where: str) -> str:
     Raises:
         DataError: they are not UTF-8; the message begins with `where`.
     """
-    mark = len(BYTE_ORDER_MARK) if data.startswith(BYTE_ORDER_MARK) else 0
     try:
-        return data[mark:].decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        at = error.start + mark
         raise DataError(
-            f"{where} is not UTF-8 text (byte {at} is 0x{data[at]:02x}): convert it to UTF-8 first."
+            f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8 first."
         ) from None

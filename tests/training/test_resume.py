@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+import graftlm.io as io_module
 import graftlm.training.checkpoint as checkpoint_module
-import graftlm.training.checkpoint as history_module
 from graftlm.errors import TrainingError
 from graftlm.grafts import GraftedModel
 from graftlm.training import train
@@ -158,15 +158,15 @@ def full_disk_to_safetensors(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("fail", [full_disk, full_disk_to_safetensors])
-@pytest.mark.parametrize("step_name", ["save_file", "sync"])
+@pytest.mark.parametrize(("module", "step_name"), [(checkpoint_module, "save_file"), (io_module, "sync")])
 def test_a_full_disk_keeps_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], step_name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], module: Any, step_name: str
 ) -> None:
     whole = run(tmp_path / "whole")
     out = tmp_path / "full"
     cut_at(3, out, "neutral-residues", monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, step_name, fail)
+        patch.setattr(module, step_name, fail)
         with pytest.raises(
             TrainingError, match=r"step-000004 can't be written \(.*No space left.*earlier ones are intact"
         ):
@@ -176,7 +176,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 
 def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "json", SimpleNamespace(dumps=full_disk, loads=json.loads))
+    monkeypatch.setattr(checkpoint_module, "json", SimpleNamespace(dumps=full_disk, loads=json.loads))
     with pytest.raises(TrainingError, match=r"history\.jsonl can't be written \(No space left on device\): free space"):
         run(tmp_path)
 

@@ -1,4 +1,5 @@
 """Metrics of text, tasks and cost; results, tables, plots and reports."""
+# ruff: noqa: F401  # the names of this package
 
 from graftlm.evaluation.examples import (
     Example,
@@ -32,36 +33,3 @@ from graftlm.evaluation.results import (
 )
 from graftlm.evaluation.tables import print_table
 from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task
-
-__all__ = [
-    "Aim",
-    "Example",
-    "Interval",
-    "Machine",
-    "MemoryWatch",
-    "Metric",
-    "PaperRow",
-    "Results",
-    "Row",
-    "Scores",
-    "Task",
-    "TaskConfig",
-    "TaskResult",
-    "chrf",
-    "chrf_signature",
-    "combine_seeds",
-    "decode_speed",
-    "exact_match",
-    "generate_answers",
-    "learning_and_forgetting",
-    "measure_task",
-    "paired_difference",
-    "pass_at_1",
-    "print_table",
-    "read_task",
-    "run_lm_eval",
-    "score",
-    "score_answers",
-    "value_of",
-    "write_report",
-]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.harness import hf_model
-from graftlm.evaluation.metrics import Precision, Scores, Window, cut_windows, device_of, evaluation_mode, score_windows
+from graftlm.evaluation.metrics import Precision, Scores, cut_windows, device_of, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
 
 # A decoder joins at most this many tokens with their neighbours, such as the bytes of one character.
@@ -66,7 +67,15 @@ def generate_answers(
     bos = leading_bos(tokenizer)
     start = [] if bos is None else [bos]
     rows = [[*start, *tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]] for prompt in prompts]
-    _check_prompts(model, rows, max_new_tokens)
+    limit = max_sequence_length(model)
+    for number, row in enumerate(rows, start=1):
+        if not row:
+            raise DataError(f"The prompt of example {number} has no tokens: give at least one word to continue.")
+        if limit < (size := len(row) + max_new_tokens):
+            raise EvaluationError(
+                f"The prompt of example {number} and {max_new_tokens} new tokens make {size}, but the model has "
+                f"{limit} positions: shorten the prompt, or ask for fewer."
+            )
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     answers = [""] * len(rows)
     with evaluation_mode(model), torch.inference_mode():
@@ -99,7 +108,15 @@ def score_answers(
     """
     documents = [Document(example.answer, prompt=example.prompt) for example in examples]
     windows = list(cut_windows(tokenizer, documents, sys.maxsize))
-    _check_windows(model, windows, len(documents))
+    if empty := {*range(len(documents))} - {window.document for window in windows}:
+        raise DataError(f"The answer of example {min(empty) + 1} has no token to score: give it text, or leave it out.")
+    limit = max_sequence_length(model)
+    for window in windows:
+        if limit < len(window.ids):
+            raise EvaluationError(
+                f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
+                f"{limit} positions: shorten the example, or leave it out."
+            )
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
 
 
@@ -162,11 +179,9 @@ def pass_at_1(
     for number, example in enumerate(examples, start=1):
         if not example.tests.strip():
             raise EvaluationError(f"Example {number} has no tests, which every answer would pass: give it some.")
-    passed = [
-        run_tests(example.prompt + answer, example.tests, timeout_s=timeout_s, memory_mb=memory_mb).passed
-        for answer, example in zip(answers, examples, strict=True)
-    ]
-    return np.array(passed, dtype=np.float64)
+    run = partial(run_tests, timeout_s=timeout_s, memory_mb=memory_mb)
+    pairs = zip(answers, examples, strict=True)
+    return np.array([run(example.prompt + answer, example.tests).passed for answer, example in pairs], dtype=np.float64)
 
 
 def _sacrebleu(beta: int = 2) -> Any:
@@ -180,39 +195,19 @@ def _check_pairs(answers: Sequence[str], examples: Sequence[Example]) -> None:
         raise EvaluationError(f"There are {len(answers)} answers to {len(examples)} examples: give one for each.")
 
 
-def _check_prompts(model: Any, rows: list[list[int]], new: int) -> None:
-    for number, row in enumerate(rows, start=1):
-        if not row:
-            raise DataError(f"The prompt of example {number} has no tokens: give at least one word to continue.")
-        if (limit := max_sequence_length(model)) < len(row) + new:
-            raise EvaluationError(
-                f"The prompt of example {number} and {new} new tokens make {len(row) + new}, but the model has {limit} "
-                "positions: shorten the prompt, or ask for fewer."
-            )
-
-
-def _check_windows(model: Any, windows: list[Window], count: int) -> None:
-    if empty := sorted(set(range(count)) - {window.document for window in windows}):
-        raise DataError(f"The answer of example {empty[0] + 1} has no token to score: give it text, or leave it out.")
-    for window in windows:
-        if (limit := max_sequence_length(model)) < len(window.ids):
-            raise EvaluationError(
-                f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
-                f"{limit} positions: shorten the example, or leave it out."
-            )
-
-
 def _generate_batch(
     model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]
 ) -> list[str]:
     """The answers of one batch of prompts' ids."""
-    width, eos_ids = max(map(len, rows)), _eos_ids(model, tokenizer)
+    width, device = max(map(len, rows)), device_of(model)
     ids = torch.full((len(rows), width), padding_id(tokenizer))
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         ids[i, width - len(row) :] = torch.tensor(row)
         mask[i, width - len(row) :] = 1
-    device = device_of(model)
+    configured = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    eos_ids = sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
     tokens: Tensor = model.generate(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
@@ -229,13 +224,6 @@ def _generate_batch(
     )
     new = tokens[:, width:].tolist()
     return [_decode_answer(tokenizer, row, ids, eos_ids, stop) for row, ids in zip(rows, new, strict=True)]
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The end-of-text tokens of the model's generation settings and of its tokenizer."""
-    configured = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
 
 def _decode_answer(tokenizer: Any, row: list[int], new: list[int], eos_ids: list[int], stop: Sequence[str]) -> str:
@@ -260,7 +248,7 @@ class _StopStrings(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         rows = input_ids[:, max(self._start, input_ids.shape[1] - self._span) :].tolist()
-        done = [self._can_complete(row[-1]) and self._contains_stop(row) for row in rows]
+        done = [self._can_complete(row[-1]) and self._stops_in(_decode(self._tokenizer, row)) for row in rows]
         return torch.tensor(done, device=input_ids.device)
 
     def _can_complete(self, token: int) -> bool:
@@ -270,6 +258,5 @@ class _StopStrings(StoppingCriteria):
             self._may_end[token] = "\ufffd" in text or any(end[-1] in text for end in self._stop)
         return self._may_end[token]
 
-    def _contains_stop(self, row: list[int]) -> bool:
-        text = _decode(self._tokenizer, row)
+    def _stops_in(self, text: str) -> bool:
         return any(end in text for end in self._stop)

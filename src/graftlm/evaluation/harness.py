@@ -96,9 +96,7 @@ def _check_names(names: list[str], known: list[str]) -> None:
         raise EvaluationError("No task is named: name at least one, such as hellaswag.")
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known)
-            # The harness has thousands of tasks, too many to list.
-            hint = hint if hint.startswith(" (did") else ""
+            hint = did_you_mean(name, known).partition(" (known")[0]  # the harness has thousands of tasks
             raise EvaluationError(f"There is no task {name!r}{hint}: `lm-eval ls tasks` lists those that exist.")
 
 

@@ -12,6 +12,7 @@ the tasks' scores and `task_sigma` their population standard deviation.
 
 from __future__ import annotations
 
+import operator
 import re
 import statistics
 import string
@@ -19,6 +20,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -122,8 +125,8 @@ def predict_labelled(
     """
     encoded = encoder.encode(task)
     predictions: dict[int, Prediction] = {}
-    pad_id = padding_id(encoder.tokenizer)
-    for indices, batch in batches_by_length([(row, task.spec, number) for row in encoded.rows], batch_size, pad_id):
+    rows = [(row, task.spec, number) for row in encoded.rows]
+    for indices, batch in batches_by_length(rows, batch_size, padding_id(encoder.tokenizer)):
         for i, output in zip(indices, predict(batch), strict=True):
             predictions[i] = decode_prediction(task.spec, task.rows[i], encoded.rows[i], output)
     return [predictions[i] for i in range(len(encoded))]
@@ -210,12 +213,9 @@ def entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
     spans: list[tuple[int, int, str]] = []
     for i, tag in enumerate(tags):
         mark, dash, kind = tag.partition("-")
-        if not dash:
-            continue
-        last = spans[-1] if spans else None
-        if mark in ("I", "E", "L") and last and last[1] == i and last[2] == kind:
-            spans[-1] = (last[0], i + 1, kind)
-        else:
+        if dash and mark in ("I", "E", "L") and spans and spans[-1][1:] == (i, kind):
+            spans[-1] = (spans[-1][0], i + 1, kind)
+        elif dash:
             spans.append((i, i + 1, kind))
     return spans
 
@@ -227,67 +227,60 @@ def _accuracy(truth: Sequence[str], predicted: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
 
 
-def _sklearn(name: str, **options: Any) -> Callable[..., float]:
-    def metric(truth: Sequence[Any], predicted: Sequence[Any]) -> float:
-        import sklearn.metrics
+def _f1(average: str, truth: Any, predicted: Any) -> float:
+    from sklearn.metrics import f1_score
 
-        return float(getattr(sklearn.metrics, name)(truth, predicted, **options))
-
-    return metric
+    return f1_score(truth, predicted, average=average, zero_division=0)
 
 
-def _correlation(kind: Literal["pearsonr", "spearmanr"]) -> Callable[..., float]:
-    def correlation(truth: Sequence[float], predicted: Sequence[float]) -> float:
-        import scipy.stats
+def _matthews(truth: Sequence[str], predicted: Sequence[str]) -> float:
+    from sklearn.metrics import matthews_corrcoef
 
-        if len(set(truth)) < 2 or len(set(predicted)) < 2:
-            return 0.0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scipy warns where predictions are almost equal
-            value = float(getattr(scipy.stats, kind)(truth, predicted).statistic)
-        return value if np.isfinite(value) else 0.0
-
-    return correlation
+    return matthews_corrcoef(truth, predicted)
 
 
-def _multi_label_f1(average: Literal["micro", "macro"]) -> Callable[..., float]:
-    def multi_label_f1(truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
-        from sklearn.preprocessing import MultiLabelBinarizer
+def _correlation(kind: str, truth: Sequence[float], predicted: Sequence[float]) -> float:
+    import scipy.stats
 
-        binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
-        if not len(binarizer.classes_):
-            return 1.0  # no row has a label, and no label was predicted
-        f1 = _sklearn("f1_score", average=average, zero_division=0)
-        return f1(binarizer.transform(truth), binarizer.transform(predicted))
+    if len(set(truth)) < 2 or len(set(predicted)) < 2:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scipy warns where predictions are almost equal
+        value = float(getattr(scipy.stats, kind)(truth, predicted).statistic)
+    return value if np.isfinite(value) else 0.0
 
-    return multi_label_f1
+
+def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
+    if not len(binarizer.classes_):
+        return 1.0  # no row has a label, and no label was predicted
+    return _f1(average, binarizer.transform(truth), binarizer.transform(predicted))
 
 
 def _entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
-    correct = total = 0
-    for true_tags, predicted_tags in zip(truth, predicted, strict=True):
-        expected, returned = set(entities(true_tags)), set(entities(predicted_tags))
-        correct, total = correct + len(returned & expected), total + len(returned) + len(expected)
-    return 2 * correct / total if total else 1.0
+    pairs = [(set(entities(a)), set(entities(b))) for a, b in zip(truth, predicted, strict=True)]
+    total = sum(len(a) + len(b) for a, b in pairs)
+    return 2 * sum(len(a & b) for a, b in pairs) / total if total else 1.0
 
 
 def _word_accuracy(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
-    return _accuracy([tag for tags in truth for tag in tags], [tag for tags in predicted for tag in tags])
+    return _accuracy([*chain(*truth)], [*chain(*predicted)])
 
 
-def _best_over_answers(score: Callable[[list[str], list[str]], float]) -> Callable[..., float]:
-    def best(truth: Sequence[AnswerSpan], predicted: Sequence[AnswerSpan]) -> float:
-        return statistics.fmean(
-            max(score(_normalised_words(reference), _normalised_words(span.answers[0])) for reference in row.answers)
-            for row, span in zip(truth, predicted, strict=True)
-        )
-
-    return best
+def _best_over_answers(
+    score: Callable[[list[str], list[str]], float], truth: Sequence[AnswerSpan], predicted: Sequence[AnswerSpan]
+) -> float:
+    return statistics.fmean(
+        max(score(_normalised_words(reference), _normalised_words(span.answers[0])) for reference in row.answers)
+        for row, span in zip(truth, predicted, strict=True)
+    )
 
 
 def _normalised_words(text: str) -> list[str]:
     """Words without case, punctuation and English articles, as SQuAD's evaluation normalises them."""
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    text = text.lower().translate(dict.fromkeys(map(ord, string.punctuation)))
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
@@ -299,14 +292,14 @@ def _token_f1(reference: list[str], predicted: list[str]) -> float:
 
 _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("classification", "accuracy"): _accuracy,
-    ("classification", "macro_f1"): _sklearn("f1_score", average="macro", zero_division=0),
-    ("classification", "matthews"): _sklearn("matthews_corrcoef"),
-    ("regression", "pearson"): _correlation("pearsonr"),
-    ("regression", "spearman"): _correlation("spearmanr"),
-    ("multi-label", "micro_f1"): _multi_label_f1("micro"),
-    ("multi-label", "macro_f1"): _multi_label_f1("macro"),
+    ("classification", "macro_f1"): partial(_f1, "macro"),
+    ("classification", "matthews"): _matthews,
+    ("regression", "pearson"): partial(_correlation, "pearsonr"),
+    ("regression", "spearman"): partial(_correlation, "spearmanr"),
+    ("multi-label", "micro_f1"): partial(_multi_label_f1, "micro"),
+    ("multi-label", "macro_f1"): partial(_multi_label_f1, "macro"),
     ("tagging", "entity_f1"): _entity_f1,
     ("tagging", "accuracy"): _word_accuracy,
-    ("span", "token_f1"): _best_over_answers(_token_f1),
-    ("span", "exact_match"): _best_over_answers(lambda reference, predicted: float(reference == predicted)),
+    ("span", "token_f1"): partial(_best_over_answers, _token_f1),
+    ("span", "exact_match"): partial(_best_over_answers, operator.eq),
 }

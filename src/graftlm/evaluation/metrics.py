@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,13 +40,13 @@ from graftlm.grafts import GraftedModel
 MetricName = Literal["nats_per_token", "bits_per_byte"]
 Precision = Literal["fp32", "bf16"]
 
-_IGNORE_INDEX = -100
 # Logits are reduced in float32 chunks of this many values: 64 MiB.
 _CHUNK_VALUES = 2**24
 # Windows are sorted by length within this many batches, so that a stream of documents never has to fit in memory.
 _SORTED_BATCHES = 64
 # Beyond this many windows the bootstrap resamples runs of neighbouring windows: faster, and no narrower.
 _MAX_UNITS = 2048
+_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class Scores:
         return self.nats, self.bytes * math.log(2)
 
     def interval(
-        self, metric: MetricName = "nats_per_token", *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
+        self, metric: MetricName = "nats_per_token", *, resamples: int = _RESAMPLES, seed: int = 0
     ) -> Interval:
-        """Percentile bootstrap over windows: how the metric varies over other text of the same kind."""
+        """95% percentile bootstrap over windows: how the metric varies over other text of the same kind."""
         (samples,) = _resample([self.fraction(metric)], resamples, seed)
-        return percentile_interval(self.value(metric), samples, confidence)
+        return percentile_interval(self.value(metric), samples)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Window:
     @property
     def tokens(self) -> int:
         """The number of scored tokens."""
-        return len(self.ids) - self.first
+        return len(self.bytes)
 
 
 def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterator[Window]:
@@ -174,39 +175,28 @@ def _ends_from_decoding(tokenizer: Any, ids: np.ndarray, text: str) -> np.ndarra
 
 def _limit_tokens(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
     """Windows until `limit` tokens are scored; the last window is shortened."""
-    left = math.inf if limit is None else limit
+    left = sys.maxsize if limit is None else limit
     for window in windows:
         if left <= 0:
             return
-        if window.tokens > left:
-            keep = int(left)
-            window = replace(window, ids=window.ids[: window.first + keep], bytes=window.bytes[:keep])
+        yield replace(window, ids=window.ids[: window.first + left], bytes=window.bytes[:left])
         left -= window.tokens
-        yield window
 
 
-def paired_difference(
-    a: Scores,
-    b: Scores,
-    metric: MetricName = "nats_per_token",
-    *,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
-) -> Interval:
+def paired_difference(a: Scores, b: Scores, metric: MetricName = "nats_per_token") -> Interval:
     """`a`'s metric minus `b`'s; each bootstrap sample draws the same windows of both.
 
     Raises:
         EvaluationError: the two did not score the same windows.
     """
-    same = a.tokens.shape == b.tokens.shape and (a.tokens == b.tokens).all() and (a.bytes == b.bytes).all()
-    if not same:
+    if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bytes, b.bytes)):
+        sizes = [f"{len(s.tokens)} windows of {s.tokens.sum()} tokens and {s.bytes.sum()} bytes" for s in (a, b)]
         raise EvaluationError(
-            f"The two scores hold {_size(a)} and {_size(b)}, but a paired difference needs the same windows: "
+            f"The two scores hold {' and '.join(sizes)}, but a paired difference needs the same windows: "
             "score the same documents with the same tokenizer and length."
         )
-    samples_a, samples_b = _resample([a.fraction(metric), b.fraction(metric)], resamples, seed)
-    return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b, confidence)
+    samples_a, samples_b = _resample([a.fraction(metric), b.fraction(metric)], _RESAMPLES, seed=0)
+    return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b)
 
 
 def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
@@ -222,8 +212,7 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
     """
     metrics: dict[str, Interval] = {}
     for name, scores in method.items():
-        metrics[name] = scores.interval("nats_per_token")
-        metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
+        metrics |= {name: scores.interval("nats_per_token"), f"{name}_bpb": scores.interval("bits_per_byte")}
     if "new" in backbone and "new" in method:
         metrics["learned"] = paired_difference(backbone["new"], method["new"])
     if "old" in backbone and "old" in method:
@@ -259,7 +248,13 @@ def score(
         EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
         DataError: there is nothing to score.
     """
-    _check_length(model, length)
+    if length < 3:
+        raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")
+    if (limit := max_sequence_length(model)) < length:
+        raise EvaluationError(
+            f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
+            f"pass length={limit} or less."
+        )
     windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
 
@@ -275,40 +270,35 @@ def score_windows(
 ) -> Scores:
     """Score windows that are cut already; see `score`."""
     windows = iter(windows)
-    scored: list[tuple[float, Window]] = []
+    scored: list[Window] = []
+    nats: list[float] = []
     with evaluation_mode(model), torch.inference_mode(), _autocast(model, precision):
         while chunk := list(islice(windows, batch_size * _SORTED_BATCHES)):
-            scored += _score_chunk(model, tokenizer, chunk, batch_size, progress)
+            values = np.zeros(len(chunk))
+            order = sorted(range(len(chunk)), key=lambda i: len(chunk[i].ids), reverse=True)
+            for start in range(0, len(order), batch_size):
+                rows = order[start : start + batch_size]
+                batch = [chunk[i] for i in rows]
+                values[rows] = _score_batch(model, tokenizer, batch)
+                if progress is not None:
+                    progress(sum(window.tokens for window in batch))
+            scored += chunk
+            nats += values.tolist()
     if not scored:
         raise DataError("The documents hold no token to score: give at least one document of two tokens or more.")
     return Scores(
-        nats=np.array([nats for nats, _ in scored]),
-        tokens=np.array([window.tokens for _, window in scored]),
-        bytes=np.array([int(window.bytes.sum()) for _, window in scored]),
-        document=np.array([window.document for _, window in scored]),
+        nats=np.array(nats),
+        tokens=np.array([window.tokens for window in scored]),
+        bytes=np.array([int(window.bytes.sum()) for window in scored]),
+        document=np.array([window.document for window in scored]),
     )
-
-
-def _score_chunk(
-    model: Any, tokenizer: Any, windows: list[Window], batch_size: int, progress: Callable[[int], None] | None
-) -> list[tuple[float, Window]]:
-    """Windows with their summed losses, computed longest first."""
-    order = sorted(range(len(windows)), key=lambda i: len(windows[i].ids), reverse=True)
-    nats = np.zeros(len(windows))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        batch = [windows[i] for i in rows]
-        nats[rows] = _score_batch(model, tokenizer, batch)
-        if progress is not None:
-            progress(sum(window.tokens for window in batch))
-    return [(float(value), window) for value, window in zip(nats, windows, strict=True)]
 
 
 def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
     """Summed losses (B,) of the scored tokens of each window."""
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, padding_id(tokenizer))
-    mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, _IGNORE_INDEX)
+    mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
     prompt = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(batch):
         size = len(window.ids)
@@ -330,23 +320,10 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Losses (B, T) in float64, from float32 logits; `labels` stand at the position that predicts them."""
-    flat, targets = logits.flatten(0, 1), labels.flatten()
-    step = max(1, _CHUNK_VALUES // flat.shape[-1])
-    chunks = [
-        F.cross_entropy(flat[i : i + step].float(), targets[i : i + step], reduction="none", ignore_index=_IGNORE_INDEX)
-        for i in range(0, len(flat), step)
-    ]
-    return torch.cat(chunks).view_as(labels).to("cpu", torch.float64)
-
-
-def _check_length(model: Any, length: int) -> None:
-    if length < 3:
-        raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")
-    if (limit := max_sequence_length(model)) < length:
-        raise EvaluationError(
-            f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
-            f"pass length={limit} or less."
-        )
+    size = max(1, _CHUNK_VALUES // logits.shape[-1])
+    chunks = zip(logits.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
+    losses = [F.cross_entropy(part.float(), targets, reduction="none") for part, targets in chunks]
+    return torch.cat(losses).view_as(labels).to("cpu", torch.float64)
 
 
 def decode_speed(
@@ -393,17 +370,15 @@ def _synchronised_time(device: torch.device) -> float:
 
 
 class MemoryWatch:
-    """Measures the peak memory of a `with` block.
+    """Measures the peak memory of a `with` block, in bytes.
 
-    `peak` is in bytes. With CUDA it is the peak of allocated device memory. Without, it is the peak of the process's
-    resident set, sampled every few milliseconds; that includes what the process held before the block.
+    With CUDA, `peak` is that of allocated device memory. Without, it is that of the process's resident set, sampled
+    every few milliseconds; that includes what the process held before the block.
     """
 
     def __init__(self, every: float = 0.02) -> None:
         self.peak = 0
-        self._every = every
-        self._process = psutil.Process()
-        self._done = threading.Event()
+        self._every, self._done = every, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Self:
@@ -421,8 +396,9 @@ class MemoryWatch:
             self._thread.join()
 
     def _sample(self) -> None:
+        process = psutil.Process()
         while True:
-            self.peak = max(self.peak, self._process.memory_info().rss)
+            self.peak = max(self.peak, process.memory_info().rss)
             if self._done.wait(self._every):
                 return
 
@@ -467,12 +443,8 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
 
 
-def percentile_interval(mean: float, samples: np.ndarray | Sequence[float], confidence: float = 0.95) -> Interval:
-    """The percentile bootstrap interval of a value from its bootstrap samples; NaN samples are left out."""
-    tail = (1 - confidence) / 2
+def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> Interval:
+    """The 95% percentile bootstrap interval of a value from its bootstrap samples; NaN samples are left out."""
+    tail = (1 - 0.95) / 2
     low, high = np.nanquantile(samples, [tail, 1 - tail])
     return Interval(mean=mean, low=float(low), high=float(high))
-
-
-def _size(scores: Scores) -> str:
-    return f"{len(scores.tokens)} windows of {int(scores.tokens.sum())} tokens and {int(scores.bytes.sum())} bytes"

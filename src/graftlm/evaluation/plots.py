@@ -24,25 +24,27 @@ _DPI = 150
 Point = tuple[Metric, Metric]  # forgotten, learned
 
 
-def learn_against_forget(
-    rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None, *, title: str = "Learned against forgotten"
-) -> Figure:
+def learn_against_forget(rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None) -> Figure:
     """One marker with intervals per row that has both metrics; up and left is better.
 
     Args:
         rows: the methods.
         paths: by row id, the (forgotten, learned) points of other settings such as learning rates; a line joins them.
-        title: the figure's title.
     """
     complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
-    figure, axes = _figure(title, "forgotten: nats per token lost on the old domain", "learned: nats per token gained")
+    x_label, y_label = "forgotten: nats per token lost on the old domain", "learned: nats per token gained"
+    figure, axes = _figure("Learned against forgotten", x_label, y_label)
     axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
     for index, row in enumerate(complete):
-        colour, marker = _style(index)
+        style = _style(index)
         points = (paths or {}).get(row.id, ())
         xs, ys = [value_of(forgotten) for forgotten, _ in points], [value_of(learned) for _, learned in points]
-        axes.plot(xs, ys, color=colour, marker=marker, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
-        _point(axes, row.metrics["forgotten"], row.metrics["learned"], colour, marker, row.label)
+        axes.plot(xs, ys, **style, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
+        x, y = row.metrics["forgotten"], row.metrics["learned"]
+        axes.errorbar(
+            value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), **style, elinewidth=1.3, capsize=2.5,
+            markersize=8.5, markeredgecolor="white", markeredgewidth=0.9, linestyle="none", zorder=4, label=row.label,
+        )  # fmt: skip
     axes.margins(0.16, 0.16)
     axes.text(
         0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
@@ -72,16 +74,18 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     """
     figure, axes = _figure(title, "rank, as a share of all singular values", "singular value / largest")
     for index, (name, values) in enumerate(spectra.items()):
-        colour = PALETTE[index % len(PALETTE)]
-        layers = [_normalised(layer) for layer in _as_layers(values)]
-        grid = np.linspace(0, 1, 200)
-        curves = [np.interp(grid, np.linspace(0, 1, len(layer)), layer) for layer in layers if len(layer)]
-        if not curves:
-            continue
+        colour, grid = PALETTE[index % len(PALETTE)], np.linspace(0, 1, 200)
+        nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
+        layers = [np.sort(np.asarray(layer, dtype=np.float64))[::-1] for layer in (values if nested else [values])]
+        curves = [
+            np.interp(grid, np.linspace(0, 1, len(layer)), layer / layer[0] if layer[0] > 0 else layer)
+            for layer in layers
+            if len(layer)
+        ]
         if len(curves) > 1:
-            for curve in curves:
-                axes.plot(grid, curve, color=colour, linewidth=0.7, alpha=0.35)
-        axes.plot(grid, np.mean(curves, axis=0), color=colour, linewidth=2.2, label=name)
+            axes.plot(grid, np.transpose(curves), color=colour, linewidth=0.7, alpha=0.35)
+        if curves:
+            axes.plot(grid, np.mean(curves, axis=0), color=colour, linewidth=2.2, label=name)
     axes.set_ylim(-0.02, 1.04)
     axes.set_xlim(-0.015, 1.015)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -89,15 +93,17 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     return figure
 
 
-def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], *, title: str = "Training loss") -> Figure:
+def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     """Training losses with their running means; `curves` maps a label to (step, loss) pairs."""
-    figure, axes = _figure(title, "step", "loss, nats per token")
+    figure, axes = _figure("Training loss", "step", "loss, nats per token")
     for index, (name, pairs) in enumerate(curves.items()):
         colour = PALETTE[index % len(PALETTE)]
         if not len(pairs):
             continue
         steps, losses = np.asarray(pairs, dtype=np.float64)[:, :2].T
-        smooth = _running_mean(losses, max(1, len(losses) // 40))
+        window = max(1, len(losses) // 40)
+        counts = np.minimum(np.arange(1, len(losses) + 1), window)
+        smooth = np.convolve(losses, np.ones(window))[: len(losses)] / counts
         if len(losses) >= 40:
             axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
         axes.plot(steps, smooth, color=colour, linewidth=1.9, label=name)
@@ -148,13 +154,12 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _style(index: int) -> tuple[str, str]:
-    return PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]
+def _style(index: int) -> dict[str, Any]:
+    return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)]}
 
 
 def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], label: str) -> None:
-    colour, marker = _style(index)
-    axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.8, label=label)
+    axes.plot(xs, ys, **_style(index), markersize=6, linewidth=1.8, label=label)
 
 
 def _legend(axes: Axes) -> None:
@@ -162,32 +167,7 @@ def _legend(axes: Axes) -> None:
         axes.legend(fontsize=9.5, frameon=True, framealpha=0.9, edgecolor="none", loc="best", labelcolor=_INK)
 
 
-def _point(axes: Axes, x: Metric, y: Metric, colour: str, marker: str, label: str) -> None:
-    axes.errorbar(
-        value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), color=colour, elinewidth=1.3, capsize=2.5,
-        marker=marker, markersize=8.5, markeredgecolor="white", markeredgewidth=0.9, linestyle="none", zorder=4,
-        label=label,
-    )  # fmt: skip
-
-
 def _errors(metric: Metric) -> list[list[float]] | None:
     if not isinstance(metric, Interval):
         return None
     return [[max(0.0, metric.mean - metric.low)], [max(0.0, metric.high - metric.mean)]]
-
-
-def _as_layers(values: Any) -> list[np.ndarray]:
-    nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
-    return [np.asarray(layer, dtype=np.float64) for layer in (values if nested else [values])]
-
-
-def _normalised(values: np.ndarray) -> np.ndarray:
-    ordered = np.sort(values)[::-1]
-    return ordered / ordered[0] if len(ordered) and ordered[0] > 0 else ordered
-
-
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    stops = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, stops - window)
-    return (sums[stops] - sums[starts]) / (stops - starts)

@@ -37,13 +37,12 @@ def write_report(results: Results, out: str | Path, *, plots: Mapping[str, Figur
 
     out = Path(out)
     results.write(out)
-    figures = draw_figures(results) | dict(plots or {})
+    figures = _draw_figures(results) | dict(plots or {})
     pictures = [save(figure, out / f"{name}.png").name for name, figure in figures.items()]
     return write_atomically(out / "report.md", render_markdown(results, pictures).encode())
 
 
-def draw_figures(results: Results) -> dict[str, Figure]:
-    """The figures for which the results hold values, by file name without suffix."""
+def _draw_figures(results: Results) -> dict[str, Figure]:
     from graftlm.evaluation import plots  # matplotlib takes half a second to import
 
     labels = {row.id: row.label for row in results.rows}
@@ -64,15 +63,10 @@ def draw_figures(results: Results) -> dict[str, Figure]:
 
 def report_files(folder: str | Path) -> dict[str, list[str]]:
     """Paths of the grafts, models, report and plots in a run's folder, by kind."""
-    patterns = {
-        "graft": ("graft/", "*/graft/"),
-        "model": ("model/",),
-        "report": ("report.md",),
-        "results": (FILE_NAME,),
-        "plot": ("*.png",),
-    }
+    patterns = {"graft": ["graft/", "*/graft/"], "model": ["model/"], "report": ["report.md"]}
+    patterns |= {"results": [FILE_NAME], "plot": ["*.png"]}
     files = {
-        kind: sorted(str(path) for pattern in globs for path in Path(folder).glob(pattern))
+        kind: sorted(str(path) for glob in globs for path in Path(folder).glob(glob))
         for kind, globs in patterns.items()
     }
     return {kind: paths for kind, paths in files.items() if paths}

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,7 +90,8 @@ class Machine(Config):
         import torch
 
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        return cls(cpu=_cpu_name(), cores=_usable_cores(), gpu=gpu, torch=torch.__version__)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(cpu=_cpu_name(), cores=cores, gpu=gpu, torch=torch.__version__)
 
 
 class Results(Config):
@@ -123,11 +126,11 @@ class Results(Config):
         Raises:
             EvaluationError: there is no such row.
         """
-        for row in self.rows:
-            if row.id == row_id:
-                return row
-        hint = did_you_mean(row_id, [row.id for row in self.rows])
-        raise EvaluationError(f"The results {self.name} have no row {row_id}{hint}: name one of theirs.")
+        by_id = {row.id: row for row in self.rows}
+        if row_id not in by_id:
+            hint = did_you_mean(row_id, by_id)
+            raise EvaluationError(f"The results {self.name} have no row {row_id}{hint}: name one of theirs.")
+        return by_id[row_id]
 
     def write(self, folder: str | Path) -> Path:
         """Write `folder/results.json` atomically; returns its path.
@@ -135,9 +138,7 @@ class Results(Config):
         Raises:
             EvaluationError: the folder can't be written to.
         """
-        values = self.model_dump(mode="json")
-        if not self.details:
-            del values["details"]
+        values = self.model_dump(mode="json", exclude=None if self.details else {"details"})
         text = json.dumps(values, indent=2, ensure_ascii=False)
         return write_atomically(Path(folder) / FILE_NAME, text.encode() + b"\n")
 
@@ -180,10 +181,9 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
     if len(values) == 1:
         value = values[0]
         return value if isinstance(value, Interval) else Interval(mean=value, low=value, high=value)
-    numbers = [value_of(value) for value in values]
-    count = len(numbers)
-    mean = math.fsum(numbers) / count
-    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (count - 1))
+    count = len(values)
+    mean = math.fsum(map(value_of, values)) / count
+    deviation = math.sqrt(math.fsum((value_of(value) - mean) ** 2 for value in values) / (count - 1))
     half = _t95(count - 1) * deviation / math.sqrt(count)
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
@@ -210,12 +210,11 @@ def source_commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        command = ["git", "-C", str(folder), *arguments]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            ["git", "-C", str(folder), *arguments], stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    return None
 
 
 def _t95(degrees: int) -> float:
@@ -225,15 +224,8 @@ def _t95(degrees: int) -> float:
     return round(float(stdtrit(degrees, 0.975)), 4)
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with suppress(OSError):
+        if name := re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+            return name[1].strip()
     return platform.processor() or platform.machine()

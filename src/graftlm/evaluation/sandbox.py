@@ -45,7 +45,7 @@ from graftlm.errors import EvaluationError
 
 _JOB_FILE = "job.json"
 _NOBODY = 65534
-_MAX_FILE_BYTES, _MAX_OPEN_FILES, _MAX_PROCESSES = 16 * 2**20, 64, 32
+_LIMITS = {"RLIMIT_FSIZE": 16 * 2**20, "RLIMIT_NOFILE": 64, "RLIMIT_NPROC": 32, "RLIMIT_CORE": 0}
 _MAX_OUTPUT_BYTES, _MAX_MESSAGE_BYTES = 4096, 4096
 _POLL_S = 0.02
 _WALL_FACTOR = 4  # wall-clock limit over CPU limit: a program must not fail because the machine is busy
@@ -99,14 +99,7 @@ def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: in
     """
     if os.name != "posix":
         raise EvaluationError("Generated code is run on Linux and macOS alone: run this measurement there.")
-    limits = {
-        "RLIMIT_CPU": math.ceil(timeout_s),
-        "RLIMIT_AS": memory_mb * 2**20,
-        "RLIMIT_FSIZE": _MAX_FILE_BYTES,
-        "RLIMIT_NOFILE": _MAX_OPEN_FILES,
-        "RLIMIT_NPROC": _MAX_PROCESSES,
-        "RLIMIT_CORE": 0,
-    }
+    limits = {"RLIMIT_CPU": math.ceil(timeout_s), "RLIMIT_AS": memory_mb * 2**20, **_LIMITS}
     isolation = _isolation()
     with tempfile.TemporaryDirectory(prefix="graftlm-", ignore_cleanup_errors=True) as folder:
         Path(folder, _JOB_FILE).write_text(json.dumps({"program": program, "tests": tests, "limits": limits}), "utf-8")
@@ -153,10 +146,9 @@ def _execute(isolation: _Isolation, folder: str, timeout_s: float) -> ExecutionR
             output, in_time = _read_output(process, timeout_s * _WALL_FACTOR)
         finally:
             _kill(process)
-        ours.setblocking(False)
         message = b""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            message = ours.recv(_MAX_MESSAGE_BYTES)
+            message = ours.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
     passed = in_time and message == f"{secret}\n".encode()
     reason = "passed" if passed else _failure(process.returncode, message, timeout_s, in_time)
     return ExecutionResult(passed, reason, output.decode("utf-8", "replace"))
@@ -216,11 +208,9 @@ def _isolation() -> _Isolation:
     """The strongest isolation that works on this machine."""
     unshare, setpriv = shutil.which("unshare"), shutil.which("setpriv")
     root = os.geteuid() == 0
-    namespaces: tuple[str, ...] = ()
-    if unshare:
-        namespaces = (unshare, "--net", "--ipc", "--pid", "--fork", "--kill-child")
-        namespaces = namespaces if root else (*namespaces, "--user", "--map-current-user")
-        namespaces = namespaces if _starts_python(namespaces) else ()
+    as_user = () if root else ("--user", "--map-current-user")
+    namespaces = (unshare, "--net", "--ipc", "--pid", "--fork", "--kill-child", *as_user) if unshare else ()
+    namespaces = namespaces if _starts_python(namespaces) else ()
     shell = _SHELL if namespaces else ()
     if root and setpriv:
         nobody = (setpriv, f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--no-new-privs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,16 +11,9 @@ from rich.table import Table
 from graftlm.evaluation.results import Interval, Metric, Results, value_of
 
 ABSENT = "–"
-_NATS = ("old", "new", "learned", "forgotten")
-_BITS = ("old_bpb", "new_bpb")
-_COSTS = (
-    "trainable_parameters",
-    "total_parameters",
-    "train_tokens_per_s",
-    "decode_old_tokens_per_s",
-    "decode_new_tokens_per_s",
-    "peak_memory_bytes",
-)
+_LEARNING = {"old", "new", "learned", "forgotten", "old_bpb", "new_bpb"}
+_SPEEDS = {"train_tokens_per_s", "decode_old_tokens_per_s", "decode_new_tokens_per_s"}
+_USUAL = _LEARNING | _SPEEDS | {"trainable_parameters", "total_parameters", "peak_memory_bytes"}
 _TERMINAL = {  # metric: column head
     "old": "old",
     "forgotten": "forgotten",
@@ -61,8 +54,8 @@ def print_table(results: Results, console: Console | None = None) -> None:
     columns = {name: head for name, head in _TERMINAL.items() if name in present}
     # Results without the usual metrics, such as a benchmark's, show their first metrics.
     tables = [columns or {name: name for name in list(present)[:5]}]
-    further = [name for name in present if name not in {*_NATS, *_BITS, *_COSTS} and not name.endswith("_bpb")]
-    starts = range(0, len(further) if columns else 0, _TERMINAL_COLUMNS)
+    further = [name for name in present if name not in _USUAL and not name.endswith("_bpb")] if columns else []
+    starts = range(0, len(further), _TERMINAL_COLUMNS)
     tables += [{name: metric_title(name) for name in further[i : i + _TERMINAL_COLUMNS]} for i in starts]
     for number, table in enumerate(tables):
         lines = [[row.label, *(_short(name, row.metrics.get(name)) for name in table)] for row in results.rows]
@@ -90,9 +83,9 @@ def print_columns(
         width: maximum width of the first column.
     """
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
-    for index, name in enumerate(head):
-        justify = "right" if index else "left"
-        table.add_column(name, justify=justify, overflow="fold", max_width=None if index else width)
+    table.add_column(head[0], overflow="fold", max_width=width)
+    for name in head[1:]:
+        table.add_column(name, justify="right", overflow="fold")
     for line in lines:
         table.add_row(*line)
     if gap:
@@ -121,9 +114,9 @@ def _short(name: str, metric: Metric | None) -> str:
 
 def _format(name: str, value: float) -> str:
     if name.endswith("parameters"):
-        return _with_unit(value, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
+        return _with_unit(value, {"B": 1e9, "M": 1e6, "k": 1e3})
     if name.endswith("_bytes"):
-        return _with_unit(value, ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10)))
+        return _with_unit(value, {" GiB": 2**30, " MiB": 2**20, " KiB": 2**10})
     if name.endswith("_per_s"):
         return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
     if name in ("learned", "forgotten") or name.endswith("_gain"):
@@ -131,55 +124,49 @@ def _format(name: str, value: float) -> str:
     return f"{value:.3f}"
 
 
-def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    for unit, size in units:
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.0f}"
+def _with_unit(value: float, units: Mapping[str, float]) -> str:
+    texts = (f"{value / size:.3g}{unit}" for unit, size in units.items() if abs(value) >= size)
+    return next(texts, f"{value:.0f}")
 
 
 def _measured_sections(results: Results) -> list[str]:
     """The learning-and-forgetting table and further metrics, or one table of all metrics without old and new text."""
     names = list(dict.fromkeys(name for row in results.rows for name in row.metrics))
-    if not {*names} & {*_NATS, *_BITS}:
-        return [_metrics_table("## Measured", results, names)]
-    heads = ["method", "old", "forgotten", "new", "learned", "bits per byte, old / new"]
-    heads += ["trainable parameters", "train tok/s", "decode tok/s, old / new", "peak memory"]
+    if not _LEARNING.intersection(names):
+        return [_metrics_table("Measured", results, names)]
+    nats = ("old", "forgotten", "new", "learned")
+    shorts = {
+        "bits per byte, old / new": ("old_bpb", "new_bpb"),
+        "trainable parameters": ("trainable_parameters",),
+        "train tok/s": ("train_tokens_per_s",),
+        "decode tok/s, old / new": ("decode_old_tokens_per_s", "decode_new_tokens_per_s"),
+        "peak memory": ("peak_memory_bytes",),
+    }
     rows = []
     for row in results.rows:
-        nats = [format_metric(name, row.metrics.get(name)) for name in ("old", "forgotten", "new", "learned")]
-        short = {name: _short(name, row.metrics.get(name)) for name in (*_BITS, *_COSTS)}
-        bits = _pair(*(short[name] for name in _BITS))
-        decode = _pair(short["decode_old_tokens_per_s"], short["decode_new_tokens_per_s"])
-        costs = [short["trainable_parameters"], short["train_tokens_per_s"], decode, short["peak_memory_bytes"]]
-        rows.append([row.label, *nats, bits, *costs])
-    further = [name for name in names if name not in {*_NATS, *_BITS, *_COSTS}]
-    table = f"## Learned and forgotten\n\n{_markdown_table(heads, rows)}\n\n{_NOTE}"
-    return [table, _metrics_table("## Further measurements", results, further)]
-
-
-def _pair(first: str, second: str) -> str:
-    return ABSENT if first == second == ABSENT else f"{first} / {second}"
+        cells = [[_short(name, row.metrics.get(name)) for name in group] for group in shorts.values()]
+        texts = [ABSENT if {*cell} == {ABSENT} else " / ".join(cell) for cell in cells]
+        rows.append([row.label, *(format_metric(name, row.metrics.get(name)) for name in nats), *texts])
+    heads = ["method", *nats, *shorts]
+    further = [name for name in names if name not in _USUAL]
+    table = _section("Learned and forgotten", heads, rows) + f"\n\n{_NOTE}"
+    return [table, _metrics_table("Further measurements", results, further)]
 
 
 def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
     if not names:
         return ""
     rows = [[row.label, *(format_metric(name, row.metrics.get(name)) for name in names)] for row in results.rows]
-    return f"{title}\n\n" + _markdown_table(["method", *map(metric_title, names)], rows)
+    return _section(title, ["method", *map(metric_title, names)], rows)
 
 
 def _aims_section(results: Results) -> str:
-    if not results.aims:
-        return ""
     words = {True: "yes", False: "no", None: "not measured"}
     rows = [[aim.text, aim.metric, _number(aim.aim), _number(aim.measured), words[aim.met]] for aim in results.aims]
-    return "## Aims\n\n" + _markdown_table(["aim", "metric", "aimed at", "measured", "met"], rows)
+    return _section("Aims", ["aim", "metric", "aimed at", "measured", "met"], rows) if rows else ""
 
 
 def _paper_section(results: Results) -> str:
-    if not results.paper:
-        return ""
     measured_rows = {row.id: row for row in results.rows}
     rows = []
     for published in results.paper:
@@ -187,13 +174,14 @@ def _paper_section(results: Results) -> str:
         for name, value in published.metrics.items():
             measured = format_metric(name, row.metrics.get(name) if row else None)
             rows.append([row.label if row else published.id, name, _format(name, value), measured, published.where])
-    return "## Published results\n\n" + _markdown_table(["method", "metric", "paper", "here", "where"], rows)
+    return _section("Published results", ["method", "metric", "paper", "here", "where"], rows) if rows else ""
 
 
 def _number(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.4g}"
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"## {title}\n\n{table}"

@@ -130,7 +130,10 @@ class TaskResult:
         """Metrics of the task `name`: `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`."""
         key = f"{name}_{self.metric}"
         if self.metric in ("exact-match", "pass@1"):
-            return {key: _wilson(self.sums[:, 0].sum(), len(self.sums))}
+            from scipy.stats import binomtest  # takes a second to import
+
+            wilson = binomtest(round(self.sums[:, 0].sum()), len(self.sums)).proportion_ci(method="wilson")
+            return {key: Interval(mean=self.value, low=wilson.low, high=wilson.high)}
         samples = _resample(self.sums)
         metrics = {key: percentile_interval(self.value, [_value(self.metric, sums) for sums in samples])}
         if self.metric == "log-perplexity":
@@ -187,8 +190,7 @@ def measure_task(
     """
     config = task.config
     if config.metric == "log-perplexity":
-        pairs = zip(task.prompts(), task.examples, strict=True)
-        examples = [Example(prompt, example.answer) for prompt, example in pairs]
+        examples = [Example(task.shots + example.prompt, example.answer) for example in task.examples]
         scores = score_answers(model, tokenizer, examples, batch_size=batch_size, precision=precision)
         return TaskResult(config.metric, np.stack([scores.nats, scores.tokens, scores.bytes], axis=1))
     if config.metric == "pass@1":
@@ -230,11 +232,3 @@ def _resample(sums: np.ndarray) -> np.ndarray:
     rng, count = np.random.default_rng(0), len(sums)
     draws = (rng.integers(count, size=count) for _ in range(_RESAMPLES))
     return np.stack([np.bincount(draw, minlength=count) @ sums for draw in draws])
-
-
-def _wilson(correct: float, count: int) -> Interval:
-    """Wilson's 95% score interval of a share of `count` examples."""
-    from scipy.stats import binomtest  # takes a second to import
-
-    interval = binomtest(round(correct), count).proportion_ci(method="wilson")
-    return Interval(mean=correct / count, low=interval.low, high=interval.high)

@@ -6,8 +6,8 @@
         optimizer.safetensors        `parameter name/state name` -> tensor
         state.json                   step, counts, config, data position, and size and hash of the two files
 
-A checkpoint is written under a hidden name, flushed to disk, then renamed. An incomplete one is never read; the next
-start removes it. Random number generators need no state: every step seeds its own. No pickle is written or read.
+An incomplete checkpoint is never read; the next start removes it. Random number generators need no state: every step
+seeds its own. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -26,11 +26,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
-from graftlm.io import file_digest, sync
+from graftlm.io import file_digest, staged_folder
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
 from graftlm.training.distributed import DistributedContext, full_tensor, graft_buffers, shard_like
 
@@ -96,8 +96,7 @@ class TrainingState:
 
     def run_identity(self) -> dict[str, Any]:
         """What a resumed run must share with the run that wrote a checkpoint."""
-        training = self.config.model_dump(mode="json", exclude=set(FREE_ON_RESUME))
-        return {"training": training, **self.identity}
+        return {"training": self.config.model_dump(mode="json", exclude=FREE_ON_RESUME), **self.identity}
 
 
 def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
@@ -108,8 +107,7 @@ def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
 
 def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give a streaming model its state back."""
-    method = getattr(model, "set_recurrent_state", None)
-    if callable(method):
+    if callable(method := getattr(model, "set_recurrent_state", None)):
         method(tensors)
 
 
@@ -121,42 +119,70 @@ def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
     """
     if state.context.is_main:
         state.checkpoints.mkdir(parents=True, exist_ok=True)
-        (remove_incomplete if resume else remove_all)(state.checkpoints)
+        for path in [*state.checkpoints.glob(".step-*"), *_folders(state.checkpoints)]:
+            if not resume or path.name.startswith(".") or _read(path) is None:
+                shutil.rmtree(path)
     state.context.accelerator.wait_for_everyone()
     checkpoint = newest_checkpoint(state.checkpoints)
     if checkpoint is None:
         return None
     _check_same_run(state, checkpoint)
-    recurrent = restore(checkpoint, state.tensors(), state.parameters, state.optimizer)
-    set_recurrent_state(state.context.model, recurrent)
+    _restore(state, checkpoint.path)
     state.batches.load_state_dict(checkpoint.state["mixture"])
     state.counts = TrainingCounts(**checkpoint.state["counts"])
     return state.counts.step
 
 
 def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
-    """Write a checkpoint with the state of all processes, and remove all but the newest `keep`.
+    """Write a checkpoint with the state of all processes and, unless `keep` is None, remove all but the newest `keep`.
 
     Raises:
         TrainingError: it can't be written. Older checkpoints are as before.
     """
     recurrent = {f"{RECURRENT}{name}": tensor for name, tensor in recurrent_state(state.context.model).items()}
-    tensors = gather_tensors(state.tensors() | recurrent)
-    moments = gather_moments(state.parameters, state.optimizer)
-    values = {
-        "step": state.counts.step,
-        "counts": asdict(state.counts),
-        "run": state.run_identity(),
-        "mixture": state.batches.state_dict(),
+    moments = {
+        f"{name}/{key}": value
+        for name, parameter in state.parameters.items()
+        for key, value in state.optimizer.state.get(parameter, {}).items()
     }
+    # All processes must copy together: a sharded tensor is gathered from all of them.
+    files = {TENSORS: _copies(state.tensors() | recurrent), OPTIMIZER: _copies(moments)}
+    target = state.checkpoints / f"step-{state.counts.step:06d}"
     problem = None
     if state.context.is_main:
         try:
-            write_checkpoint(state.checkpoints, tensors, moments, values, keep)
-        except TrainingError as error:
-            problem = str(error)
+            if _read(target) is None:
+                _write(state, target, files)
+        except (OSError, SafetensorError) as error:
+            problem = (
+                f"The checkpoint {target} can't be written ({getattr(error, 'strerror', None) or error}), and earlier "
+                "ones are intact: free space or mend the disk, then run the same command to resume."
+            )
+        else:
+            for old in _folders(state.checkpoints)[:-keep] if keep else ():
+                shutil.rmtree(old)
     state.context.raise_together(problem)
-    return state.checkpoints / f"step-{state.counts.step:06d}"
+    return target
+
+
+def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
+    with staged_folder(target) as draft:
+        draft.mkdir()
+        for name, tensors in files.items():
+            save_file(tensors, draft / name)
+        values = {
+            "step": state.counts.step,
+            "counts": asdict(state.counts),
+            "run": state.run_identity(),
+            "mixture": state.batches.state_dict(),
+            "files": {name: _describe(draft / name) for name in files},
+        }
+        (draft / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Unsharded copies in main memory."""
+    return {name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def stop_before_step(
@@ -174,11 +200,10 @@ def stop_before_step(
     Raises:
         TrainingError: always.
     """
-    model = state.context.model
-    set_recurrent_state(model, recurrent)
+    set_recurrent_state(state.context.model, recurrent)
     state.optimizer.zero_grad()
     with torch.no_grad():
-        for name, buffer in graft_buffers(model).items():
+        for name, buffer in graft_buffers(state.context.model).items():
             buffer.copy_(buffers[name])
     path = save_checkpoint(state, keep=None)
     cause = f"loss is {loss}" if not math.isfinite(loss) else f"gradient's norm is {norm}"
@@ -212,35 +237,25 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class History:
-    """`history.jsonl` of a run. Lines are written at once; `sync` flushes them to disk."""
+    """`history.jsonl` of a run, cut to its first `steps` steps. Lines are written at once; `sync` flushes them to disk.
+
+    Raises:
+        TrainingError: the disk is full or can't be written.
+    """
 
     def __init__(self, path: Path, steps: int) -> None:
-        """Keep the lines of the first `steps` steps, and drop those after the checkpoint.
-
-        Raises:
-            TrainingError: the disk is full or can't be written.
-        """
         self.path = path
         lines = [line for line in read_history(path) if line["step"] <= steps]
         draft = path.with_suffix(".tmp")
-        try:
+        with self._writing():
             draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             draft.replace(path)
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(path, error) from None
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line.
-
-        Raises:
-            TrainingError: the disk is full or can't be written.
-        """
-        try:
+        with self._writing():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -249,11 +264,14 @@ class History:
         with suppress(OSError):  # closing writes again what `append` could not write
             self._file.close()
 
-
-def _unwritable(path: Path, error: OSError) -> TrainingError:
-    return TrainingError(
-        f"{path} can't be written ({error.strerror}): free space, then run the same command to resume."
-    )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path} can't be written ({error.strerror}): free space, then run the same command to resume."
+            ) from None
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -268,74 +286,13 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return values
 
 
-def write_checkpoint(
-    folder: Path, tensors: Mapping[str, Tensor], moments: Mapping[str, Tensor], state: dict[str, Any], keep: int | None
-) -> Path:
-    """Write `folder/step-N` and, unless `keep` is None, remove all but the newest `keep`.
-
-    Raises:
-        TrainingError: the disk is full or can't be written; older checkpoints are as before.
-    """
-    target = folder / f"step-{state['step']:06d}"
-    draft = folder / f".{target.name}.tmp"
-    try:
-        if _read(target) is None:
-            _write_draft(draft, tensors, moments, state)
-            draft.replace(target)
-            sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or error
-        raise TrainingError(
-            f"The checkpoint {target} can't be written ({reason}), and earlier ones are intact: "
-            "free space or mend the disk, then run the same command to resume."
-        ) from None
-    if keep is not None:
-        for old in _folders(folder)[:-keep]:
-            shutil.rmtree(old)
-    return target
-
-
-def _write_draft(
-    draft: Path, tensors: Mapping[str, Tensor], moments: Mapping[str, Tensor], state: dict[str, Any]
-) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_file(dict(tensors), draft / TENSORS)
-    save_file(dict(moments), draft / OPTIMIZER)
-    for name in (TENSORS, OPTIMIZER):
-        sync(draft / name)
-    files = {name: _describe(draft / name) for name in (TENSORS, OPTIMIZER)}
-    (draft / STATE).write_text(json.dumps({**state, "files": files}, indent=1), encoding="utf-8")
-    sync(draft / STATE)
-    sync(draft)
-
-
 def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint in `folder`."""
-    for path in reversed(_folders(folder)):
-        if (checkpoint := _read(path)) is not None:
-            return checkpoint
-    return None
-
-
-def remove_incomplete(folder: Path) -> None:
-    """Remove the incomplete checkpoints that killed runs left in `folder`."""
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)
-    for path in _folders(folder):
-        if _read(path) is None:
-            shutil.rmtree(path)
-
-
-def remove_all(folder: Path) -> None:
-    """Remove every checkpoint in `folder`."""
-    for path in [*folder.glob(".step-*.tmp"), *_folders(folder)]:
-        shutil.rmtree(path)
+    return next(filter(None, map(_read, reversed(_folders(folder)))), None)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -353,54 +310,26 @@ def _read(path: Path) -> Checkpoint | None:
     return Checkpoint(path, state) if complete else None
 
 
-def gather_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unsharded copies in main memory. All processes must call this together."""
-    return {name: _copy(tensor) for name, tensor in tensors.items()}
-
-
-def gather_moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, by `parameter name/state name`; all processes must call this together."""
-    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
-    return {f"{name}/{key}": _copy(value) for name, state in states.items() for key, value in state.items()}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
-
-
 @torch.no_grad()
-def restore(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> dict[str, Tensor]:
-    """Load a checkpoint into the model's `tensors` and the optimizer; gives the recurrent state by name.
-
-    Raises:
-        TrainingError: the checkpoint has other tensors.
-    """
-    saved = load_file(checkpoint.path / TENSORS)
-    recurrent = {name: saved.pop(name) for name in list(saved) if name.startswith(RECURRENT)}
-    _check_shapes(checkpoint.path, saved, tensors)
-    for name, tensor in tensors.items():
-        tensor.copy_(shard_like(saved[name], tensor))
-    optimizer.state.clear()
-    for key, value in load_file(checkpoint.path / OPTIMIZER).items():
-        name, _, field_name = key.rpartition("/")
-        parameter = parameters[name]
-        on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else shard_like(value, parameter)
-        optimizer.state[parameter][field_name] = on_device
-    return {name.removeprefix(RECURRENT): tensor for name, tensor in recurrent.items()}
-
-
-def _check_shapes(path: Path, saved: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    actual = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def _restore(state: TrainingState, path: Path) -> None:
+    """Load a checkpoint's tensors into the model and the optimizer."""
+    saved = load_file(path / TENSORS)
+    recurrent = {name.removeprefix(RECURRENT): saved.pop(name) for name in list(saved) if name.startswith(RECURRENT)}
+    tensors = state.tensors()
+    actual, expected = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (saved, tensors))
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):
+            there, here = (f"shape {each[name]}" if name in each else "nothing" for each in (actual, expected))
             raise TrainingError(
-                f"The checkpoint {path} has {_shape(actual.get(name))} for {name}, but the model has "
-                f"{_shape(expected.get(name))}: use another output folder, or resume=False to start over."
+                f"The checkpoint {path} has {there} for {name}, but the model has {here}: "
+                "use another output folder, or resume=False to start over."
             )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "nothing" if shape is None else f"shape {list(shape)}"
+    for name, tensor in tensors.items():
+        tensor.copy_(shard_like(saved[name], tensor))
+    state.optimizer.state.clear()
+    for key, value in load_file(path / OPTIMIZER).items():
+        name, _, field_name = key.rpartition("/")
+        parameter = state.parameters[name]
+        on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else shard_like(value, parameter)
+        state.optimizer.state[parameter][field_name] = on_device
+    set_recurrent_state(state.context.model, recurrent)

@@ -44,15 +44,6 @@ class TrainingConfig(Config):
     tracker: Literal["tensorboard", "wandb"] | None = None
 
 
-FREE_ON_RESUME = frozenset(
-    (
-        "steps",  # may grow; the learning rate then follows the new schedule from the checkpoint on
-        "micro_batch_size",  # this and the next two change rounding only
-        "gradient_checkpointing",
-        "sharded",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "log_every",
-        "tracker",
-    )
-)
+_ROUNDING_ONLY = {"micro_batch_size", "gradient_checkpointing", "sharded"}
+# `steps` may grow; the learning rate then follows the new schedule from the checkpoint on.
+FREE_ON_RESUME = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tracker"} | _ROUNDING_ONLY

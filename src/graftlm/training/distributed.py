@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from graftlm.training.config import TrainingConfig
 class LossModule(nn.Module):
     """A model whose forward pass gives the losses of a batch.
 
-    DDP, FSDP and autocast wrap this module; the caller's model stays as it is.
+    DDP, FSDP and autocast wrap this module; the caller's model stays as it is. With `tie`, processes exchange all
+    gradients even if they use different parameters.
     """
 
     def __init__(self, model: nn.Module, *, tie: bool) -> None:
-        """With `tie`, processes exchange all gradients even if they use different parameters."""
         super().__init__()
         self.model = model
         self.tie = tie
@@ -45,14 +46,10 @@ class LossModule(nn.Module):
         output = self.model(**inputs, totals=totals)
         loss = output.loss
         components = [loss.new_zeros(()) if p is None else p for p in (loss, output.lm_loss, output.auxiliary_loss)]
-        if self.tie or not loss.requires_grad:
-            loss = loss + self._zero()
+        if self.tie or not loss.requires_grad:  # add zero, as a function of every trainable parameter that is whole
+            local = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+            loss = loss + torch.stack([p.reshape(-1)[:0].sum() for p in local]).sum()
         return loss, torch.stack([component.detach().float() for component in components])
-
-    def _zero(self) -> Tensor:
-        """Zero, as a function of every trainable parameter that is not sharded."""
-        local = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        return torch.stack([p.reshape(-1)[:0].sum() for p in local]).sum()
 
 
 @dataclass
@@ -79,8 +76,8 @@ class DistributedContext:
 
     def share(self, rows: int) -> slice:
         """This process's rows of a global batch of `rows`."""
-        size = rows // self.accelerator.num_processes
-        return slice(size * self.accelerator.process_index, size * (self.accelerator.process_index + 1))
+        size, index = rows // self.accelerator.num_processes, self.accelerator.process_index
+        return slice(size * index, size * (index + 1))
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over processes."""
@@ -133,12 +130,21 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         TrainingError: the processes can't share a batch, or Accelerate is already set up in another way.
         MissingExtraError: the tracker's package is absent.
     """
-    _check_tracker(config)
+    if config.tracker is not None:
+        try:
+            import_module(config.tracker)
+        except ImportError:
+            raise MissingExtraError(config.tracker, "trackers", "Logging to a tracker") from None
     was_training = model.training
     with _accelerator(model, config, out) as accelerator:
-        _check_shares(config, accelerator.num_processes)
+        if config.batch_size % (processes := accelerator.num_processes):
+            raise TrainingError(
+                f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: "
+                f"use a multiple of {processes}."
+            )
         model.to(accelerator.device).train()
-        sharded = accelerator.num_processes > 1 and (config.sharded or _launched_for_fsdp())
+        launched_for_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        sharded = processes > 1 and (config.sharded or launched_for_fsdp)
         losses = LossModule(model, tie=sharded)
         undo = shard(losses) if sharded else None
         try:
@@ -176,27 +182,6 @@ def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterato
             AcceleratorState._reset_state(reset_partial_state=alone)
 
 
-def _check_shares(config: TrainingConfig, processes: int) -> None:
-    if config.batch_size % processes:
-        raise TrainingError(
-            f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: "
-            f"use a multiple of {processes}."
-        )
-
-
-def _check_tracker(config: TrainingConfig) -> None:
-    if config.tracker is None:
-        return
-    try:
-        __import__(config.tracker)
-    except ImportError:
-        raise MissingExtraError(config.tracker, "trackers", "Logging to a tracker") from None
-
-
-def _launched_for_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name.
 
@@ -232,14 +217,22 @@ def shard(root: nn.Module) -> Callable[[], None]:
     Returns:
         A function that undoes it and gives every process all weights; all processes must call it together.
     """
-    before = [(module, type(module), _attributes(module)) for module in root.modules()]
+    # Of each module its class, and its attributes with the ids of the hooks in those that hold hooks.
+    before = [
+        (
+            module,
+            type(module),
+            {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()},
+        )
+        for module in root.modules()
+    ]
     for parameter in root.parameters():
         if parameter.requires_grad:
             dist.broadcast(parameter.data, src=0)
     replicated = {p for p in root.parameters() if type(p.data) is not Tensor or not p.is_floating_point()}
-    for module in list(_layers(root)):
+    layers = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    for module in [*(module for module in root.modules() if type(module).__name__ in layers), root]:
         fully_shard(module, ignored_params=replicated)
-    fully_shard(root, ignored_params=replicated)
 
     def undo() -> None:
         plain: dict[int, nn.Parameter] = {}
@@ -248,16 +241,6 @@ def shard(root: nn.Module) -> Callable[[], None]:
             _remove_additions(module, kind, entries)
 
     return undo
-
-
-def _layers(root: nn.Module) -> Iterator[nn.Module]:
-    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return (module for module in root.modules() if type(module).__name__ in names)
-
-
-def _attributes(module: nn.Module) -> dict[str, set[Any]]:
-    """The attributes of a module, and the ids of the hooks in those that hold hooks."""
-    return {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()}
 
 
 def _unshard(module: nn.Module, plain: dict[int, nn.Parameter]) -> None:
@@ -276,7 +259,7 @@ def _remove_additions(module: nn.Module, kind: type[nn.Module], entries: dict[st
         del module.__dict__[name]
     for name, value in vars(module).items():
         if "_hooks" in name:
-            for hook in set(value) - entries[name]:
+            for hook in value.keys() - entries[name]:
                 del value[hook]
     _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
 
@@ -289,6 +272,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """`full` on the device of `parameter`, sharded in the same way."""
     full = full.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return full
+    if not isinstance(parameter, DTensor):
+        return full
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

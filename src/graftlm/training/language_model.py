@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,10 @@ class LanguageModel(nn.Module):
         key = -1 if stream is None else int(stream[0])
         cache = self._caches[key] if starts is not None and not starts.any() else None
         output = self.model(input_ids=input_ids, use_cache=stream is not None, past_key_values=cache, **given)
-        logits = output.logits
         if stream is not None:
             self._caches[key] = output.past_key_values
-        loss = language_modelling_loss(logits, labels, totals)
-        return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
+        loss = language_modelling_loss(output.logits, labels, totals)
+        return GraftedOutput(loss=loss, logits=output.logits, lm_loss=loss.detach())
 
     def recurrent_state(self) -> dict[str, Tensor]:
         """The caches that the next step continues, as tensors by name."""
@@ -132,14 +132,23 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
     """
     config = _config(values, tokenizer)
     torch.manual_seed(seed)
-    try:
+    with _fitting(values, ValueError, TypeError, RuntimeError, ImportError, NotImplementedError):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except GraftError:
-        raise
-    except (ValueError, TypeError, RuntimeError, ImportError, NotImplementedError) as error:
-        raise RecipeError(_misfit(values, error)) from None
     _check_vocabulary(model, tokenizer, str(values["model_type"]))
     return model
+
+
+@contextmanager
+def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except GraftError:
+        raise
+    except kinds as error:
+        name = values["model_type"]
+        raise RecipeError(
+            f"model: the keys of the model_type {name} don't fit ({_first_line(error)}): change them."
+        ) from None
 
 
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -149,13 +158,8 @@ def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
         BackboneError: there is none, or its files are broken.
         RecipeError: it has fewer tokens than the tokenizer.
     """
-    register()
-    try:
+    with _loading(f"The model {name}", "name another, or mend its files"):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise BackboneError(
-            f"The model {name} can't be loaded ({_first_line(error)}): name another, or mend its files."
-        ) from None
     _check_vocabulary(model, tokenizer, name)
     return model
 
@@ -166,14 +170,18 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         BackboneError: there is none.
     """
+    remedy = "name a folder that holds one, or learn one, as in tokenizer: {vocab_size: 4096}"
+    with _loading(f"The tokenizer {name}", remedy):
+        return AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _loading(what: str, remedy: str) -> Iterator[None]:
     register()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        yield
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise BackboneError(
-            f"The tokenizer {name} can't be loaded ({_first_line(error)}): name a folder that holds one, "
-            "or learn one, as in tokenizer: {vocab_size: 4096}."
-        ) from None
+        raise BackboneError(f"{what} can't be loaded ({_first_line(error)}): {remedy}.") from None
 
 
 def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
@@ -233,38 +241,18 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> An
     kind: Any = CONFIG_MAPPING[name]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RecipeError(f"Models of the type {name} are not causal language models: name another.")
-    known = _known_keys(kind)
+    named = inspect.signature(kind.__init__).parameters.values()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = {parameter.name for parameter in named if parameter.kind in kinds} - {"self"} | {*kind.attribute_map}
     given = {key: value for key, value in values.items() if key != "model_type"}
     for key in given:
         if key not in known:
             raise RecipeError(f"model: unknown key {key} for the model_type {name}{did_you_mean(key, known)}.")
-    own = {key: value for key, value in _tokens(tokenizer).items() if key in known}
-    try:
-        return kind(**(own | given))
-    except GraftError:
-        raise
-    except Exception as error:  # each config class raises its own
-        raise RecipeError(_misfit(values, error)) from None
-
-
-def _known_keys(kind: Any) -> set[str]:
-    """The keys that a config class declares."""
-    named = inspect.signature(kind.__init__).parameters.values()
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = {parameter.name for parameter in named if parameter.kind in kinds} - {"self"}
-    return names | set(kind.attribute_map)
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The config keys that depend on the tokenizer."""
-    end = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
-    return {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": end,
-        "pad_token_id": end if pad is None else pad,
-        "bos_token_id": leading_bos(tokenizer),
-    }
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    own = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end if pad is None else pad}
+    own["bos_token_id"] = leading_bos(tokenizer)
+    with _fitting(values, Exception):  # each config class raises its own
+        return kind(**({key: value for key, value in own.items() if key in known} | given))
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -274,10 +262,6 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
             f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: take a tokenizer that "
             "belongs to it, or leave vocab_size out of a new model."
         )
-
-
-def _misfit(values: Mapping[str, Any], error: Exception) -> str:
-    return f"model: the keys of the model_type {values['model_type']} don't fit ({_first_line(error)}): change them."
 
 
 def _first_line(error: Exception) -> str:

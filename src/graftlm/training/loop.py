@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed
@@ -28,6 +28,7 @@ from graftlm.errors import TrainingError
 from graftlm.training.checkpoint import (
     HISTORY,
     History,
+    TrainingCounts,
     TrainingState,
     recurrent_state,
     resume_from_checkpoint,
@@ -92,7 +93,9 @@ def train(
         parameters = trainable_parameters(model)
         optimizer = make_optimizer(parameters, config, without_decay)
         state = TrainingState(context, batches, config, out, identity or {}, parameters, optimizer)
-        _start_tracker(state)
+        if config.tracker is not None:
+            values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
+            context.accelerator.init_trackers("graftlm", config=values)
         resumed_from = resume_from_checkpoint(state, resume)
         _run_steps(state, progress)
         optimizer.zero_grad()
@@ -105,10 +108,9 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
     """Run every step from the state's step to the last."""
     config, context, counts = state.config, state.context, state.counts
     first = counts.step
-    with (
-        _open_history(state) as history,
-        _ProgressBar(config.steps, first, show=progress and context.is_main) as progress_bar,
-    ):
+    # Only the main process has a history.
+    opened = closing(History(state.out / HISTORY, first)) if context.is_main else nullcontext()
+    with opened as history, _progress_bar(config.steps, first, show=progress and context.is_main) as show:
         while counts.step < config.steps:
             started = time.perf_counter()
             rate = learning_rate(config, counts.step)
@@ -119,9 +121,11 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
                 counts.seconds += time.perf_counter() - started
             last = counts.step == config.steps
             if counts.step % config.log_every == 0 or last:
-                line = {"step": counts.step} | log | {"tokens": counts.tokens}
-                _log(state, history, line)
-            progress_bar.update(counts.step, log["loss"], counts.tokens_per_s)
+                values = log | {"tokens": counts.tokens}
+                if history is not None:
+                    history.append({"step": counts.step} | values)
+                context.accelerator.log(values, step=counts.step)
+            show(counts)
             if counts.step % config.checkpoint_every == 0 or last:
                 if history is not None:
                     history.sync()
@@ -133,7 +137,8 @@ def _step(state: TrainingState, rate: float) -> tuple[int, dict[str, float]]:
     context, step = state.context, state.counts.step
     _seed(state.config.seed, step, context.accelerator.process_index)
     batch = state.batches.batch(step)
-    set_learning_rate(state.optimizer, rate)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
     buffers = {name: buffer.clone() for name, buffer in graft_buffers(context.model).items()}
     recurrent = recurrent_state(context.model)
     losses = _accumulate(state, batch)
@@ -177,25 +182,6 @@ def _seed(seed: int, step: int, process: int) -> None:
     set_seed(int(SeedSequence([seed, step, process]).generate_state(1)[0]))
 
 
-def _start_tracker(state: TrainingState) -> None:
-    config = state.config
-    if config.tracker is not None:
-        values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
-        state.context.accelerator.init_trackers("graftlm", config=values)
-
-
-def _open_history(state: TrainingState) -> AbstractContextManager[History | None]:
-    """The open log in the main process, None in the others."""
-    return closing(History(state.out / HISTORY, state.counts.step)) if state.context.is_main else nullcontext()
-
-
-def _log(state: TrainingState, history: History | None, line: dict[str, Any]) -> None:
-    if history is not None:
-        history.append(line)
-    values = {key: value for key, value in line.items() if key != "step"}
-    state.context.accelerator.log(values, step=line["step"])
-
-
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """The learning rate of `step`, counted from 0.
 
@@ -206,8 +192,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     shapes = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}
-    floor = config.min_ratio
-    return config.learning_rate * (floor + (1 - floor) * shapes[config.schedule])
+    return config.learning_rate * (config.min_ratio + (1 - config.min_ratio) * shapes[config.schedule])
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
@@ -236,34 +221,22 @@ def make_optimizer(
     return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
-    """Set the rate of the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+@contextmanager
+def _progress_bar(steps: int, done: int, *, show: bool) -> Iterator[Callable[[TrainingCounts], None]]:
+    """Show steps done, loss, tokens per second and time left; gives the function that updates them."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, disable=not show) as progress:
+        task = progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
 
+        def update(counts: TrainingCounts) -> None:
+            rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
+            progress.update(task, completed=counts.step, loss=f"{counts.loss:.4f}", rate=rate)
 
-class _ProgressBar:
-    """Steps done, loss, tokens per second and time left; silent unless `show`."""
-
-    def __init__(self, steps: int, done: int, *, show: bool) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-            disable=not show,
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
-
-    def update(self, done: int, loss: float, tokens_per_s: float) -> None:
-        rate = f"{tokens_per_s:,.0f}" if tokens_per_s else "–"
-        self._progress.update(self._task, completed=done, loss=f"{loss:.4f}", rate=rate)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        yield update

@@ -6,7 +6,7 @@ b. All streams start again when they end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,11 @@ class StatefulBatches(Mixture):
 
     def batch(self, step: int) -> StatefulBatch:
         """The rows of one step, counted from 0."""
-        stream = np.arange(self.batch_size)
+        stream = torch.arange(self.batch_size)
         position = step % self.stream_length
-        domain = np.full(self.batch_size, NEW)
-        rows = collate(
-            self.rows[stream * self.stream_length + position], domain, boundaries=self.boundaries, pad_id=self.pad_id
-        )
-        values = {name: getattr(rows, name) for name in rows.__dataclass_fields__}
-        starts = torch.full((self.batch_size,), position == 0)
-        return replace(StatefulBatch(**values), stream=torch.from_numpy(stream), starts=starts)
+        rows = self.rows[stream.numpy() * self.stream_length + position]
+        batch = collate(rows, np.full(self.batch_size, NEW), boundaries=self.boundaries, pad_id=self.pad_id)
+        return StatefulBatch(**vars(batch), stream=stream, starts=torch.full((self.batch_size,), position == 0))
 
     def fingerprint(self) -> str:
         """Fingerprint of the rows; batches of another kind over the same rows have another one."""
