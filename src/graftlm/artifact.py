@@ -77,12 +77,7 @@ class Manifest(Config):
 
 
 def save_graft(
-    graft: Graft,
-    backbone: Backbone,
-    folder: str | Path,
-    *,
-    training: Mapping[str, Any] | None = None,
-    card: str | None = None,
+    graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
 ) -> Path:
     """Write a graft; what stood at `folder` is replaced only once the new one is whole.
 
@@ -91,7 +86,7 @@ def save_graft(
         backbone: the backbone that it was trained on: its name and fingerprint are written, its weights never.
         folder: where.
         training: a summary of the run, plain JSON.
-        card: the model card (Markdown); a short one is made when none is given.
+        card: the model card (Markdown); a short one is made when it is empty.
 
     Raises:
         ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
@@ -114,7 +109,12 @@ def save_graft(
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         training=dict(training or {}),
     )
-    _refuse_foreign_folder(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
+        raise ArtifactError(
+            f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder."
+        )
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()
@@ -270,15 +270,6 @@ def default_card(manifest: Manifest) -> str:
         f"backbone = load_backbone({manifest.backbone.name!r}{kind})\n"
         'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
     )
-
-
-def _refuse_foreign_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
-        raise ArtifactError(
-            f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder."
-        )
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

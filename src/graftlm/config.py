@@ -94,7 +94,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected.") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML{_yaml_problem(error)}.") from None
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path} is not valid YAML{where}: {problem}.") from None
     if values is None:
         raise RecipeError(f"{path} is empty, but a recipe is expected: start from one that `graft schema` describes.")
     if not isinstance(values, dict):
@@ -154,12 +157,6 @@ def _load(text: str) -> Any:
         raise yaml.YAMLError("it is nested too deeply") from None
     except (ValueError, AttributeError) as error:  # PyYAML does not wrap errors of tags' constructors
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-    return f"{f' at line {mark.line + 1}' if mark else ''}: {problem}"
 
 
 def parse_overridden(

@@ -77,9 +77,6 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
         settings: plain JSON values that decide the content; paths in them count by content.
         fill: writes the files. After a kill it is called again, with the files that it left.
 
-    Returns:
-        The folder.
-
     Raises:
         EvaluationError: the folder holds files that this function did not have written.
     """
@@ -126,29 +123,23 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     On an error the draft is removed and `folder` stays as it is.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
+    draft, old = (folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.{kind}") for kind in ("part", "old"))
     try:
         yield draft
         for path in (*draft.iterdir(), draft):
             sync(path)
-        _replace_folder(draft, folder)
+        if folder.exists():
+            folder.rename(old)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+        sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _replace_folder(draft: Path, folder: Path) -> None:
-    """Replace `folder` by the complete folder `draft`; if the rename fails, the old folder stays."""
-    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        draft.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -140,9 +140,8 @@ def test_a_uniform_model_needs_the_same_bits_per_byte_in_any_window(tokenizer: A
 
 def test_limit_stops_at_the_exact_token(model: Any, tokenizer: Any) -> None:
     whole = score(model, tokenizer, DOCUMENTS, length=10)
-    seen: list[int] = []
-    part = score(model, tokenizer, iter(DOCUMENTS), length=10, limit_tokens=25, progress=seen.append)
-    assert part.tokens.sum() == 25 == sum(seen)
+    part = score(model, tokenizer, iter(DOCUMENTS), length=10, limit_tokens=25)
+    assert part.tokens.sum() == 25
     np.testing.assert_allclose(part.nats[:2], whole.nats[:2], rtol=1e-6)
 
 

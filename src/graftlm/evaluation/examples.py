@@ -7,7 +7,7 @@ tokenizer puts before texts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,7 +45,6 @@ def generate_answers(
     max_new_tokens: int,
     stop: Sequence[str] = ("\n",),
     batch_size: int = 64,
-    progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Continue each prompt greedily; each answer ends before its first stop string or end-of-text token.
 
@@ -56,7 +55,6 @@ def generate_answers(
         max_new_tokens: maximum number of new tokens per answer.
         stop: strings that end an answer.
         batch_size: prompts per batch; it affects speed and memory only.
-        progress: called after each batch with the batch's number of prompts.
 
     Raises:
         DataError: a prompt has no tokens.
@@ -84,19 +82,11 @@ def generate_answers(
             texts = _generate_batch(model, tokenizer, [rows[i] for i in batch], max_new_tokens, stop)
             for i, text in zip(batch, texts, strict=True):
                 answers[i] = text
-            if progress is not None:
-                progress(len(batch))
     return answers
 
 
 def score_answers(
-    model: Any,
-    tokenizer: Any,
-    examples: Iterable[Example],
-    *,
-    batch_size: int = 16,
-    precision: Precision = "fp32",
-    progress: Callable[[int], None] | None = None,
+    model: Any, tokenizer: Any, examples: Iterable[Example], *, batch_size: int = 16, precision: Precision = "fp32"
 ) -> Scores:
     """Score every token of each reference answer given its prompt: one window per example, in order.
 
@@ -117,7 +107,7 @@ def score_answers(
                 f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
                 f"{limit} positions: shorten the example, or leave it out."
             )
-    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
+    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarray:
@@ -130,10 +120,7 @@ def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarr
 def chrf(answers: Sequence[str], examples: Sequence[Example], *, beta: int = 2) -> float:
     """Corpus chrF by sacrebleu, from 0 to 100: the F-beta score of character n-grams, n from 1 to 6.
 
-    Args:
-        answers: generated texts.
-        examples: their references, in the same order.
-        beta: weight of recall over precision; 2 is sacrebleu's default, 1 gives chrF1.
+    `beta` is the weight of recall over precision: 2 is sacrebleu's default, 1 gives chrF1.
     """
     return chrf_of(chrf_counts(answers, examples).sum(axis=0), beta=beta)
 

@@ -114,15 +114,7 @@ def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> Predic
 def predict_labelled(
     predict: PredictFn, encoder: RowEncoder, task: TaskRows, number: int = 0, *, batch_size: int = 64
 ) -> list[Prediction]:
-    """Predictions for the rows of one task, in order.
-
-    Args:
-        predict: the model, see `predictor`.
-        encoder: tokenises rows as in training.
-        task: the rows, with or without labels.
-        number: the number of the task's head in the model.
-        batch_size: rows per forward pass.
-    """
+    """Predictions of a `predictor` for the rows of one task, in order; `number` is that of the task's head."""
     encoded = encoder.encode(task)
     predictions: dict[int, Prediction] = {}
     rows = [(row, task.spec, number) for row in encoded.rows]
@@ -227,16 +219,10 @@ def _accuracy(truth: Sequence[str], predicted: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
 
 
-def _f1(average: str, truth: Any, predicted: Any) -> float:
-    from sklearn.metrics import f1_score
+def _sklearn(name: str, truth: Any, predicted: Any, **options: Any) -> float:
+    import sklearn.metrics
 
-    return f1_score(truth, predicted, average=average, zero_division=0)
-
-
-def _matthews(truth: Sequence[str], predicted: Sequence[str]) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return matthews_corrcoef(truth, predicted)
+    return getattr(sklearn.metrics, name)(truth, predicted, **options)
 
 
 def _correlation(kind: str, truth: Sequence[float], predicted: Sequence[float]) -> float:
@@ -256,17 +242,14 @@ def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Seq
     binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
     if not len(binarizer.classes_):
         return 1.0  # no row has a label, and no label was predicted
-    return _f1(average, binarizer.transform(truth), binarizer.transform(predicted))
+    labels = binarizer.transform(truth), binarizer.transform(predicted)
+    return _sklearn("f1_score", *labels, average=average, zero_division=0)
 
 
 def _entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
     pairs = [(set(entities(a)), set(entities(b))) for a, b in zip(truth, predicted, strict=True)]
     total = sum(len(a) + len(b) for a, b in pairs)
     return 2 * sum(len(a & b) for a, b in pairs) / total if total else 1.0
-
-
-def _word_accuracy(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
-    return _accuracy([*chain(*truth)], [*chain(*predicted)])
 
 
 def _best_over_answers(
@@ -292,14 +275,14 @@ def _token_f1(reference: list[str], predicted: list[str]) -> float:
 
 _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("classification", "accuracy"): _accuracy,
-    ("classification", "macro_f1"): partial(_f1, "macro"),
-    ("classification", "matthews"): _matthews,
+    ("classification", "macro_f1"): partial(_sklearn, "f1_score", average="macro", zero_division=0),
+    ("classification", "matthews"): partial(_sklearn, "matthews_corrcoef"),
     ("regression", "pearson"): partial(_correlation, "pearsonr"),
     ("regression", "spearman"): partial(_correlation, "spearmanr"),
     ("multi-label", "micro_f1"): partial(_multi_label_f1, "micro"),
     ("multi-label", "macro_f1"): partial(_multi_label_f1, "macro"),
     ("tagging", "entity_f1"): _entity_f1,
-    ("tagging", "accuracy"): _word_accuracy,
+    ("tagging", "accuracy"): lambda truth, predicted: _accuracy([*chain(*truth)], [*chain(*predicted)]),
     ("span", "token_f1"): partial(_best_over_answers, _token_f1),
     ("span", "exact_match"): partial(_best_over_answers, operator.eq),
 }

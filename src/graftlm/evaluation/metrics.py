@@ -20,7 +20,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Self
@@ -229,7 +229,6 @@ def score(
     batch_size: int = 16,
     precision: Precision = "fp32",
     limit_tokens: int | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> Scores:
     """Score every token of `documents` (strings, or objects with `.text` and `.prompt`) in windows of `length` tokens.
 
@@ -242,7 +241,6 @@ def score(
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: "bf16" computes under autocast; "fp32" leaves the model in its own dtype. Losses are always float32.
         limit_tokens: stop after this many scored tokens.
-        progress: called after each batch with the number of tokens that the batch scored.
 
     Raises:
         EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
@@ -256,17 +254,11 @@ def score(
             f"pass length={limit} or less."
         )
     windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
-    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, progress=progress)
+    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)
 
 
 def score_windows(
-    model: Any,
-    tokenizer: Any,
-    windows: Iterable[Window],
-    *,
-    batch_size: int = 16,
-    precision: Precision = "fp32",
-    progress: Callable[[int], None] | None = None,
+    model: Any, tokenizer: Any, windows: Iterable[Window], *, batch_size: int = 16, precision: Precision = "fp32"
 ) -> Scores:
     """Score windows that are cut already; see `score`."""
     windows = iter(windows)
@@ -278,10 +270,7 @@ def score_windows(
             order = sorted(range(len(chunk)), key=lambda i: len(chunk[i].ids), reverse=True)
             for start in range(0, len(order), batch_size):
                 rows = order[start : start + batch_size]
-                batch = [chunk[i] for i in rows]
-                values[rows] = _score_batch(model, tokenizer, batch)
-                if progress is not None:
-                    progress(sum(window.tokens for window in batch))
+                values[rows] = _score_batch(model, tokenizer, [chunk[i] for i in rows])
             scored += chunk
             nats += values.tolist()
     if not scored:
@@ -342,25 +331,18 @@ def decode_speed(
     rows = [ids.to(device) for ids in encoded if ids.numel()]
     if not rows:
         raise DataError("There is no prompt to decode from: give at least one text that is not empty.")
+    settings = {"do_sample": False, "num_beams": 1, "use_cache": True, "pad_token_id": padding_id(tokenizer)}
+
+    def decode(ids: Tensor, count: int) -> None:
+        mask = torch.ones_like(ids)
+        model.generate(input_ids=ids, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **settings)
+
     with evaluation_mode(model), torch.inference_mode():
-        _decode(model, tokenizer, rows[0], min(new_tokens, 8))
+        decode(rows[0], min(new_tokens, 8))
         start = _synchronised_time(device)
         for ids in rows:
-            _decode(model, tokenizer, ids, new_tokens)
+            decode(ids, new_tokens)
         return new_tokens * len(rows) / (_synchronised_time(device) - start)
-
-
-def _decode(model: Any, tokenizer: Any, ids: Tensor, new_tokens: int) -> None:
-    model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        pad_token_id=padding_id(tokenizer),
-    )
 
 
 def _synchronised_time(device: torch.device) -> float:

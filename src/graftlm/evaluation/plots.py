@@ -19,7 +19,6 @@ from graftlm.io import write_atomically
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY, _INK = "#8A8A8A", "#222222"
-_DPI = 150
 
 Point = tuple[Metric, Metric]  # forgotten, learned
 
@@ -27,9 +26,7 @@ Point = tuple[Metric, Metric]  # forgotten, learned
 def learn_against_forget(rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None) -> Figure:
     """One marker with intervals per row that has both metrics; up and left is better.
 
-    Args:
-        rows: the methods.
-        paths: by row id, the (forgotten, learned) points of other settings such as learning rates; a line joins them.
+    `paths` has, by row id, the (forgotten, learned) points of other settings such as learning rates; a line joins them.
     """
     complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
     x_label, y_label = "forgotten: nats per token lost on the old domain", "learned: nats per token gained"
@@ -134,7 +131,7 @@ def save(figure: Figure, path: str | Path) -> Path:
         EvaluationError: the path can't be written to.
     """
     picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
+    figure.savefig(picture, format="png", dpi=150, facecolor="white")
     return write_atomically(Path(path), picture.getvalue())
 
 

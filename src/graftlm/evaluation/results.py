@@ -150,8 +150,7 @@ class Results(Config):
             EvaluationError: the file can't be read, or is not JSON.
             RecipeError: the JSON has another form.
         """
-        path = Path(path)
-        path = path / FILE_NAME if path.is_dir() else path
+        path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -43,7 +43,6 @@ import psutil
 
 from graftlm.errors import EvaluationError
 
-_JOB_FILE = "job.json"
 _NOBODY = 65534
 _LIMITS = {"RLIMIT_FSIZE": 16 * 2**20, "RLIMIT_NOFILE": 64, "RLIMIT_NPROC": 32, "RLIMIT_CORE": 0}
 _MAX_OUTPUT_BYTES, _MAX_MESSAGE_BYTES = 4096, 4096
@@ -102,7 +101,7 @@ def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: in
     limits = {"RLIMIT_CPU": math.ceil(timeout_s), "RLIMIT_AS": memory_mb * 2**20, **_LIMITS}
     isolation = _isolation()
     with tempfile.TemporaryDirectory(prefix="graftlm-", ignore_cleanup_errors=True) as folder:
-        Path(folder, _JOB_FILE).write_text(json.dumps({"program": program, "tests": tests, "limits": limits}), "utf-8")
+        Path(folder, "job.json").write_text(json.dumps({"program": program, "tests": tests, "limits": limits}), "utf-8")
         if isolation.user is not None:
             os.chown(folder, isolation.user, isolation.user)
         return _execute(isolation, folder, timeout_s)
@@ -131,7 +130,7 @@ def _execute(isolation: _Isolation, folder: str, timeout_s: float) -> ExecutionR
     with ours, theirs:
         ours.sendall(secret.encode())
         python = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _source("inside"), str(theirs.fileno())]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*isolation.command, *python],
             cwd=folder,
             env={},
@@ -140,12 +139,12 @@ def _execute(isolation: _Isolation, folder: str, timeout_s: float) -> ExecutionR
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-        )
-        theirs.close()
-        try:
-            output, in_time = _read_output(process, timeout_s * _WALL_FACTOR)
-        finally:
-            _kill(process)
+        ) as process:
+            theirs.close()
+            try:
+                output, in_time = _read_output(process, timeout_s * _WALL_FACTOR)
+            finally:
+                _kill(process)
         message = b""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             message = ours.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
@@ -192,9 +191,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     for descendant in descendants:
         with contextlib.suppress(psutil.Error):
             descendant.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 @functools.cache

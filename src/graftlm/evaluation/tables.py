@@ -73,15 +73,7 @@ def print_columns(
     gap: bool = False,
     width: int | None = None,
 ) -> None:
-    """Print a table with all columns but the first aligned right.
-
-    Args:
-        head: the columns' titles.
-        lines: the cells of each row.
-        console: the console to print to.
-        gap: print an empty line before the table.
-        width: maximum width of the first column.
-    """
+    """Print a table; the first column has at most `width`, the others are aligned right. `gap` adds a line before."""
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
     table.add_column(head[0], overflow="fold", max_width=width)
     for name in head[1:]:

@@ -117,14 +117,13 @@ def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
     Raises:
         TrainingError: the checkpoint belongs to a run with other settings.
     """
-    if state.context.is_main:
+    if state.context.accelerator.is_main_process:
         state.checkpoints.mkdir(parents=True, exist_ok=True)
         for path in [*state.checkpoints.glob(".step-*"), *_folders(state.checkpoints)]:
             if not resume or path.name.startswith(".") or _read(path) is None:
                 shutil.rmtree(path)
     state.context.accelerator.wait_for_everyone()
-    checkpoint = newest_checkpoint(state.checkpoints)
-    if checkpoint is None:
+    if (checkpoint := newest_checkpoint(state.checkpoints)) is None:
         return None
     _check_same_run(state, checkpoint)
     _restore(state, checkpoint.path)
@@ -149,7 +148,7 @@ def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
     files = {TENSORS: _copies(state.tensors() | recurrent), OPTIMIZER: _copies(moments)}
     target = state.checkpoints / f"step-{state.counts.step:06d}"
     problem = None
-    if state.context.is_main:
+    if state.context.accelerator.is_main_process:
         try:
             if _read(target) is None:
                 _write(state, target, files)
@@ -190,12 +189,7 @@ def stop_before_step(
 ) -> NoReturn:
     """Save the state before a step whose loss or gradient is not finite, and raise.
 
-    Args:
-        state: the run; its weights are not updated yet.
-        buffers: the grafts' buffers before the step.
-        recurrent: the recurrent state before the step.
-        loss: loss of the step.
-        norm: norm of its gradient.
+    The step has not updated the weights; `buffers` and the `recurrent` state are as they were before it.
 
     Raises:
         TrainingError: always.
@@ -277,12 +271,9 @@ class History:
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a history; a kill may have cut the last one."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    values = []
-    for line in lines:
-        try:
-            values.append(json.loads(line))
-        except ValueError:
-            break
+    values: list[dict[str, Any]] = []
+    with suppress(ValueError):
+        values.extend(map(json.loads, lines))
     return values
 
 

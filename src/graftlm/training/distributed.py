@@ -54,25 +54,11 @@ class LossModule(nn.Module):
 
 @dataclass
 class DistributedContext:
-    """The processes and devices of a training run.
-
-    Attributes:
-        accelerator: Accelerate's view of them.
-        losses: the wrapped model, which gives losses.
-        model: the caller's model.
-    """
+    """The processes and devices of a training run; `losses` wraps the caller's `model`, and gives losses."""
 
     accelerator: Accelerator
     losses: nn.Module
     model: nn.Module
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
 
     def share(self, rows: int) -> slice:
         """This process's rows of a global batch of `rows`."""
@@ -109,7 +95,7 @@ class DistributedContext:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norm = self.accelerator.clip_grad_norm_(trainable, float("inf") if limit is None else limit)
-        return full_tensor(torch.as_tensor(norm, device=self.device))
+        return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
 
     def raise_together(self, problem: str | None) -> None:
         """Wait for all processes. If the main process has a `problem`, all raise it.
@@ -117,8 +103,7 @@ class DistributedContext:
         Raises:
             TrainingError: with the main process's sentence, or a pointer to it in the others.
         """
-        failed = self.sum(torch.tensor(float(problem is not None), device=self.device)).item()
-        if failed:
+        if self.sum(torch.tensor(float(problem is not None), device=self.accelerator.device)).item():
             raise TrainingError(problem or "The main process stopped the run: read its message.")
 
 
@@ -212,20 +197,10 @@ def shard(root: nn.Module) -> Callable[[], None]:
     """Shard `root` in place: one group for each layer of `_no_split_modules`, one for the rest.
 
     Accelerate shards on GPUs only, so this calls `fully_shard` itself. Weights keep their dtype: bfloat16 comes from
-    autocast. Quantised weights are replicated, since their tensor classes can't be split.
-
-    Returns:
-        A function that undoes it and gives every process all weights; all processes must call it together.
+    autocast. Quantised weights are replicated, since their tensor classes can't be split. All processes must call the
+    returned function together: it gives each of them all weights again.
     """
-    # Of each module its class, and its attributes with the ids of the hooks in those that hold hooks.
-    before = [
-        (
-            module,
-            type(module),
-            {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()},
-        )
-        for module in root.modules()
-    ]
+    before = [(module, type(module), _attributes(module)) for module in root.modules()]
     for parameter in root.parameters():
         if parameter.requires_grad:
             dist.broadcast(parameter.data, src=0)
@@ -235,33 +210,28 @@ def shard(root: nn.Module) -> Callable[[], None]:
         fully_shard(module, ignored_params=replicated)
 
     def undo() -> None:
-        plain: dict[int, nn.Parameter] = {}
-        for module, kind, entries in before:
-            _unshard(module, plain)
-            _remove_additions(module, kind, entries)
+        plain: dict[int, nn.Parameter] = {}  # keeps tied parameters tied
+        for module, kind, attributes in before:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if isinstance(parameter.data, DTensor):
+                    if id(parameter) not in plain:
+                        plain[id(parameter)] = nn.Parameter(full_tensor(parameter.data), parameter.requires_grad)
+                    setattr(module, name, plain[id(parameter)])
+            module.__class__ = kind
+            for name, value in list(vars(module).items()):
+                if name not in attributes:
+                    del module.__dict__[name]
+                elif "_hooks" in name:
+                    for hook in set(value) - attributes[name]:
+                        del value[hook]
+            _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
 
     return undo
 
 
-def _unshard(module: nn.Module, plain: dict[int, nn.Parameter]) -> None:
-    """Replace sharded parameters by plain ones; `plain` keeps tied parameters tied."""
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if isinstance(parameter.data, DTensor):
-            if id(parameter) not in plain:
-                plain[id(parameter)] = nn.Parameter(full_tensor(parameter.data), parameter.requires_grad)
-            setattr(module, name, plain[id(parameter)])
-
-
-def _remove_additions(module: nn.Module, kind: type[nn.Module], entries: dict[str, set[Any]]) -> None:
-    """Remove the class, attributes and hooks that sharding added."""
-    module.__class__ = kind
-    for name in [name for name in vars(module) if name not in entries]:
-        del module.__dict__[name]
-    for name, value in vars(module).items():
-        if "_hooks" in name:
-            for hook in value.keys() - entries[name]:
-                del value[hook]
-    _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
+def _attributes(module: nn.Module) -> dict[str, set[Any]]:
+    """The attributes of a module, and the ids of the hooks in those that hold hooks."""
+    return {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

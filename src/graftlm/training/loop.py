@@ -109,8 +109,11 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
     config, context, counts = state.config, state.context, state.counts
     first = counts.step
     # Only the main process has a history.
-    opened = closing(History(state.out / HISTORY, first)) if context.is_main else nullcontext()
-    with opened as history, _progress_bar(config.steps, first, show=progress and context.is_main) as show:
+    opened = closing(History(state.out / HISTORY, first)) if context.accelerator.is_main_process else nullcontext()
+    with (
+        opened as history,
+        _progress_bar(config.steps, first, show=progress and context.accelerator.is_main_process) as show,
+    ):
         while counts.step < config.steps:
             started = time.perf_counter()
             rate = learning_rate(config, counts.step)
@@ -153,22 +156,18 @@ def _step(state: TrainingState, rate: float) -> tuple[int, dict[str, float]]:
 
 
 def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
-    """Accumulate the gradients of this process's micro-batches.
-
-    Returns:
-        (3,) losses summed over all processes: total, language modelling, auxiliary.
-    """
+    """Accumulate the gradients of this process's micro-batches; gives its losses (3,) summed over all processes."""
     config, context = state.config, state.context
     if len(batch) != config.batch_size:
         raise TrainingError(
             f"The data gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
         )
-    totals = batch.totals().to(context.device)
+    totals = batch.totals().to(context.accelerator.device)
     rows = batch.rows(context.share(len(batch)))
     size = config.micro_batch_size or len(rows)
-    losses = torch.zeros(3, device=context.device)
+    losses = torch.zeros(3, device=context.accelerator.device)
     for offset in range(0, len(rows), size):
-        micro_batch = rows.rows(slice(offset, offset + size)).to(context.device)
+        micro_batch = rows.rows(slice(offset, offset + size)).to(context.accelerator.device)
         with context.synchronize_gradients(offset + size >= len(rows)):
             with context.accelerator.autocast():
                 loss, components = context.losses(micro_batch.inputs(), totals)
@@ -224,14 +223,8 @@ def make_optimizer(
 @contextmanager
 def _progress_bar(steps: int, done: int, *, show: bool) -> Iterator[Callable[[TrainingCounts], None]]:
     """Show steps done, loss, tokens per second and time left; gives the function that updates them."""
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[rate]} tokens/s"),
-        TimeRemainingColumn(),
-    )
+    loss, rate = TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[rate]} tokens/s")
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), loss, rate, TimeRemainingColumn()
     with Progress(*columns, disable=not show) as progress:
         task = progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
 

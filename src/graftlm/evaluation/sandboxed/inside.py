@@ -3,6 +3,7 @@
 Argument: the file descriptor of a socket. It holds the secret that proves a pass, and takes the result's message.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -51,17 +52,13 @@ def run(program: str, tests: str) -> str | None:
 def limit(limits: dict[str, int]) -> None:
     """Lower soft and hard limits, so that the program cannot raise them again."""
     for name, value in limits.items():
-        kind = getattr(resource, name, None)
-        if kind is None:
-            continue
         # SIGXCPU at the soft limit names the reason; SIGKILL a second later can't be ignored.
         hard = value + 1 if name == "RLIMIT_CPU" else value
-        known = resource.getrlimit(kind)[1]
-        hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # such as memory on macOS
+            kind = getattr(resource, name)
+            known = resource.getrlimit(kind)[1]
+            hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
             resource.setrlimit(kind, (min(value, hard), hard))
-        except (OSError, ValueError):  # such as memory on macOS
-            continue
 
 
 def lock_files(folder: Path) -> None:
