@@ -123,8 +123,8 @@ class RowEncoder:
                 f"{type(self.tokenizer).__name__} does not give: use a backbone with a tokenizer.json."
             )
         options |= {"return_attention_mask": False, "return_token_type_ids": True, "verbose": False}
-        columns = [list(column) for column in zip(*texts, strict=True)]
-        encoding = self.tokenizer(*columns, return_offsets_mapping=spec.of_tokens, **options)
+        columns: list[Any] = [list(column) for column in zip(*texts, strict=True)]
+        encoding = self.tokenizer(*columns, **options, return_offsets_mapping=spec.of_tokens)
         values = dict(encoding)
         if spec.type == "span":
             values["sequences"] = [encoding.sequence_ids(index) for index in range(len(texts))]
