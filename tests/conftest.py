@@ -32,9 +32,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-settings.register_profile("same-every-time", deadline=None, derandomize=True)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("exhaustive", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same-every-time"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A default run tries few examples of each property."""
+    profile = "default" if config.option.markexpr else "exhaustive"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -110,6 +110,7 @@ def test_autocast_leaves_state_spaces_in_float32(ssm_class: type[torch.nn.Module
     assert actual.dtype == torch.float32
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_compiled_model_has_the_same_logits() -> None:

@@ -69,6 +69,7 @@ def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
     process.wait(600)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> None:
     options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"

@@ -58,6 +58,7 @@ def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, ke
     assert first == second
 
 
+@pytest.mark.exhaustive
 def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Path, fresh_graft: Graft) -> None:
     folder, rows = str(served / "run/graft"), served / "rows/topic.jsonl"
     of_table = graft("predict", folder, str(rows), "--task", "topic")

@@ -22,6 +22,12 @@ MASKS = {
     "left": torch.tensor([[1] * 9, [0] * 4 + [1] * 5]),
     "right": torch.tensor([[1] * 9, [1] * 5 + [0] * 4]),
 }
+# Each padding and each kind of positions is in the default run once; the other pairs run with -m "".
+PADDINGS_AND_POSITIONS = [
+    pytest.param(padding, kind, marks=[] if number == index else pytest.mark.exhaustive)
+    for number, padding in enumerate(MASKS)
+    for index, kind in enumerate(("none", "rotary", "local"))
+]
 VisibleTokens = list[list[int]]
 Plan = dict[str, list[tuple[list[int], VisibleTokens]]]
 # Per model and row: the tokens it reads, and which of them each anchor token sees.
@@ -134,8 +140,7 @@ def double(*models: Backbone) -> None:
         model.model.double()
 
 
-@pytest.mark.parametrize("positions", ["none", "rotary", "local"])
-@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize(("padding", "positions"), PADDINGS_AND_POSITIONS)
 @pytest.mark.parametrize(("family", "norm"), [("llama", "none"), ("llama", "pre"), ("gpt2", "none"), ("gemma3", "pre")])
 def test_one_tokenizer(family: str, padding: str, norm: str, positions: str) -> None:
     anchor, augmenting, augmenting_2 = live(family), live("llama", 1), live("gpt2", 2)
@@ -186,8 +191,7 @@ class SlowTwoTokenizers(Slow):
             self.texts.append(texts)
 
 
-@pytest.mark.parametrize("positions", ["none", "rotary", "local"])
-@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize(("padding", "positions"), PADDINGS_AND_POSITIONS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_two_tokenizers(family: str, padding: str, positions: str) -> None:
     anchor, augmenting = live("llama"), live(family, 1, tokens=OTHER_TOKENS)

@@ -86,6 +86,7 @@ def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> 
     assert all(run.model["mixer_layers"] == [1] for run in longer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_table_1_has_every_row_and_metric(data: Path, tmp_path: Path) -> None:
     options = options_for(data, tmp_path / "out")
@@ -105,6 +106,7 @@ def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
         assert all(value_of(metric) > 0 for metric in row.metrics.values())
 
 
+@pytest.mark.exhaustive
 def test_the_longer_table_has_more_tokens(data: Path, tmp_path: Path) -> None:
     results = reproduce("block-state", options_for(data, tmp_path / "out", tables=("longer",)))
     assert [row.id for row in results.rows] == [f"longer-{row}" for row in LONGER]
@@ -114,6 +116,7 @@ def test_the_longer_table_has_more_tokens(data: Path, tmp_path: Path) -> None:
     assert set(results.details["tokens"].values()) == {tokens}
 
 
+@pytest.mark.exhaustive
 def test_tables_share_runs_with_equal_settings(data: Path, tmp_path: Path) -> None:
     options = options_for(data, tmp_path / "out", tables=("placement", "number"))
     results = reproduce("block-state", options)

@@ -270,6 +270,7 @@ def test_changed_predictions_are_counted() -> None:
     assert count_changed({"a": [first]}, {"a": [first.clone()]}) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
     quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))

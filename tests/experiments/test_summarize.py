@@ -101,6 +101,7 @@ def test_a_proposal_that_moved_is_taken_once(data: Path, tmp_path: Path) -> None
     assert kept == [f"{next(iter(CORPORA))}/0007.md"]
 
 
+@pytest.mark.exhaustive
 def test_every_row_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
     quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
     results = reproduce("summarize", quick)

@@ -156,6 +156,7 @@ def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> Non
     assert (arrow - bare).abs().max() > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path) -> None:
     options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1)
     results = run.run(options)
@@ -186,6 +187,7 @@ def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path
     assert again.row("routed_k2").metrics == results.row("routed_k2").metrics
 
 
+@pytest.mark.exhaustive
 def test_choices_are_made_on_validation_text(folder: Path, tmp_path: Path) -> None:
     results = run.run(Options(data=folder, out=tmp_path, quick=True, jobs=1, tables=("choices",)))
     rates = study.TRIED_RATES

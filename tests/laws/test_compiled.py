@@ -50,7 +50,11 @@ def grafted(compiled: Any, example: Example) -> GraftedModel:
 
 @pytest.mark.parametrize(
     ("example", "family", "way"),
-    [(GATED, "llama", in_place), (GATED, "gpt2", wrapped), (REPLACING, "llama", in_place)],
+    [
+        (GATED, "llama", in_place),
+        pytest.param(GATED, "gpt2", wrapped, marks=pytest.mark.exhaustive),
+        pytest.param(REPLACING, "llama", in_place, marks=pytest.mark.exhaustive),
+    ],
     ids=["gated-llama-in-place", "gated-gpt2-wrapped", "replacing-llama-in-place"],
 )
 def test_grafts_come_and_go_after_compilation(example: Example, family: str, way: Callable[[Any, str], Any]) -> None:
@@ -72,7 +76,9 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
     assert digest(tensors_of(model)) == before
 
 
-@pytest.mark.parametrize("example", [GATED, REPLACING], ids=str)
+@pytest.mark.parametrize(
+    "example", [GATED, pytest.param(REPLACING, marks=pytest.mark.exhaustive)], ids=[str(GATED), str(REPLACING)]
+)
 def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> None:
     batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
     with grafted(frozen("llama"), example) as eager:
@@ -88,7 +94,7 @@ def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> 
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
 def test_cached_decoding_equals_recomputation(family: str) -> None:
     with grafted(in_place(frozen(family), "eager"), GATED) as model:
         ids, mask = prompts()

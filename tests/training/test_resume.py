@@ -60,7 +60,15 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("graft", "steps"), [("neutral-residues", range(STEPS)), ("lora", (1, 5)), ("finetune", (0, 3))]
+    ("graft", "steps"),
+    [
+        pytest.param("neutral-residues", range(STEPS), marks=pytest.mark.exhaustive),
+        ("neutral-residues", (1, STEPS - 1)),
+        ("lora", (5,)),
+        pytest.param("lora", (1,), marks=pytest.mark.exhaustive),
+        ("finetune", (3,)),
+        pytest.param("finetune", (0,), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_resume_is_bit_for_bit(
     tmp_path: Path, graft: str, steps: Iterable[int], monkeypatch: pytest.MonkeyPatch
@@ -83,6 +91,7 @@ def test_the_summary_says_where_it_resumed(tmp_path: Path, monkeypatch: pytest.M
     assert train(toy_model(), toy_mixture(), toy_config(), tmp_path, progress=False, resume=False).resumed_from is None
 
 
+@pytest.mark.exhaustive
 def test_random_numbers_go_on_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(self: Any, **inputs: Any) -> Any:
         output = forward(self, **inputs)
@@ -127,7 +136,10 @@ def empty(folder: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("damage", [tear_state, tear_tensors, flip_bit, lose_file, empty])
+MORE_DAMAGE = [pytest.param(damage, marks=pytest.mark.exhaustive) for damage in (tear_state, lose_file, empty)]
+
+
+@pytest.mark.parametrize("damage", [tear_tensors, flip_bit, *MORE_DAMAGE])
 def test_a_torn_checkpoint_is_passed_over_and_removed(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     whole = run(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -157,7 +169,7 @@ def full_disk_to_safetensors(*_: Any) -> None:
     raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
-@pytest.mark.parametrize("fail", [full_disk, full_disk_to_safetensors])
+@pytest.mark.parametrize("fail", [full_disk, pytest.param(full_disk_to_safetensors, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("module", "step_name"), [(checkpoint_module, "save_file"), (io_module, "sync")])
 def test_a_full_disk_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], module: Any, step_name: str
@@ -217,6 +229,7 @@ def test_a_checkpoint_of_another_graft(tmp_path: Path) -> None:
         run(tmp_path, "neutral-residues")
 
 
+@pytest.mark.exhaustive
 def test_a_longer_run_goes_on(tmp_path: Path) -> None:
     run(tmp_path, schedule="constant", checkpoint_every=3)
     longer = run(tmp_path, schedule="constant", checkpoint_every=4, steps=9, log_every=2, micro_batch_size=8)
@@ -243,6 +256,7 @@ def kill_at(process: Any, history: Path, line: int, delay: float) -> None:
     assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kill_nine_at_ten_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where the server of processes finds this:
