@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from graftlm.errors import BackboneError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 class TrainsCopy(Graft, ReplacesModel, HasTensors):
     """A graft that trains weights of a copy of the backbone, which shares all other weights with the backbone.
 
+    The copy of a backbone in half precision is float32 and shares nothing, since small updates would be lost.
     A subclass calls `copy_weights` in `__init__`. An artefact holds the graft's own tensors and the copied weights.
 
     Attributes:
@@ -48,8 +50,10 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
                     f"The weight {name} is quantised ({type(parameters[name]).__name__}), and training it needs plain "
                     f"numbers: load the backbone without quantisation, or {self.remedy}."
                 )
+        half = any(parameters[name].dtype in (torch.bfloat16, torch.float16) for name in self._originals)
         shared = [*(p for name, p in parameters.items() if name not in self._originals), *model.buffers()]
-        self._copy = [copy.deepcopy(model, {id(tensor): tensor for tensor in shared})]
+        copied = copy.deepcopy(model, {} if half else {id(tensor): tensor for tensor in shared})
+        self._copy = [copied.float() if half else copied]
         for parameter in self._trained().values():
             parameter.requires_grad_(True)
         pending, self._pending = self._pending, None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from pydantic import Field
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
@@ -69,6 +69,7 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
             fan_in_fan_out=self._conv,
         )
         self._live = [LoraModel(model, peft, _ADAPTER)]
+        cast_adapter_dtype(self._live[0], _ADAPTER)  # to float32, as PEFT trains on half-precision models
         if self._pending is not None:
             set_peft_model_state_dict(self._live[0], self._pending, adapter_name=_ADAPTER)
             self._pending = None

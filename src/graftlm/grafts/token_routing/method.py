@@ -95,7 +95,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         trained = frozenset(n for n, name in enumerate(self.names) if self.config.experts[name].path is None)
         for path, module in backbone.model.named_modules():
             own = {
-                number: _placed(factors[name][path], backbone, trained=number in trained)
+                number: _placed(factors[name][path], backbone)
                 for number, name in enumerate(self.names)
                 if path in factors[name]
             }
@@ -322,8 +322,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
             self._build_mixtures(factors)
 
 
-def _placed(factors: Factors, backbone: Backbone, *, trained: bool) -> Factors:
-    """Factors on the backbone's device, in its dtype; in float32 where they are trained."""
-    dtype = torch.float32 if trained else backbone.model.dtype
+def _placed(factors: Factors, backbone: Backbone) -> Factors:
+    """Factors on the backbone's device; in float32 on a backbone in half precision, as PEFT has them."""
+    dtype = torch.promote_types(backbone.model.dtype, torch.float32)
     a, b = (tensor.detach().to(backbone.device, dtype) for tensor in (factors.a, factors.b))
     return Factors(a, b, factors.scale)
