@@ -14,7 +14,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from graftlm.errors import GraftError
 from graftlm.models.state_layer import RecurrentCacheLayer
@@ -40,10 +47,17 @@ def slots(
         replicate = getattr(cache, "layer_class_to_replicate", None)
         while len(cache.layers) < backbone_layers and replicate is not None:
             cache.layers.append(replicate())
-        start = len(cache.layers)
+        start, compileable = len(cache.layers), cache.is_compileable
         cache.layers.extend(make() for _ in range(count))
+        for layer in cache.layers[start:]:
+            layer.is_compileable = compileable  # else transformers would take a static cache for a dynamic one
         slots_by_owner[owner] = range(start, start + count)
     return slots_by_owner[owner]
+
+
+def is_static_layer(layer: Any, *, window: bool = True) -> bool:
+    """Whether a cache layer has columns for tokens that are yet to come; with `window=False`, for all tokens."""
+    return isinstance(layer, StaticLayer) and (window or not isinstance(layer, StaticSlidingWindowLayer))
 
 
 class StateLayer(RecurrentCacheLayer):

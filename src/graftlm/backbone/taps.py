@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+from graftlm.backbone.cache import is_static_layer
 from graftlm.backbone.families import Site, Sites
 from graftlm.errors import TapConflictError, TapError
 
@@ -204,14 +205,16 @@ class TapHooks:
             self._stack.calls.pop()
 
     def _open_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values: dict[str, Any]
         values, calls = self._stack.announced or ({}, [])
-        mask = kwargs.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        call = Call(ids, mask, kwargs.get("position_ids"), kwargs.get("past_key_values"), **values)
-        if call.token_mask is None and mask is not None:
-            length = ids.shape[1] if ids is not None else mask.shape[1]
-            call.token_mask = mask[:, -length:].bool()
+        ids, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get("past_key_values")
+        inputs = ids if ids is not None else kwargs.get("inputs_embeds")
+        length = 0 if inputs is None else inputs.shape[1]
+        if "attention_mask" not in values:
+            values = {**values, "attention_mask": token_mask_of(kwargs.get("attention_mask"), cache, length)}
+        call = Call(ids, position_ids=kwargs.get("position_ids"), cache=cache, **values)
+        if call.token_mask is None and call.attention_mask is not None:
+            call.token_mask = call.attention_mask[:, -length:].bool()
         calls.append(call)
         self._stack.calls.append(call)
         self._prepare(call)
@@ -235,7 +238,8 @@ class TapHooks:
             if result is None:
                 return None
             if tap.act == "bias":
-                mask = biased_mask(kwargs.get("attention_mask"), result, sites.family.causal)
+                columns = _static_columns(self._current(), tap.site, result.shape[-2])
+                mask = biased_mask(kwargs.get("attention_mask"), result, sites.family.causal, columns)
                 return args, kwargs | {"attention_mask": mask}
             new = hidden + result if tap.act == "add" else result
             return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": new})
@@ -302,20 +306,55 @@ def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
                 )
 
 
-def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
+def token_mask_of(mask: Any, cache: Cache | None, length: int) -> Tensor | None:
+    """(B, T_past + T) 1 for real tokens, from the mask that a model is given for `length` = T tokens; None without one.
+
+    For a static cache, transformers' `generate` makes a mask of four dimensions, or one for each type of layer. In a
+    layer without a window, the last query sees all real tokens so far.
+
+    Raises:
+        TapError: the mask does not tell which tokens are real.
+    """
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return mask
+    if cache is not None and any(is_static_layer(layer, window=False) for layer in cache.layers):
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+        if mask is None:
+            return None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            last = mask[:, 0, -1, : int(cache.get_seq_length()) + length]
+            return (last if last.dtype == torch.bool else last == 0).long()
+    form = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
+    raise TapError(
+        f"The attention mask has {form}, from which a graft can't tell padding from text: pass one of (rows, tokens), "
+        "with a dynamic cache where every layer has a sliding window."
+    )
+
+
+def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool, columns: int | None = None) -> Tensor:
     """The additive mask (B, 1 or H, T, S) that keeps hidden keys hidden and adds `bias` to the other scores.
 
     As transformers passes it, a boolean mask is True at visible keys, a floating-point one is additive, and in causal
-    models None hides only later tokens. The last T of the bias's S keys are the queries' own. A wider mask has further
-    keys before these, which get no bias.
+    models None hides only later tokens. The last T of the bias's S keys are the queries' own. A static cache has
+    `columns`, those behind S for tokens to come; a wider mask has further keys before S. Neither get a bias.
     """
+    queries, keys = bias.shape[-2:]
+    behind = max(0, (columns or keys) - keys)
     if mask is None and causal:
-        queries, keys = bias.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)[None, None]
+        mask = functional.pad(mask, (0, behind))
+    bias = functional.pad(bias, (0, behind))
     if mask is None:
         return bias
-    if bias.shape[-1] < mask.shape[-1]:
-        bias = functional.pad(bias, (mask.shape[-1] - bias.shape[-1], 0))
+    bias = functional.pad(bias, (max(0, mask.shape[-1] - bias.shape[-1]), 0))
     if mask.dtype != torch.bool:
         return mask + bias.to(mask.dtype)
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
+def _static_columns(call: Call, site: Site, queries: int) -> int | None:
+    """The columns of a site's layer in a static cache; None in another cache."""
+    layer, layers = site.layer, [] if call.cache is None else call.cache.layers  # lazy caches make them when needed
+    if call.cache is None or layer is None or layer >= len(layers) or not is_static_layer(layers[layer]):
+        return None
+    return call.cache.get_mask_sizes(queries, layer)[0]

@@ -134,7 +134,7 @@ class AugmentingModel:
         if mask is not None and mask.dim() == 4 and model.config._attn_implementation != "sdpa":
             lowest = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=mask.device)
             inputs["attention_mask"] = torch.where(mask, lowest.new_zeros(()), lowest)  # only SDPA takes booleans
-        with torch.no_grad(), self._tap_hooks.announce() as calls:
+        with torch.no_grad(), self._tap_hooks.announce(attention_mask=None) as calls:  # its taps read no padding
             model.base_model(**inputs)
         return [calls[0].scratch["states", layer] for layer in self._layers]
 

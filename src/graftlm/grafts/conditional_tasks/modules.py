@@ -111,7 +111,7 @@ class TokenPositions:
             GraftError: a row has more than `limit` tokens.
         """
         mask, positions = call.attention_mask, call.position_ids
-        past = 0 if call.cache is None else call.cache.get_seq_length()
+        past = 0 if call.cache is None else int(call.cache.get_seq_length())
         keys: Tensor | int = past + queries
         if mask is not None:
             padded_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
@@ -127,7 +127,7 @@ class TokenPositions:
         if call.cache is None:
             return slice(0, total)
         length, start = call.cache.get_mask_sizes(self.queries, layer)
-        return slice(start, start + length)
+        return slice(start, min(start + length, total))  # a static cache has columns for tokens to come
 
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:

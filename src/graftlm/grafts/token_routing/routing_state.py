@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.backbone.cache import join_columns, slots
+from graftlm.backbone.cache import is_static_layer, join_columns, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
@@ -214,7 +214,16 @@ class Recompute:
         return Tap(Site("norm"), "after", "replace", self._insert)
 
     def __call__(self, call: Call, spans: RouteSpans, weights_BTE: Tensor, state: RoutingState | None) -> Tensor:
-        """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights."""
+        """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights.
+
+        Raises:
+            GraftError: the cache is static, so that it can't take new keys and values.
+        """
+        if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
+            raise GraftError(
+                "cache: recompute replaces the keys and values of a generation, which a static cache does not allow: "
+                "generate without cache_implementation, or set cache: keep."
+            )
         # The number of each token's route within this pass.
         route_BT = nn.functional.pad(spans.updates.long().cumsum(1), (1, 0)).gather(1, spans.columns)
         newest_B1E = weights_BTE[:, -1:]

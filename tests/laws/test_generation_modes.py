@@ -1,0 +1,82 @@
+"""Every way to generate equals recomputation for every graft, or is refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graftlm.errors import GraftError, TapError
+from graftlm.testing import logits, randomise
+from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, recompute
+from laws.examples import Example, backbone, examples
+from tiny import WINDOW, tiny_ids
+
+MODES: dict[str, dict[str, Any]] = {
+    "static": {"cache_implementation": "static"},
+    "static-beams": {"cache_implementation": "static", "num_beams": 3},
+    "chunked-prefill": {"prefill_chunk_size": 5},
+    "no-cache": {"use_cache": False},
+}
+FAMILIES = ("llama", "gemma3", "gpt2", "qwen3")
+PADDINGS = {"no padding": (12, 12), "left padding": (2 * WINDOW, 5)}
+
+
+def cases() -> list[Any]:
+    """By default each example runs on llama with a static cache; -m "" runs all."""
+    return [
+        pytest.param(
+            example,
+            family,
+            mode,
+            marks=[] if family == "llama" and mode in ("static", "no-cache") else pytest.mark.exhaustive,
+            id=f"{example}-{family}-{mode}",
+        )
+        for example in examples()
+        for family in FAMILIES
+        for mode in MODES
+        if not example.exception(family) and not (str(example) == "recomputing" and mode.startswith("static"))
+    ]
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(("example", "family", "mode"), cases())
+def test_generation_equals_recomputation(example: Example, family: str, mode: str, padding: str) -> None:
+    ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in PADDINGS[padding]], "left")
+    with attach_graft(backbone(family), example.values()).eval() as model:
+        randomise(model, example.spread)
+        output = generate(model, ids, mask, do_sample=False, **MODES[mode])
+        steps = torch.stack(output.logits, 1)  # (running rows, NEW_TOKENS, V)
+        rows = torch.arange(len(steps))[:, None].expand(-1, NEW_TOKENS)
+        if "num_beams" in MODES[mode]:
+            rows = output.beam_indices[:, :NEW_TOKENS]
+        expected = recompute(model, output.sequences, mask)
+    torch.testing.assert_close(steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() -> None:
+    with (
+        attach_graft(backbone("mistral"), {"kind": "neutral-residues"}).eval() as model,
+        pytest.raises(TapError, match="with a dynamic cache where every layer has a sliding window"),
+    ):
+        model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_mask_of_four_dimensions_is_refused() -> None:
+    ids = tiny_ids()
+    mask = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+    with (
+        attach_graft(backbone("llama"), {"kind": "neutral-residues"}).eval() as model,
+        pytest.raises(TapError, match="The attention mask has 4 dimensions"),
+    ):
+        logits(model, ids, attention_mask=mask)
+
+
+def test_a_static_cache_is_refused_where_its_keys_would_be_replaced() -> None:
+    (recomputing,) = (example for example in examples() if str(example) == "recomputing")
+    with (
+        attach_graft(backbone("llama"), recomputing.values()).eval() as model,
+        pytest.raises(GraftError, match="which a static cache does not allow"),
+    ):
+        model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
