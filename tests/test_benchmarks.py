@@ -44,9 +44,8 @@ AIMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "neutral_residues" else pytest.mark.exhaustive) for name in ROWS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ROWS)
 def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(tmp_path), "--quick"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -35,6 +35,7 @@ def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path)
     assert not list(tmp_path.glob("*.bin"))
 
 
+@pytest.mark.exhaustive
 def test_register_makes_the_architecture_known_in_a_new_process(tmp_path: Path) -> None:
     tools.model("sh-s4d").float().save_pretrained(tmp_path)
     lines = (

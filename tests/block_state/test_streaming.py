@@ -38,7 +38,7 @@ def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @settings(max_examples=25)
 @given(data=st.data())
 def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -> None:
@@ -53,7 +53,7 @@ def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -
         torch.testing.assert_close(actual[row][tokens], single_pass(variant, ids[row][tokens]), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @given(right=st.integers(0, LENGTH - 1), left=st.integers(0, LENGTH - 1))
 @settings(max_examples=15)
 def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM, BlockStateForSequenceClassification
@@ -20,6 +21,13 @@ BLOCK_STATE: dict[str, dict[str, Any]] = {
     for kernel in ("s4d", "unstructured")
 }
 VARIANTS = BASELINES | BLOCK_STATE
+# Each kind once in the default run; the other variants run with -m "".
+EXHAUSTIVE_VARIANTS = [
+    pytest.param(
+        name, marks=[] if name in ("slide", "recurrent", "sh-s4d", "mf-unstructured") else pytest.mark.exhaustive
+    )
+    for name in VARIANTS
+]
 BIDIRECTIONAL = {"slide": BASELINES["slide"]} | BLOCK_STATE
 VOCABULARY = 50
 

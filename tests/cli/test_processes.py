@@ -29,6 +29,7 @@ def wait_for_steps(history: Path, steps: int, process: subprocess.Popen[str]) ->
         time.sleep(0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start, home: Path) -> None:
     settings = ("training.schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=1")

@@ -37,6 +37,7 @@ def trained_loss(steps: int = 250) -> float:
     return sum(losses[-50:]) / 50
 
 
+@pytest.mark.exhaustive
 def test_the_loss_stays_at_the_entropy() -> None:
     assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
 

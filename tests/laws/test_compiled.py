@@ -76,9 +76,8 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
     assert digest(tensors_of(model)) == before
 
 
-@pytest.mark.parametrize(
-    "example", [GATED, pytest.param(REPLACING, marks=pytest.mark.exhaustive)], ids=[str(GATED), str(REPLACING)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("example", [GATED, REPLACING], ids=str)
 def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> None:
     batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
     with grafted(frozen("llama"), example) as eager:
@@ -103,6 +102,7 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
     torch.testing.assert_close(torch.stack(out.logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
     ids = tiny_ids()
     changed = ids.clone()
@@ -115,6 +115,7 @@ def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
         torch.testing.assert_close(padded[0, 5:], logits(model, ids[:1, 5:])[0], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
     bare = logits(frozen("llama"), tiny_ids())
     model = grafted(frozen("llama"), GATED)
@@ -125,6 +126,7 @@ def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
     assert torch.equal(logits(live, tiny_ids()), bare)
 
 
+@pytest.mark.exhaustive
 def test_an_exception_in_a_tap_leaves_no_trace() -> None:
     model = in_place(frozen("llama"), "eager")
     bare = logits(model, tiny_ids())

@@ -75,6 +75,7 @@ def answer(address: str, model: str) -> str:
     return client.completions.create(model=model, prompt="the fox", max_tokens=8, temperature=0).choices[0].text
 
 
+@pytest.mark.exhaustive
 def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
     """Two processes for all of it, as each start costs seconds."""
     shutil.copytree(home / "danish", home / "grafts" / "danish")
