@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -129,6 +130,14 @@ def save_graft(
             f"The graft could not be written to {folder} ({why}): free space or name another folder."
         ) from error
     return folder
+
+
+def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
+    """Write a graft into a folder that may hold other files, such as a trainer's; `save_graft` says what it raises."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".") as draft:
+        for file in save_graft(graft, backbone, Path(draft) / "graft").iterdir():
+            file.replace(folder / file.name)
 
 
 def read_manifest(folder: str | Path) -> Manifest:

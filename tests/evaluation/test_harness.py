@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graftlm.backbone import Backbone
+from graftlm.artifact import save_graft
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import EvaluationError, MissingExtraError
 from graftlm.evaluation import harness, run_lm_eval
 from graftlm.grafts import GraftedModel, build_graft, graft_config
@@ -62,6 +64,34 @@ def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
         mine = [chosen(model, i) for i in range(6)]
     assert mine != bare, "the graft must change an answer for this test to mean anything"
     assert metrics["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
+
+
+def test_the_harness_knows_a_graft_by_its_folder(tasks: Path, tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    import_module("graftlm.evaluation.lm_eval_model")  # registers the name
+
+    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    tiny_tokenizer().save_pretrained(tmp_path / "backbone")
+    backbone = load_backbone(tmp_path / "backbone")
+    graft = build_graft(graft_config({"kind": "neutral-residues", "width": 16}), backbone)
+    with torch.no_grad():
+        for tensor in graft.parameters():
+            tensor.normal_(0, 0.5)
+    save_graft(graft, backbone, tmp_path / "graft")
+    with GraftedModel(backbone, {"graft": graft}) as model:
+        expected = run_lm_eval(model, tiny_tokenizer(), ["tiny_choice"], include_path=tasks)
+        mine = [chosen(model, i) for i in range(6)]
+    output: Any = lm_eval.simple_evaluate(
+        model="graftlm",
+        model_args={"graft": str(tmp_path / "graft"), "device": "cpu"},
+        tasks=["tiny_choice"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert output["results"]["tiny_choice"]["acc,none"] == expected["tiny_choice"]["acc"]
+    assert expected["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
 
 
 def chosen(model: Any, question: int) -> int:

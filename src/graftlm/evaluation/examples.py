@@ -20,7 +20,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
-from graftlm.evaluation.harness import hf_model
 from graftlm.evaluation.metrics import Precision, Scores, cut_windows, device_of, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
 
@@ -192,7 +191,7 @@ def _generate_batch(
     for i, row in enumerate(rows):
         ids[i, width - len(row) :] = torch.tensor(row)
         mask[i, width - len(row) :] = 1
-    configured = getattr(getattr(hf_model(model), "generation_config", None), "eos_token_id", None)
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     eos_ids = sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
     tokens: Tensor = model.generate(

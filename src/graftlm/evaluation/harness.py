@@ -48,11 +48,11 @@ def run_lm_eval(
         raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
     manager = _task_manager(task_index, names, include_path)
     _check_names(names, manager.all_tasks)
-    inner, logger = hf_model(model), logging.getLogger("lm_eval")
+    logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)  # the harness warns about every model object that it is given
-    with evaluation_mode(inner):
-        adapter = adapters.HFLM(pretrained=inner, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    with evaluation_mode(model):
+        adapter = adapters.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         try:
             output = evaluator.simple_evaluate(
                 adapter,
@@ -73,14 +73,6 @@ def run_lm_eval(
         finally:
             logger.setLevel(level)
     return {} if output is None else _metrics_by_task(output)
-
-
-def hf_model(model: Any) -> Any:
-    """The Hugging Face model of a grafted model, with its grafts attached; any other model is returned as it is."""
-    from transformers import PreTrainedModel
-
-    inner = getattr(model, "model", None)
-    return inner if not isinstance(model, PreTrainedModel) and isinstance(inner, PreTrainedModel) else model
 
 
 def _task_manager(task_index: Any, names: list[str], include_path: str | Path | None) -> Any:

@@ -35,7 +35,6 @@ from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
-from graftlm.grafts import GraftedModel
 
 MetricName = Literal["nats_per_token", "bits_per_byte"]
 Precision = Literal["fp32", "bf16"]
@@ -285,6 +284,8 @@ def score_windows(
 
 def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
     """Summed losses (B,) of the scored tokens of each window."""
+    from graftlm.grafts.model import GraftedModel
+
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, padding_id(tokenizer))
     mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)

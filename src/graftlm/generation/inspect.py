@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.errors import DataError
 from graftlm.evaluation.results import Metric, Results
-from graftlm.grafts import Graft, GraftedModel, graft_class, kinds
+from graftlm.grafts import Graft, graft_class, kinds
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def _inspect_layers(
     layers: dict[str, dict[str, list[float]]],
 ) -> dict[str, Any]:
     """What a graft describes given its backbone; per-layer quantities are added to `layers`."""
+    from graftlm.grafts.model import GraftedModel
     from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
 
     described = dict(graft.describe(backbone))
@@ -219,6 +220,7 @@ def evaluate_graft(
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
     from graftlm.evaluation.harness import run_lm_eval
+    from graftlm.grafts.model import GraftedModel
     from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)

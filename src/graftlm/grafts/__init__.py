@@ -1,5 +1,8 @@
 """Grafts: the contract, the grafted model, the registry, and one package for each method."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from graftlm.grafts.base import (
     FitsOnText,
     Graft,
@@ -11,8 +14,10 @@ from graftlm.grafts.base import (
     Trace,
     Traceable,
 )
-from graftlm.grafts.model import GraftedModel, GraftedOutput
 from graftlm.grafts.registry import build_graft, default_config, graft_class, graft_config, kinds, register_graft
+
+if TYPE_CHECKING:
+    from graftlm.grafts.model import GraftedModel, GraftedOutput
 
 __all__ = [
     "FitsOnText",
@@ -33,3 +38,9 @@ __all__ = [
     "kinds",
     "register_graft",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("GraftedModel", "GraftedOutput"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("graftlm.grafts.model"), name)  # it takes seconds to import

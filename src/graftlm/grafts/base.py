@@ -36,6 +36,11 @@ class GraftConfig(Config):
     needs_tasks: ClassVar[bool] = False
     graft_class: ClassVar[type[Graft]]
 
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether the graft, as configured, has an auxiliary loss."""
+        return self.graft_class.auxiliary_loss is not Graft.auxiliary_loss
+
 
 class Graft(nn.Module):
     """Trainable capacity attached to a frozen backbone; owns only its own parameters.

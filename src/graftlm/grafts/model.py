@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
@@ -17,8 +21,7 @@ from graftlm.backbone import Backbone, Call, Sites, TapHooks
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+_CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}.items()
 
 
 @dataclass
@@ -37,11 +40,11 @@ class GraftedOutput(ModelOutput):
     attentions: Any = None
 
 
-class GraftedModel(nn.Module):
-    """A backbone with grafts attached.
+class GraftedModel(PreTrainedModel):
+    """A backbone with grafts attached; trainers and other tools take it as a transformers model.
 
     Its trainable parameters are those of the grafts. `model` is the live transformers model with the grafts' taps in
-    place: give it to any tool that takes a transformers model.
+    place; it can be read from, but a trainer needs the `GraftedModel`.
 
     Args:
         backbone: the frozen backbone. `detach` restores its weights, flags and mode.
@@ -51,11 +54,12 @@ class GraftedModel(nn.Module):
         TapConflictError: two grafts replace the same activation, or the backbone carries grafts already.
     """
 
+    loss_type = "ForCausalLM"  # tells trainers that the loss shifts the labels
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
-        super().__init__()
-        self.backbone = backbone
+        nn.Module.__init__(self)  # that of PreTrainedModel would change the backbone's config
+        self.backbone, self.name_or_path = backbone, backbone.name
         if backbone.model in self._with_grafts:
             raise TapConflictError(
                 f"The backbone {backbone.name} carries grafts already, and more would act on top of them unseen: "
@@ -63,6 +67,8 @@ class GraftedModel(nn.Module):
             )
         self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
         self._modes = {module: module.training for module in backbone.model.modules()}
+        configs = (backbone.model.config, getattr(backbone.model, "generation_config", None))
+        self._settings = [(config, dict(vars(config))) for config in configs if config is not None]
         backbone.model.requires_grad_(False).eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
@@ -83,6 +89,11 @@ class GraftedModel(nn.Module):
         self._detached = False
 
     def _prepare(self, call: Call) -> None:
+        if self.backbone.model.training and torch.is_grad_enabled():
+            raise GraftError(
+                "GraftedModel.model was put into training mode, in which the frozen backbone would drop activations "
+                "and no auxiliary loss is added: give the trainer the GraftedModel itself."
+            )
         call.training = self.training and torch.is_grad_enabled()
         for graft in self._by_name.values():
             graft.prepare(call)
@@ -99,6 +110,7 @@ class GraftedModel(nn.Module):
         prompt: Tensor | None = None,
         extras: Mapping[str, Any] | None = None,
         targets: Sequence[Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> GraftedOutput:
         """One forward pass.
@@ -116,11 +128,13 @@ class GraftedModel(nn.Module):
             extras: other inputs of grafts, by name.
             targets: one for each row, for the heads of a graft. The language-model head does not run, and `lm_loss` is
                 the loss of the heads.
+            num_items_in_batch: the number of targets of the whole optimiser step, which trainers give for `totals`.
             kwargs: passed to the model. `use_cache` defaults to whether the caller gives a cache, since with a new
                 cache transformers ignores where documents begin.
 
         Raises:
-            GraftError: targets are given, and the number of grafts with heads is not one.
+            GraftError: targets are given, and the number of grafts with heads is not one; or a trainer's pass would
+                lose an auxiliary loss.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
@@ -133,10 +147,31 @@ class GraftedModel(nn.Module):
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
         with self._tap_hooks.announce(**call_values, extras=dict(extras or {})) as calls:
             output = self.model(**inputs, **kwargs)
-        lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
+        if num_items_in_batch is not None and totals is None:
+            if domain is None and auxiliary_loss is None:
+                self._refuse_trainer("the batches have no `domain`")
+            elif labels is None:
+                self._refuse_trainer("this trainer has a loss of its own")
+            elif auxiliary_loss is not None and bool((labels[:, 1:] != -100).sum() != num_items_in_batch):
+                self._refuse_trainer("this trainer does not count the domains' tokens over accumulated batches")
+            totals = torch.as_tensor(num_items_in_batch, device=output.logits.device).reshape(1)
+        lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
         fields = ("logits", "past_key_values", "hidden_states", "attentions")
-        return GraftedOutput(**_loss_parts(lm_loss, auxiliary_loss), **{name: output.get(name) for name in fields})
+        losses = _loss_parts(lm_loss, auxiliary_loss)
+        if num_items_in_batch is not None:  # a trainer takes all but the loss for predictions
+            losses = {"loss": losses["loss"]}
+        return GraftedOutput(**losses, **{name: output.get(name) for name in fields})
+
+    def _refuse_trainer(self, problem: str) -> None:
+        """Raise `GraftError` if a graft has an auxiliary loss and trains."""
+        names = [name for name, graft in self._by_name.items() if graft.config.has_auxiliary_loss]
+        if names and self.training:
+            raise GraftError(
+                f"The graft {names[0]} has an auxiliary loss, but {problem}: give every row a column `domain`, 0 for "
+                "old text and 1 for new, and put graftlm.training.trainers.DomainTrainer before the trainer's class; "
+                "or configure the graft without that loss."
+            )
 
     def predict(
         self,
@@ -242,9 +277,59 @@ class GraftedModel(nn.Module):
         self._checkpoints_layers = True
         self.train(self.training)
 
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        """What trainers call for `enable_gradient_checkpointing`; `GraftError` if they ask for another way."""
+        if {**options, **(activation_checkpointing_kwargs or {})}.items() - _CHECKPOINTING:
+            raise GraftError("Taps follow plain checkpoints of all layers: leave out use_reentrant and other options.")
+        self.enable_gradient_checkpointing()
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, state_dict: Any = None) -> None:
+        """Write the graft as an artefact, and `model.safetensors`, from which a trainer resumes; other files stay.
+
+        Several grafts are written to folders of their names. `state_dict` is not used: the backbone is never written.
+        """
+        if not is_main_process:
+            return
+        artifact: Any = import_module("graftlm.artifact")  # a layer above this one
+        (folder := Path(save_directory)).mkdir(parents=True, exist_ok=True)
+        for name, graft in self._by_name.items():
+            artifact.save_into(graft, self.backbone, folder if len(self._by_name) == 1 else folder / name)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._own_tensors().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What trains, and the grafts' buffers, by name in this module."""
+        return {**self.grafts.state_dict(prefix="grafts."), **self.trainable_parameters()}
+
+    @property
+    def _keys_to_ignore_on_save(self) -> set[str]:
+        return set(self.state_dict()) - set(self._own_tensors())
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The model below its output layer, for trainers with a loss of their own; `GraftError` where that is wrong."""
+        self._refuse_trainer("this trainer has a loss of its own")
+        head = self.get_output_embeddings()
+        if head is not None and (head._forward_hooks or head._forward_pre_hooks):
+            raise GraftError("A graft acts on the output layer, which this trainer bypasses: use transformers.Trainer.")
+        return self.model.base_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.get_output_embeddings()
+
+    def tie_weights(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the backbone's tied weights stay tied."""
+
     @property
     def config(self) -> Any:
         return self.model.config
+
+    @property
+    def generation_config(self) -> Any:
+        return getattr(self.model, "generation_config", None)
 
     @property
     def device(self) -> torch.device:
@@ -273,6 +358,9 @@ class GraftedModel(nn.Module):
             parameter.requires_grad_(self._flags.get(name, parameter.requires_grad))
         for module, mode in self._modes.items():
             module.training = mode
+        for config, values in self._settings:  # trainers write to them
+            vars(config).clear()
+            vars(config).update(values)
 
     def __enter__(self) -> Self:
         return self

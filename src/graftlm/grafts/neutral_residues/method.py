@@ -62,6 +62,10 @@ class NeutralResiduesConfig(GraftConfig):
             )
         return self
 
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        return self.alpha > 0 and self.loss_kind() != "none"
+
     def loss_kind(self) -> LocalLoss:
         """The local loss, by default the one that belongs to the gate."""
         by_gate: dict[GateKind, LocalLoss] = {"relu": "l1", "sigmoid": "cross-entropy", "none": "none"}
@@ -193,7 +197,7 @@ class NeutralResidues(Graft, Traceable):
         as a classifier of the domain, averaged over tokens and layers.
         """
         kind = self.config.loss_kind()
-        if call.domain is None or self.config.alpha == 0 or kind == "none":
+        if call.domain is None or not self.config.has_auxiliary_loss:
             return None
         if kind == "l1":
             keys = [(self, "l1", layer) for layer in range(len(self.blocks))]
