@@ -56,6 +56,8 @@ NOT_OURS = {  # the first words of commands of other programs, and why they do n
     "accelerate": "starts processes; tests/training/test_processes.py runs it",
 }
 PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
+    ("docs/trainers.md", "SFTTrainer("): "needs trl and a chat template; tests/training/test_trainers.py runs it",
+    ("docs/trainers.md", "simple_evaluate("): "downloads data sets; tests/evaluation/test_harness.py runs it",
     ("docs/cli.md", "serve("): "stays; the command of docs/serving.md runs",
     ("docs/serving.md", "serve("): "stays; the command of the same page runs",
     ("docs/methods/composition.md", '"augmenting": {"french"'): "needs models of four layers; tests/composition run it",
