@@ -123,7 +123,7 @@ def test_there_is_one_cache_of_results() -> None:
         "experiments/study.py": "checks the data folder",
         "experiments/ambiguity_checkers/run.py": "finds the files of a data set",
         "experiments/ambiguity_checkers/known.py": "finds the files of a data set",
-        "experiments/clarify/needed.py": "finds the files of a data set",
+        "experiments/clarify/run.py": "finds the files of a data set",
         "experiments/clarify/conversations.py": "resumes a run's conversations",
     }
     asking = {"exists", "is_file", "FileNotFoundError"}

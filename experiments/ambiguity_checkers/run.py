@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -47,10 +47,9 @@ def read_by_hand(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
     """NTREX's sentences whose form of address a person read, in the languages of `read.yaml`."""
     labels = read_yaml(_READ).get(language, {})
     known = {f"ntrex:{line}": label for label, lines in labels.items() for line in lines}
-    if known and (parallel / "ntrex").is_dir():
-        for pair in _ntrex(parallel, language):
-            if pair.id in known:
-                yield _example("formality", language, pair, known[pair.id])
+    for pair in _ntrex(parallel, language) if known else ():
+        if pair.id in known:
+            yield _example("formality", language, pair, known[pair.id])
 
 
 def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
@@ -72,14 +71,14 @@ def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExamp
 
 def labelled_by_pronouns(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
     """NTREX's sentences whose English pronouns have one gender. The sentence may be about other persons as well."""
-    if language in GENDER_LANGUAGES and (parallel / "ntrex").is_dir():
-        for pair in _ntrex(parallel, language):
-            if gender := english_gender(pair.source):
-                yield _example("profession", language, pair, gender)
+    for pair in _ntrex(parallel, language) if language in GENDER_LANGUAGES else ():
+        if gender := english_gender(pair.source):
+            yield _example("profession", language, pair, gender)
 
 
 def _ntrex(parallel: Path, language: str) -> Iterator[SentencePair]:
-    for document in read_ntrex(parallel / "ntrex", language):
+    """The sentences of NTREX, or none without its folder."""
+    for document in read_ntrex(parallel / "ntrex", language) if (parallel / "ntrex").is_dir() else ():
         yield from document.pairs
 
 
@@ -125,15 +124,13 @@ NAME = "ambiguity-checkers"
 PARTS = ("test", "train", "pronouns")  # for MT-GenEval, which has no training part, train means dev
 AIMS: dict[CheckerKind, float] = {"formality": 95.0, "gender": 90.0}
 OTHER_GENDER = {"feminine": "masculine", "masculine": "feminine"}
-UNDECIDED = "undecided"
-UNMARKED = "unmarked"
+UNDECIDED, UNMARKED = "undecided", "unmarked"
 QUICK = 100  # examples of a set in a quick run
 
 
 class CheckedExample(NamedTuple):
     """One example: its set, its known label and the checker's label."""
 
-    id: str
     part: str
     known: str
     checked: str
@@ -183,10 +180,8 @@ def _gender(data: Path, language: str, part: str) -> list[AmbiguousExample]:
     return [*read_mt_geneval(folder, language, part), *contexts, *flipped]
 
 
-READERS: Mapping[CheckerKind, Callable[[Path, str, str], list[AmbiguousExample]]] = {
-    "formality": _formality,
-    "gender": _gender,
-}
+READERS: Mapping[CheckerKind, Callable[[Path, str, str], list[AmbiguousExample]]]
+READERS = {"formality": _formality, "gender": _gender}
 
 
 def _check(kind: CheckerKind, language: str, example: AmbiguousExample) -> CheckedExample:
@@ -194,7 +189,7 @@ def _check(kind: CheckerKind, language: str, example: AmbiguousExample) -> Check
     source = example.source if kind == "formality" else None
     label = checker(kind, language).check(example.reference, source).label or UNDECIDED
     right = UNMARKED if kind == "formality" and not example.marks else str(example.label)
-    return CheckedExample(example.id, example.id.split(":")[0], right, label)
+    return CheckedExample(example.id.split(":")[0], right, label)
 
 
 def _row(kind: CheckerKind, language: str, part: str, examples: Sequence[CheckedExample]) -> Row:
@@ -207,20 +202,18 @@ def _row(kind: CheckerKind, language: str, part: str, examples: Sequence[Checked
         "right_of_all": share(right, len(marked)),
         "sentences": len(marked),
     }
-    name, label = f"{kind}_{language}", f"{kind}, {language}"
-    if part != "test":
-        name, label = f"{name}_{part}", f"{label} ({part} part)"
-    return Row(id=name, label=label, metrics=metrics)
+    name, note = ("", "") if part == "test" else (f"_{part}", f" ({part} part)")
+    return Row(id=f"{kind}_{language}{name}", label=f"{kind}, {language}{note}", metrics=metrics)
 
 
-def _confusion(examples: Iterable[CheckedExample]) -> dict[str, dict[str, dict[str, int]]]:
+def _confusion(examples: Sequence[CheckedExample]) -> dict[str, dict[str, dict[str, int]]]:
     """Confusion tables by set: the known label, then the checker's."""
-    tables: dict[str, dict[str, Counter[str]]] = {}
-    for example in examples:
-        tables.setdefault(example.part, {}).setdefault(example.known, Counter())[example.checked] += 1
-    return {
-        part: {label: dict(sorted(counts.items())) for label, counts in table.items()} for part, table in tables.items()
-    }
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for part, known, _ in examples:
+        tables.setdefault(part, {}).setdefault(known, {})
+    for (part, known, checked), count in sorted(Counter(examples).items()):
+        tables[part][known][checked] = count
+    return tables
 
 
 def _aims(rows: Sequence[Row]) -> list[Aim]:

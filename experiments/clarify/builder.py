@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,12 +45,8 @@ from graftlm.pipelines.clarify.datasets import (
 from graftlm.pipelines.clarify.parsing import Parser, Token
 
 MASK = "[pr]"
-CHECKERS: dict[AmbiguityKind, CheckerKind] = {
-    "formality": "formality",
-    "it": "it",
-    "name": "gender",
-    "profession": "gender",
-}
+CHECKERS: dict[AmbiguityKind, CheckerKind]
+CHECKERS = {"formality": "formality", "it": "it", "name": "gender", "profession": "gender"}
 _MIN_CONTEXT, _MAX_CONTEXT, _CONTEXT_WORDS = 3, 5, 20  # sentences; three are enough if they have more words than this
 _MAX_WORDS = 20  # of a sentence for formality
 _PRONOUNS_OF_CLAUSES = {"what", "whatever", "whoever", "this", "that"}
@@ -179,39 +175,23 @@ class _Labeller:
         Raises:
             _RejectedError: the label is uncertain, or there is too little context.
         """
-        kind, pair = candidate.ambiguity.kind, candidate.pair
+        kind, pair, word = candidate.ambiguity.kind, candidate.pair, candidate.ambiguity.word
         if kind == "polysemy":
-            return self._polysemy_example(candidate)
-        _CHECKS[kind](self, candidate)
-        context = self._context(index, after=kind == "name")
-        _reject_if(len(context) < _MIN_CONTEXT, "too little context")
-        return AmbiguousExample(
-            id=f"{pair.id}:{kind}",
-            kind=kind,
-            language=self._language,
-            source=mask_pronouns(pair.source) if kind in ("name", "profession") else pair.source,
-            context=context,
-            reference=pair.target,
-            label=self._label(candidate, context),
-            word=candidate.ambiguity.word,
-        )
-
-    def _polysemy_example(self, candidate: _Candidate) -> AmbiguousExample:
-        pair, word = candidate.pair, candidate.ambiguity.word.lower()
-        senses = polysemous_words().get(word) or candidate.ambiguity.senses
-        matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
-        translations = [translation for translation in matches if translation]
-        _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
-        return AmbiguousExample(
-            id=f"{pair.id}:polysemy:{word}",
-            kind="polysemy",
-            language=self._language,
-            source=word,
-            context=(pair.source,),
-            reference=translations[0],
-            label=translations[0],
-            word=word,
-        )
+            word = word.lower()
+            senses = polysemous_words().get(word) or candidate.ambiguity.senses
+            matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
+            translations = [translation for translation in matches if translation]
+            _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
+            name, source, context = f"{kind}:{word}", word, (pair.source,)
+            reference = label = translations[0]
+        else:
+            check = {"formality": self._check_formality, "it": self._check_it, "name": self._check_name}
+            check.get(kind, self._check_person)(candidate)
+            context = self._context(index, after=kind == "name")
+            _reject_if(len(context) < _MIN_CONTEXT, "too little context")
+            name, source = kind, mask_pronouns(pair.source) if kind in ("name", "profession") else pair.source
+            reference, label = pair.target, self._label(candidate, context)
+        return AmbiguousExample(f"{pair.id}:{name}", kind, self._language, source, context, reference, label, word=word)
 
     def _context(self, index: int, *, after: bool) -> tuple[str, ...]:
         """Three sentences, and up to five while they have at most 20 words, in text order."""
@@ -302,14 +282,6 @@ class _Labeller:
         _reject_if(GENDERED.search(source) and english_gender(source) is None, "persons of both genders")
 
 
-_CHECKS: dict[AmbiguityKind, Callable[[_Labeller, _Candidate], None]] = {
-    "formality": _Labeller._check_formality,
-    "it": _Labeller._check_it,
-    "name": _Labeller._check_name,
-    "profession": _Labeller._check_person,
-}
-
-
 def _has_referent(candidate: _Candidate) -> bool:
     """Whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
     token, tokens = candidate.token, candidate.tokens
@@ -353,10 +325,9 @@ def _translation_in(translations: frozenset[str], target: str) -> str | None:
 
 def write_examples(examples: Sequence[AmbiguousExample], path: str | Path) -> Path:
     """Write examples as JSON lines."""
-    path = Path(path)
     lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return Path(path)
 
 
 def read_examples(path: str | Path) -> list[AmbiguousExample]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from experiments.clarify.builder import read_examples
 from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.clarify.scripted import ScriptedTranslator
 from graftlm.errors import DataError
-from graftlm.evaluation import Metric, Row
+from graftlm.evaluation import Row
 from graftlm.io import digest
 from graftlm.pipelines.clarify import (
     Chain,
@@ -44,9 +43,9 @@ def read_sets(data: Path) -> dict[Key, list[AmbiguousExample]]:
     Raises:
         DataError: the folder has none of them.
     """
-    sets = _by_key(read_ambigmt(data / "ambigmt")[0] if (data / "ambigmt").is_dir() else ())
-    for key, examples in _by_key(_other_sets(data)).items():
-        sets.setdefault(key, examples)
+    sets = _by_key(_other_sets(data))
+    if (data / "ambigmt").is_dir():
+        sets |= _by_key(read_ambigmt(data / "ambigmt")[0])
     if not sets:
         raise DataError(
             f"{data} holds no ambiguous sentences with their contexts: put AmbigMT into its folder ambigmt, sets of "
@@ -67,24 +66,18 @@ def _other_sets(data: Path) -> Iterable[AmbiguousExample]:
 
 
 def _by_key(examples: Iterable[AmbiguousExample]) -> dict[Key, list[AmbiguousExample]]:
-    sets: dict[Key, list[AmbiguousExample]] = {}
+    sets: defaultdict[Key, list[AmbiguousExample]] = defaultdict(list)
     for example in examples:
         if example.context and example.reference and example.language in LANGUAGES:
-            sets.setdefault((example.kind, example.language), []).append(example)
-    return sets
+            sets[example.kind, example.language].append(example)
+    return dict(sets)
 
 
 def sample(examples: Sequence[AmbiguousExample], limit: int) -> list[AmbiguousExample]:
     """At most `limit` examples in their order, drawn with a fixed seed; duplicates of text and context count once."""
     unique = list({(ex.source, ex.context, ex.label): ex for ex in examples}.values())
-    if len(unique) <= limit:
-        return unique
-    return [unique[index] for index in sorted(random.Random(0).sample(range(len(unique)), limit))]
-
-
-def fingerprint(examples: Sequence[AmbiguousExample]) -> str:
-    """SHA-256 over examples."""
-    return hashlib.sha256(json.dumps([asdict(example) for example in examples], sort_keys=True).encode()).hexdigest()
+    drawn = range(len(unique)) if len(unique) <= limit else random.Random(0).sample(range(len(unique)), limit)
+    return [unique[index] for index in sorted(drawn)]
 
 
 RETRIES = 5  # a run of many calls should survive a short failure
@@ -115,7 +108,6 @@ class ConversationRun(Run):
     data: str
     examples_sha256: str
     limit: int
-    budget: int = 1
 
     def settings(self) -> dict[str, Any]:
         """What decides the result."""
@@ -150,7 +142,7 @@ class ConversationRun(Run):
         context, question, answer = " ".join(example.context), None, None
         text, template, language = example.source, self.template, self.language
         if self.method == "intercpt":
-            start = Conversation.start(text, template, language, budget=self.budget, any_language=True)
+            start = Conversation.start(text, template, language, any_language=True)
             conversation = Chain(translator, SimulatedUser(user, context)).run(start)
             written, cost = conversation.written, conversation.cost
             assert written is not None, "a chain with a user always ends"
@@ -162,25 +154,22 @@ class ConversationRun(Run):
             cost = written.cost
         return {"output": written.output, "question": question, "answer": answer, "cost": cost.model_dump()}
 
-    def _measurement(
-        self, examples: Sequence[AmbiguousExample], conversations: Sequence[dict[str, Any]]
-    ) -> Measurement:
+    def _measurement(self, examples: Sequence[AmbiguousExample], conversations: list[dict[str, Any]]) -> Measurement:
         """Metrics, mistakes and cost of all outputs."""
         outputs = [conversation["output"] for conversation in conversations]
         mistakes: dict[str, int] = {}
         if self.kind == "polysemy":
-            values: dict[str, Metric] = metrics.polysemy_metrics(outputs, examples)
+            values = metrics.polysemy_metrics(outputs, examples)
         else:
             values = metrics.text_metrics(outputs, examples, self.language)
-            labels = metrics.labels_of(outputs, examples, self.kind, self.language)
-            if labels is not None:
+            if (labels := metrics.labels_of(outputs, examples, self.kind, self.language)) is not None:
                 values |= metrics.label_metrics(labels, examples)
-            if labels is not None and self.method == "intercpt":
-                mistakes = metrics.mistakes(labels, examples, conversations, self.kind)
+                if self.method == "intercpt":
+                    mistakes = metrics.mistakes(labels, examples, conversations, self.kind)
         cost = sum((Cost.parse(conversation["cost"]) for conversation in conversations), Cost()).model_dump()
         cost |= {"questions": sum(c["question"] is not None for c in conversations), "examples": len(examples)}
-        row = Row(id=self.id, label=self.label or self.id, metrics=values)
-        return Measurement(row, {"conversations": list(conversations), "mistakes": mistakes, "cost": cost})
+        row = Row(id=self.id, label=self.id, metrics=values)
+        return Measurement(row, {"conversations": conversations, "mistakes": mistakes, "cost": cost})
 
 
 def _read_finished(file: Path) -> dict[str, dict[str, Any]]:

@@ -67,22 +67,19 @@ def significance(
 
     Systems with equal outputs get p = 1. Sacrebleu's count would give them the smallest possible p.
     """
-    (first, best), *others = systems.items()
-    equal = {name: {"BLEU": 1.0, "chrF": 1.0} for name, outputs in others if list(outputs) == list(best)}
-    named: list[tuple[str, Sequence[str]]] = [(first, list(best))]
-    named += [(name, list(outputs)) for name, outputs in others if name not in equal]
-    if len(named) < 2 or len(examples) < 2:
-        return equal
+    (first, best), *others = ((name, list(outputs)) for name, outputs in systems.items())
     metrics = {"BLEU": bleu(language), "chrF": CHRF()}
+    equal = {name: dict.fromkeys(metrics, 1.0) for name, outputs in others if outputs == best}
+    unequal: list[tuple[str, Sequence[str]]] = [(name, outputs) for name, outputs in others if name not in equal]
+    if not unequal or len(examples) < 2:
+        return equal
     references = [[example.reference for example in examples]]
-    _, scores = PairedTest(named, metrics, references, test_type="bs", n_samples=RESAMPLES)()
+    _, scores = PairedTest([(first, best), *unequal], metrics, references, test_type="bs", n_samples=RESAMPLES)()
     values: dict[str, Any] = {name: next(scores[key] for key in scores if key.startswith(name)) for name in metrics}
-    tested = {
+    return equal | {
         name: {metric: float(values[metric][index].p_value) for metric in metrics}
-        for index, (name, _) in enumerate(named)
-        if index
+        for index, (name, _) in enumerate(unequal, start=1)
     }
-    return equal | tested
 
 
 def labels_of(
@@ -97,8 +94,8 @@ def labels_of(
     if name is None or language not in languages(name):
         return None
     rules = checker(name, language)
-    sources = [None if name == "gender" else example.source for example in examples]
-    return [rules.check(output, source).label for output, source in zip(outputs, sources, strict=True)]
+    pairs = zip(outputs, examples, strict=True)
+    return [rules.check(output, None if name == "gender" else example.source).label for output, example in pairs]
 
 
 def label_metrics(labels: Sequence[str | None], examples: Sequence[AmbiguousExample]) -> dict[str, Metric]:
@@ -224,10 +221,8 @@ class Scorer:
         try:
             numbers = [float(line) for line in process.stdout.split()]
         except ValueError:
-            output = process.stdout.strip()[:40]
-            raise EvaluationError(
-                f"The scorer {self.name} wrote {output!r}, where a number a line is expected."
-            ) from None
+            wrote = f"The scorer {self.name} wrote {process.stdout.strip()[:40]!r}"
+            raise EvaluationError(f"{wrote}, where a number a line is expected.") from None
         if len(numbers) != len(translations) or not np.isfinite(numbers).all():
             counts = f"{len(numbers)} numbers for {len(translations)} translations"
             raise EvaluationError(f"The scorer {self.name} wrote {counts}, not a finite one each.")

@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from experiments import Options
-from experiments.clarify import metrics, needed
-from experiments.clarify.conversations import TABLES, ConversationRun, Key, Method, fingerprint, read_sets, sample
-from experiments.clarify.metrics import Scorer, score_rows
+from experiments.clarify import metrics
+from experiments.clarify.conversations import TABLES, ConversationRun, Key, Method, read_sets, sample
+from experiments.clarify.metrics import Scorer, score_rows, share
 from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.study import Study, bars, published
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, PaperRow, Results, Row
-from graftlm.pipelines.clarify import load_template
-from graftlm.pipelines.clarify.datasets import AmbiguousExample
+from graftlm.io import digest
+from graftlm.pipelines.clarify import Chain, Conversation, Cost, Reply, load_template
+from graftlm.pipelines.clarify.datasets import AmbiguousExample, english_gender, mt_geneval_contexts
+from graftlm.pipelines.clarify.gain import normalize_text
+from graftlm.pipelines.clarify.prompts import Prompt, format_question
 from graftlm.runs.run import Measurement, execute
 
 NAME = "clarify"
@@ -38,6 +44,10 @@ STATEMENT = (
     "The translator is scripted: it knows the references, and its mistakes are made on purpose (scripted.py). The "
     "figures show that the harness works. They say nothing about any model: no real model was asked."
 )
+NEEDED_LANGUAGES = ("de", "fr", "es")
+THRESHOLD = 0.1
+ANSWERS = {"a woman": "feminine", "a man": "masculine"}
+_QUESTION = format_question("Is this person a woman or a man?", tuple(ANSWERS))
 Sets = Mapping[Key, Sequence[AmbiguousExample]]
 Measured = Mapping[str, Measurement]
 
@@ -67,7 +77,7 @@ def run(options: Options) -> Results:
         rows, measured = _model_rows(options, model_tables, limit, scorers)
         details |= measured
     if "needed" in tables:
-        rows += needed.rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
+        rows += needed_rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
     details |= {"wall_s": round(time.perf_counter() - started, 1), "limit": limit}
     paper = [] if scripted else paper_rows(rows)
     return Study(options).write(NAME, rows, seeds=(0,), paper=paper, details=details, plots=_plots(rows))
@@ -105,41 +115,38 @@ def _conditions(
     options: Options, tables: Sequence[str], sets: Sets, models: tuple[str, ...], limit: int
 ) -> list[Condition]:
     """All rows; sets that the data folder lacks are omitted."""
-    hashes = {key: fingerprint(examples) for key, examples in sets.items()}
+    hashes = {key: digest(*map(asdict, examples)) for key, examples in sets.items()}
     common: dict[str, Any] = {"url": options.endpoint, "data": str(options.data.resolve()), "limit": limit}
 
-    conditions: list[Condition] = []
-
-    def add(
-        name: str, label: str, kinds: Sequence[str] = TABLES["4.2"], *, template: str = "translate", **values: Any
-    ) -> None:
+    def condition(
+        model: str, name: str, words: str, kinds: Sequence[str] = TABLES["4.2"], form: str = "translate", **more: Any
+    ) -> Condition:
         runs = [
             ConversationRun(
-                id=f"{name}-{kind}-{language}",
-                template=template.format(kind=kind),
-                template_sha256=load_template(template.format(kind=kind)).sha256,
+                id=f"{slug(model)}-{name}-{kind}-{language}",
+                model=model,
+                template=form.format(kind=kind),
+                template_sha256=load_template(form.format(kind=kind)).sha256,
                 kind=kind,
                 language=language,
                 examples_sha256=hashes[kind, language],
-                **{**common, "method": "intercpt", **values},
+                **{**common, "method": "intercpt", **more},
             )
             for kind, language in sets
             if kind in kinds
         ]
-        if runs:
-            conditions.append(Condition(name, label, runs))
+        return Condition(f"{slug(model)}-{name}", f"{model}: {words}", runs)
 
+    conditions: list[Condition] = []
     kinds = [kind for table in tables for kind in TABLES.get(table, ())]
     for model in models:
-        for method, words in METHODS.items():
-            add(f"{slug(model)}-{method}", f"{model}: {words}", kinds, model=model, method=method)
+        conditions += [condition(model, method, words, kinds, method=method) for method, words in METHODS.items()]
         if "4.4" in tables:
-            name, label = f"{slug(model)}-intercpt_specialist", f"{model}: asks first, specialist"
-            add(name, label, model=model, template="translate-{kind}")
+            name, words = "intercpt_specialist", "asks first, specialist"
+            conditions.append(condition(model, name, words, form="translate-{kind}"))
     for user in models[1:] if "4.5" in tables else ():
-        name, label = f"{slug(models[0])}-intercpt_user_{slug(user)}", f"{models[0]}: asks first, {user} answers"
-        add(name, label, model=models[0], user=user)
-    return conditions
+        conditions.append(condition(models[0], f"intercpt_user_{slug(user)}", f"asks first, {user} answers", user=user))
+    return [row for row in conditions if row.runs]
 
 
 def slug(model: str) -> str:
@@ -165,11 +172,11 @@ def _row(condition: Condition, measured: Measured, sets: Sets, scorers: Sequence
 
 def _significance(conditions: Sequence[Condition], measured: Measured, sets: Sets) -> dict[str, Any]:
     """The p-values of the baselines' differences from the chain, by model, kind and language."""
-    systems: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    systems: defaultdict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
     for condition in conditions:
         method = condition.id.rpartition("-")[2]
         for run in condition.runs if method in METHODS else ():
-            systems.setdefault((run.model, run.kind, run.language), {})[method] = _outputs(measured[run.id])
+            systems[run.model, run.kind, run.language][method] = _outputs(measured[run.id])
     return {
         f"{slug(model)}_{kind}_{language}": metrics.significance(outputs, sets[kind, language], language)
         for (model, kind, language), outputs in systems.items()
@@ -205,3 +212,66 @@ def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
         if labels := {key: key.replace("_", " ") for key in list(dict.fromkeys(names))[:6]}:
             figures[name] = bars(selected, labels, "%")
     return figures
+
+
+class PronounTranslator:
+    """Translates an example's sentence by the gender of the pronouns in its text, or else of the answer.
+
+    An example whose context shows no gender by a pronoun counts as masculine. Only whether the two translations are
+    told apart matters.
+    """
+
+    name = "pronoun translator"
+
+    def __init__(self, example: AmbiguousExample) -> None:
+        self._example = example
+
+    def generate(self, prompt: Prompt, **_: Any) -> Reply:
+        parts = dict(prompt.parts)
+        if prompt.label == "Question":
+            return Reply(_QUESTION)
+        gender = english_gender(parts["text"]) or ANSWERS.get(parts.get("answer", ""))
+        is_right = gender == (self._example.label or "masculine")
+        return Reply(self._example.reference if is_right else self._example.contrast or "")
+
+
+def needed_rows(data: Path, limit: int) -> list[Row]:
+    """Precision and recall of asking, in percent, for each language whose files exist.
+
+    MT-GenEval has sentences about people whose gender only the preceding sentence shows. With that sentence nothing has
+    to be asked. Without it one has to ask, if the feminine and the masculine translation differ. The translator always
+    asks. The chain puts the question if its expected gain is above the threshold.
+
+    Recall is 100% by construction: without the preceding sentence this translator has no pronoun to read, so the gain
+    is one bit exactly where the translations differ. Only precision is a measurement. `precision_always` is that of
+    asking every time.
+    """
+    folder, file = data / "ambig" / "mt_geneval", "geneval-context-wikiprofessions-2to1-test.en_{}.en"
+    languages = [language for language in NEEDED_LANGUAGES if (folder / file.format(language)).exists()]
+    return [language_row(language, mt_geneval_contexts(folder, language)[:limit]) for language in languages]
+
+
+def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
+    """The row of one language; every example counts with and without its context."""
+    decisions = [decision(example, with_context) for example in examples for with_context in (False, True)]
+    asked, needed = (sum(values[index] is True for values in decisions) for index in (0, 1))
+    right = sum(is_asked and is_needed for is_asked, is_needed, _ in decisions)
+    metrics: dict[str, Any] = {
+        "precision": share(right, asked),
+        "recall": share(right, needed),
+        "precision_always": share(needed, len(decisions)),
+        "asked": asked,
+        "needed": needed,
+        "texts": len(decisions),
+        "calls": sum(cost.calls for _, _, cost in decisions),
+    }
+    return Row(id=f"needed_{language}", label=f"needed, {language}", metrics=metrics)
+
+
+def decision(example: AmbiguousExample, with_context: bool) -> tuple[bool, bool, Cost]:
+    """Whether the question was asked, whether it was needed, and the cost."""
+    text = " ".join((*example.context, example.source)) if with_context else example.source
+    differ = normalize_text(example.reference) != normalize_text(example.contrast or "")
+    start = Conversation.start(text, "translate", example.language, threshold=THRESHOLD, any_language=True)
+    conversation = Chain(PronounTranslator(example)).run(start)
+    return conversation.turns[0].kind == "asked", differ and not with_context, conversation.cost

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from graftlm.pipelines.clarify import Cost, Reply
 from graftlm.pipelines.clarify.datasets import AmbiguousExample
@@ -34,25 +36,18 @@ class ScriptedTranslator:
 
     def __init__(self, examples: Iterable[AmbiguousExample], name: str = NAME) -> None:
         self.name = name
-        self._examples: dict[str, list[AmbiguousExample]] = {}
+        self._examples: defaultdict[str, list[AmbiguousExample]] = defaultdict(list)
         for example in examples:
-            self._examples.setdefault(example.source.strip(), []).append(example)
+            self._examples[example.source.strip()].append(example)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Prompt, **_: Any) -> Reply:
         """Reply to a prompt; words count as tokens."""
         text = self._reply(prompt.instructions, dict(prompt.parts))
         words = sum(len(message["content"].split()) for message in prompt.messages())
         return Reply(text, Cost(calls=1, prompt_tokens=words, new_tokens=len(text.split())))
 
     def _reply(self, instructions: str, parts: Mapping[str, str]) -> str:
-        examples = self._examples.get(parts["text"].strip(), [])
+        examples = self._examples[parts["text"].strip()]
         if "Unknown" in instructions:
             return _answer([example for example in examples if " ".join(example.context) == parts["context"]])
         examples = [example for example in examples if _LANGUAGES[example.language] in instructions]

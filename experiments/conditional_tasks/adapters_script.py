@@ -43,11 +43,11 @@ class AdapterEncoder(nn.Module):
         for name in names:
             self.encoder.add_adapter(name, config=config)
         self.encoder.train_adapter(adapters.composition.Parallel(*names))
-        self.heads = nn.ModuleList(nn.Linear(width, task["outputs"]) for task in self.tasks)
-        for head in self.heads:
-            assert isinstance(head, nn.Linear), "the type of a ModuleList's members is unknown"
+        heads = [nn.Linear(width, task["outputs"]) for task in self.tasks]
+        for head in heads:
             nn.init.normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
+        self.heads = nn.ModuleList(heads)
         self.dropout = nn.Dropout(job["dropout"])
         self.pools_first = job["pooling"] == "first"
         for layer in list(self.encoder.encoder.layer)[self.frozen :]:

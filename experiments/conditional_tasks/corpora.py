@@ -73,7 +73,7 @@ def _snips(folder: Path) -> Splits:
         for file in sorted((folder / "cls/snips").glob(pattern)):
             content = file.read_bytes()
             try:
-                queries = json.loads(content.decode("utf-8"))
+                queries = json.loads(content)
             except UnicodeDecodeError:
                 queries = json.loads(content.decode("latin-1"))
             for intent, examples in queries.items():
@@ -85,12 +85,10 @@ def _snips(folder: Path) -> Splits:
 
 def _wnut17(folder: Path) -> Splits:
     names = {"train": "wnut17train.conll", "validation": "emerging.dev.conll", "test": "emerging.test.annotated"}
+    sentences = {split: read_conll(folder / "ner/wnut17" / name, {}) for split, name in names.items()}
     return {
-        split: [
-            {"words": [word.strip() or "_" for word in words], "tags": tags}
-            for (words, tags), _ in read_conll(folder / "ner/wnut17" / name, {})
-        ]
-        for split, name in names.items()
+        split: [{"words": [word.strip() or "_" for word in words], "tags": tags} for (words, tags), _ in of_split]
+        for split, of_split in sentences.items()
     }
 
 

@@ -124,10 +124,8 @@ def count_changed(before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Se
 def task_similarities(model: GraftedModel, mixture: LabelledMixture) -> dict[str, float]:
     """CovSim_i of each task: the mean covariance similarity of its first layer's inputs to every other task's."""
     # X^T X = R^T R for X = Q R, so R has the same covariance with fewer rows.
-    factors = {
-        name: torch.linalg.qr(first_layer_inputs(model, mixture.sample(name, SIMILARITY_ROWS)))[1]
-        for name in mixture.tasks
-    }
+    inputs = {name: first_layer_inputs(model, mixture.sample(name, SIMILARITY_ROWS)) for name in mixture.tasks}
+    factors = {name: torch.linalg.qr(of_task)[1] for name, of_task in inputs.items()}
     pairs = {(a, b): covariance_similarity(factors[a], factors[b]) for a, b in combinations(factors, 2)}
     return {name: sum(value for pair, value in pairs.items() if name in pair) / (len(factors) - 1) for name in factors}
 
@@ -274,16 +272,12 @@ def run_script(job: dict[str, Any], folder: Path, python: str) -> dict[str, Any]
 
 def plain_rows(batch: TaskBatch) -> Iterator[dict[str, Any]]:
     """A batch's rows as plain values, without padding."""
-    targets = batch.targets
+    types = torch.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
     for index, length in enumerate(batch.attention_mask.sum(1).tolist()):
-        segments = None if batch.token_type_ids is None else batch.token_type_ids[index, :length].tolist()
-        row = {
-            "ids": batch.input_ids[index, :length].tolist(),
-            "types": segments or [0] * length,
-            "task": int(batch.task[index]),
-        }
-        if targets is not None:
-            target = targets[index]
+        ids, segments = batch.input_ids[index, :length].tolist(), types[index, :length].tolist()
+        row = {"ids": ids, "types": segments, "task": int(batch.task[index])}
+        if batch.targets is not None:
+            target = batch.targets[index]
             row["target"] = target[:length].tolist() if target.ndim else target.item()
         yield row
 
@@ -297,8 +291,6 @@ def plain_test_rows(rows: Sequence[EncodedRow], test: TaskTestSet) -> Iterator[d
 def score(test: TaskTestSet, rows: Sequence[EncodedRow], outputs: Iterator[Any]) -> TaskScore:
     """The score of the next outputs, one for each row of a test."""
     spec, labelled = test.rows.spec, test.rows.rows
-    predictions = [
-        decode_prediction(spec, row, encoded, torch.tensor(next(outputs)))
-        for row, encoded in zip(labelled, rows, strict=True)
-    ]
+    pairs = zip(labelled, rows, strict=True)
+    predictions = [decode_prediction(spec, row, encoded, torch.tensor(next(outputs))) for row, encoded in pairs]
     return TaskScore(test.metric, task_metrics(spec, labelled, predictions), len(labelled))

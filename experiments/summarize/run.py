@@ -19,23 +19,12 @@ from matplotlib.figure import Figure
 from experiments import Options
 from experiments.study import Measurements, aim, bars, check_files, combined_row, metric, numbers_of, published
 from experiments.summarize.corpora import FILES, Sample
-from experiments.summarize.runs import Context, Rankings, extract_of
-from experiments.summarize.study import TRAINED, UNTRAINED, SummarizeStudy
+from experiments.summarize.runs import TRAINED, UNTRAINED, WRITERS, Context, Rankings, SummarizeStudy, extract_of
 from graftlm.evaluation import Aim, Interval, Results, Row, value_of
 from graftlm.evaluation.plots import PALETTE
-from graftlm.pipelines.summarize.metrics import (
-    MAX_NGRAM,
-    CopyShare,
-    bootstrap,
-    copy_shares,
-    faithfulness,
-    mean_copy_shares,
-    rouge,
-)
+from graftlm.pipelines.summarize.metrics import CopyShare, bootstrap, copy_shares, faithfulness, mean_copy_shares, rouge
 from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.pipelines.summarize.writer import introduction_text
-
-Values = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -90,20 +79,13 @@ def _faithfulness(text: str, source: str) -> dict[str, float]:
     return {name: 100 * share for name, share in named.items() if share is not None}
 
 
-def summary_row(row: str, label: str, seeds: Sequence[SummaryScores]) -> Row:
-    """A row over seeds. A single seed has the bootstrap interval over documents."""
-    return combined_row(row, label, [_metrics(scores) for scores in seeds])
-
-
 def _metrics(scores: SummaryScores) -> dict[str, Interval]:
-    """Means over the documents that have the metric; for n-grams, over those with enough words."""
+    """Means over the documents that have the metric, with bootstrap intervals; of n-grams, if enough words."""
     documents = list(scores.values.values())
     names = dict.fromkeys(name for values in documents for name in values)
     metrics = {name: bootstrap([values[name] for values in documents if name in values]) for name in names}
-    for n in range(1, MAX_NGRAM + 1):
-        shares = [100 * copied[n - 1].copied for copied in scores.copied.values() if len(copied) >= n]
-        if shares:
-            metrics[f"copy_{n}"] = bootstrap(shares)
+    for n in range(max(map(len, scores.copied.values()), default=0)):
+        metrics[f"copy_{n + 1}"] = bootstrap([100 * c[n].copied for c in scores.copied.values() if len(c) > n])
     return metrics
 
 
@@ -181,23 +163,23 @@ def run(options: Options) -> Results:
     for (row, _), selector in selectors.items():
         amount = LEAD if row == "lead_10" else study.sentences
         table[row].append(_score_extracts(test, study.rankings(selector), amount))
-    gold = {sample.id: extract_of(sample, study.gold[sample.id], len(study.gold[sample.id])).text for sample in test}
+    gold = {sample.id: extract_of(sample, study.gold[sample.id]).text for sample in test}
     table["gold_extract"] = [score_summaries(test, gold)]
     abstracts = {sample.id: sample.summary for sample in test}
     table["human"] = [score_summaries(test, abstracts, gold, with_rouge=False)]
     chosen, validation = choose_selector(study)
     details: dict[str, Any] = {"chosen_selector": chosen, "validation": validation}
     if "writers" in tables:
-        written, writer_details = _written(study, chosen, gold)
-        table |= written
-        details |= writer_details
-    rows = [summary_row(row, label, table[row]) for row, label in LABELS.items() if row in table]
-    curves = {row: copy_curve(table[row]) for row in LABELS if row in table}
+        details |= _add_writers(table, study, chosen, gold)
+    rows = [combined_row(row, label, list(map(_metrics, table[row]))) for row, label in LABELS.items() if row in table]
+    curves = {row.id: copy_curve(table[row.id]) for row in rows}
     names = {f"{row}_s{seed}": selector.id for (row, seed), selector in selectors.items()}
     details |= _details(study, table, measured, names)
     details |= {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
     paper = published(__file__, table)
-    plots = {"copy": draw_copies(curves), "rouge": _rouge(rows)}
+    with_rouge = [row for row in rows if "rouge1" in row.metrics]
+    rouge_bars = bars(with_rouge, {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}, "F1, %")
+    plots = {"copy": draw_copies(curves), "rouge": rouge_bars}
     return study.write(NAME, rows, aims=aims(rows, curves), paper=paper, details=details, plots=plots)
 
 
@@ -215,18 +197,18 @@ def choose_selector(study: SummarizeStudy) -> tuple[str, dict[str, dict[str, flo
     for row in CANDIDATES:
         rankings = study.rankings(study.selector(row, study.seeds[0]))
         extracts = _score_extracts(study.parts["validation"], rankings, study.sentences)
-        metrics = summary_row(row, row, [extracts]).metrics
+        metrics = _metrics(extracts)
         scores[row] = {name: round(value_of(metrics[name]), 3) for name in ("rouge1", "rouge2")}
     return max(CANDIDATES, key=lambda row: sum(scores[row].values())), scores
 
 
-def _written(study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> tuple[Table, dict[str, Any]]:
-    """The writers' scores and details."""
+def _add_writers(table: Table, study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> dict[str, Any]:
+    """Add the writers' scores to the table; gives their details."""
     test = study.parts["test"]
     measured = study.execute(study.writer_runs(chosen), "writers")
-    table: Table = {row: [] for row in WRITTEN}
+    table |= {row: [] for row in WRITTEN}
     for seed in study.seeds:
-        rankings = study.all_rankings(chosen, seed)
+        rankings = study.rankings(study.selector(chosen, seed))
         extracts = {
             "none": {sample.id: "" for sample in test},
             "gold": gold,
@@ -237,9 +219,9 @@ def _written(study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> tup
             table[row].append(score_summaries(test, output["texts"], extracts[tested], output["nll"]))
     first = study.seeds[0]
     common = measured[f"common_s{first}"]
-    writers = {context: measured[f"writer-{context}_s{first}"] for context in ("none", "gold", "model")}
+    writers = {context: measured[f"writer-{context}_s{first}"] for context in WRITERS}
     pairs = {row: paired_difference(table[row], table["tlm_i"], "abstract_nll") for row in WRITTEN if row != "tlm_i"}
-    details = {
+    return {
         "extract_size": study.extract_size,
         "writer_parameters": metric(common, "parameters"),
         "nll_less_than_tlm_i": {row: interval.model_dump() for row, interval in pairs.items()},
@@ -248,7 +230,6 @@ def _written(study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> tup
         "losses": {"common model": common.details["losses"]}
         | {f"writer, {context}": writer.details["losses"] for context, writer in writers.items()},
     }
-    return table, details
 
 
 def _details(
@@ -313,8 +294,3 @@ def draw_copies(curves: Curves) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return figure
-
-
-def _rouge(rows: Sequence[Row]) -> Figure:
-    shown = [row for row in rows if "rouge1" in row.metrics]
-    return bars(shown, {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}, "F1, %")

@@ -1,20 +1,24 @@
-"""The runs: extracts of documents, and writers that continue a small language model, each with its own context."""
+"""The runs and their sizes: extracts of documents, and writers that continue a small language model in a context."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from experiments.study import losses
-from experiments.summarize.corpora import DocumentRun, Part, Sample, evenly
+from experiments import Options
+from experiments.study import Study, losses, mini_lm
+from experiments.summarize.corpora import CorpusSizes, DocumentRun, Part, Sample, evenly
+from graftlm.config import Config
 from graftlm.evaluation import Row
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize import (
@@ -44,7 +48,7 @@ from graftlm.pipelines.summarize.writer import (
     train_writer,
 )
 from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig
 from graftlm.training.checkpoint import HISTORY
 from graftlm.training.language_model import new_model, read_model, read_tokenizer, train_tokenizer
@@ -115,19 +119,16 @@ class SelectorRun(DocumentRun):
             ranking_s = time.process_time() - trained
         _write_rankings(context.folder, {name: [sentence.index for sentence in row] for name, row in ranked.items()})
         sentences = sum(len(sample.document.selectable) for sample in samples)
-        metrics: dict[str, Any] = {"training_cpu_s": round(trained - started, 1)}
-        metrics["sentences_per_s"] = sentences / ranking_s
-        return Measurement(Row(id=self.id, label=self.id, metrics=metrics), {"losses": losses})
+        metrics = {"training_cpu_s": round(trained - started, 1), "sentences_per_s": sentences / ranking_s}
+        return Measurement(Row(id=self.id, label=self.id, metrics={**metrics}), {"losses": losses})
 
     def _selector(self, context: RunContext) -> tuple[Selector, list[list[float]]]:
         """The selector, and the losses of its training."""
         if self.kind == "load":
             (folder,) = context.dependencies.values()
             return load_selector(folder / SELECTOR, device="cpu"), []
-        if self.kind == "lead":
-            return LeadSelector(), []
         if self.kind != "train":
-            return SumySelector(self.kind), []
+            return LeadSelector() if self.kind == "lead" else SumySelector(self.kind), []
         assert self.training is not None, "a run that trains has a config of training"
         train, validation = self.parts["train"], self.parts["validation"]
         if self.documents is not None:
@@ -145,9 +146,9 @@ class SelectorRun(DocumentRun):
         return SelectorExample(sentences, tuple(positions[index] for index in gold[sample.id] if index in positions))
 
 
-def extract_of(sample: Sample, ranking: Sequence[int], amount: int) -> Extract:
-    """The first sentences of a ranking, in the document's order."""
-    return select(sample.document, FixedSelector(ranking), Budget(amount=amount))
+def extract_of(sample: Sample, ranking: Sequence[int], amount: int | None = None) -> Extract:
+    """The first sentences of a ranking, by default all, in the document's order."""
+    return select(sample.document, FixedSelector(ranking), Budget(amount=len(ranking) if amount is None else amount))
 
 
 Context = Literal["none", "gold", "model"]  # the extract of a prompt: none, the gold extract, or a selector's
@@ -261,15 +262,14 @@ class WriterRun(WriterTrainingRun):
     def _examples(
         self, samples: Sequence[Sample], context: Context, rankings: Mapping[Context, Rankings]
     ) -> list[WriterExample]:
-        """Documents with the extract of a context, and their abstracts."""
-        return [WriterExample(self._extract(sample, context, rankings), sample.summary) for sample in samples]
+        """Documents with the extract of a context, and their abstracts.
 
-    def _extract(self, sample: Sample, context: Context, rankings: Mapping[Context, Rankings]) -> Extract:
-        """The gold extract, a selector's first sentences, or without an extract one sentence that is not read."""
+        It is the gold extract, a selector's first sentences, or without an extract one sentence that is not read.
+        """
         if context == "none":
-            return _first_sentence(sample)
-        ranking = rankings[context][sample.id]
-        return extract_of(sample, ranking, len(ranking) if context == "gold" else self.extract_size)
+            return [WriterExample(_first_sentence(sample), sample.summary) for sample in samples]
+        amount = None if context == "gold" else self.extract_size
+        return [WriterExample(extract_of(s, rankings[context][s.id], amount), s.summary) for s in samples]
 
 
 def _first_sentence(sample: Sample) -> Extract:
@@ -288,3 +288,184 @@ def _write(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> li
         for batch in batches
         for text, truncated in writer.complete_batch(batch)
     ]
+
+
+UNTRAINED = {"lead_10": "lead", "lead_k": "lead", "lexrank": "lexrank", "sumbasic": "sumbasic", "lsa": "lsa"}
+TRAINED = {"sent_clf": "classifier", "sent_ptr": "pointer", "sent_modern": "modern"}
+WRITERS: dict[Context, tuple[Context, ...]] = {  # the contexts that each writer is tested with
+    "none": ("none",),
+    "gold": ("model", "gold"),
+    "model": ("model",),
+}
+
+
+class SummarizeSize(Config):
+    """Sizes of data, models and training.
+
+    Args:
+        selectors: training of each selector, by row; the modern one gets its encoder from the study.
+        modern_documents: training documents of the modern selector, evenly spaced in time.
+        training_sentences: number of a document's first sentences that selectors learn from.
+        start: the model that writers continue, in the data folder; None trains a new one.
+        writer_documents: training documents of writers, evenly spaced in time.
+        model: config of a new model.
+        vocab_size: of its tokenizer.
+        window: maximum tokens of introduction, extract and summary together.
+        common_training: training of the common model on the rest of the documents.
+        writer_training: training of each writer on its layout.
+        decoding: decoding of summaries.
+    """
+
+    corpora: CorpusSizes = Field(default_factory=CorpusSizes)
+    selectors: dict[str, SelectorTrainingConfig]
+    modern_documents: int
+    training_sentences: int
+    start: str | None
+    writer_documents: int
+    model: dict[str, Any]
+    vocab_size: int
+    window: int
+    common_training: TrainingConfig
+    writer_training: TrainingConfig
+    decoding: SummaryDecoding
+
+
+_LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
+_SHORT = {"steps": 600, "batch_size": 16, "learning_rate": 2e-3, "evaluate_every": 60, "patience": 3}
+FULL = SummarizeSize(
+    selectors={
+        "sent_clf": SelectorTrainingConfig.parse({"kind": "classifier", "model": _LSTM} | _SHORT),
+        "sent_ptr": SelectorTrainingConfig.parse({"kind": "pointer", "model": _LSTM} | _SHORT),
+        "sent_modern": SelectorTrainingConfig.parse({"kind": "modern"} | _SHORT | {"learning_rate": 1e-3}),
+    },
+    modern_documents=400,
+    training_sentences=80,
+    start="models/english-novels-4m",
+    writer_documents=800,
+    model={},
+    vocab_size=4096,
+    window=512,
+    common_training=TrainingConfig(
+        steps=160, batch_size=4, learning_rate=1.5e-3, warmup_steps=10, min_ratio=0.3, precision="bf16"
+    ),
+    writer_training=TrainingConfig(steps=110, batch_size=4, learning_rate=1e-3, warmup_steps=5, precision="bf16"),
+    decoding=SummaryDecoding(method="sample", max_new_tokens=160),
+)
+QUICK = SummarizeSize(
+    corpora=CorpusSizes(max_documents=8, validation=0.2, test=0.2),
+    selectors={
+        row: SelectorTrainingConfig.parse(
+            {"kind": kind, "steps": 2, "batch_size": 2, "evaluate_every": 1}
+            | {"model": {"hidden_size": 4, "num_layers": 1} | ({} if kind == "modern" else {"vocab_size": 300})}
+        )
+        for row, kind in TRAINED.items()
+    },
+    modern_documents=4,
+    training_sentences=40,
+    start=None,
+    writer_documents=20,
+    model={"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    vocab_size=400,
+    window=256,
+    common_training=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
+    writer_training=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3),
+    decoding=SummaryDecoding(method="sample", max_new_tokens=40),
+)
+
+
+class SummarizeStudy(Study):
+    """The runs of the experiment, and what they wrote."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.size = QUICK if options.quick else FULL
+        self._documents: dict[str, Any] = {"longdocs": str(options.data / "longdocs"), "sizes": self.size.corpora}
+        self.oracle = OracleRun(id=ORACLE, **self._documents)
+        self.parts = self.oracle.parts
+
+    @cached_property
+    def sentences(self) -> int:
+        """Sentences of a measured extract: the mean of training abstracts, rounded."""
+        return max(1, round(fmean(len(sample.abstract) for sample in self.parts["train"])))
+
+    @cached_property
+    def gold(self) -> Rankings:
+        """The oracle's extracts, once its run is finished."""
+        return self.rankings(self.oracle)
+
+    @cached_property
+    def extract_size(self) -> int:
+        """Sentences of an extract that a writer reads: the mean of the gold extracts in training, rounded."""
+        return max(1, round(fmean(len(self.gold[sample.id]) for sample in self.parts["train"])))
+
+    def rankings(self, run: Run) -> Rankings:
+        """The rankings that a finished run wrote."""
+        return read_rankings(self.runs / run.id)
+
+    def selectors(self) -> dict[tuple[str, int], SelectorRun]:
+        """The runs of selectors by row and seed; untrained ones have the seed 0 alone."""
+        untrained = {
+            (row, 0): SelectorRun(id=kind, kind=kind, **self._documents)  # type: ignore[arg-type]  # known kinds
+            for row, kind in UNTRAINED.items()
+        }
+        return untrained | {(row, seed): self.selector(row, seed) for seed in self.seeds for row in TRAINED}
+
+    def selector(self, row: str, seed: int) -> SelectorRun:
+        """The run that trains a selector. The encoder of the modern one is slow, so it ranks test documents only."""
+        training = self.size.selectors[row].model_copy(update={"seed": seed})
+        modern = training.kind == "modern"
+        if modern:
+            encoder = self.options.backbone or mini_lm(self.options.data, "The modern selector's encoder")
+            training = training.model_copy(update={"sentence_encoder": encoder})
+        return SelectorRun(
+            id=f"{row}_s{seed}",
+            depends_on=(ORACLE,),
+            kind="train",
+            training=training,
+            documents=self.size.modern_documents if modern else None,
+            training_sentences=self.size.training_sentences,
+            precision="bf16" if modern else "fp32",
+            ranked=("test",) if modern else ("validation", "test"),
+            **self._documents,
+        )
+
+    def training_extracts(self, selector: SelectorRun) -> SelectorRun:
+        """The run that ranks the training documents by a trained selector."""
+        fields: dict[str, Any] = {"depends_on": (selector.id,), "kind": "load", "ranked": ("train",), **self._documents}
+        return SelectorRun(id=f"{selector.id}-train", **fields)
+
+    def writers(self, seed: int, selector: SelectorRun) -> dict[Context, WriterRun]:
+        """The runs of writers by their context in training; those with extracts depend on the selector's."""
+        extracts = ORACLE, selector.id, self.training_extracts(selector).id
+        return {
+            context: WriterRun(
+                id=f"writer-{context}_s{seed}",
+                depends_on=(f"common_s{seed}", *(extracts if context != "none" else ())),
+                context=context,
+                tested=tested,
+                extract_size=self.extract_size,
+                decoding=self.size.decoding.model_copy(update={"seed": seed}),
+                **self._writer_fields(self.size.writer_training, seed),
+            )
+            for context, tested in WRITERS.items()
+        }
+
+    def _writer_fields(self, training: TrainingConfig, seed: int) -> dict[str, Any]:
+        update = {"seed": seed, "checkpoint_every": max(1, training.steps // 2)}
+        sizes = {"documents": self.size.writer_documents, "window": self.size.window}
+        return {"training": training.model_copy(update=update), **sizes, **self._documents}
+
+    def writer_runs(self, chosen: str) -> list[Run]:
+        """The runs of all writers that get the extracts of the selector `chosen`, with what they depend on."""
+        size, runs = self.size, list[Run]([self.oracle])
+        for seed in self.seeds:
+            selector = self.selector(chosen, seed)
+            common = CommonModelRun(
+                id=f"common_s{seed}",
+                start=None if size.start is None else str(self.options.data / size.start),
+                **size.model_dump(include={"model", "vocab_size"}),
+                **self._writer_fields(size.common_training, seed),
+            )
+            runs += [selector, self.training_extracts(selector), common, *self.writers(seed, selector).values()]
+        return runs

@@ -1,39 +1,39 @@
 """Four LoRA experts on one backbone, mixed in every way of the table, for every seed.
 
-All choices are made on validation text with the first seed (`study.py`). Every run chooses the routing's policy and
-the window for documents. `--table choices` compares targets and learning rates.
+All choices are made on validation text with the first seed. Every run chooses the routing's policy and the window for
+documents. `--table choices` compares targets and learning rates.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.study import aim, bars, check_files, combined_row, numbers_of, published
-from experiments.token_routing.runs import FIRST, SECOND, Documents, MixtureRun, half_nats
-from experiments.token_routing.study import (
-    XLORA_RATE,
-    Metrics,
-    Policy,
-    TokenRoutingStudy,
-    choice_rows,
-    choose_policy,
-    choose_window,
-    document_routing,
-    embedder_folder,
-    numbers,
-)
-from experiments.token_routing.texts import DOMAINS, FILES
-from graftlm.evaluation import Aim, Results, Row
+from experiments.parents import PretrainRun
+from experiments.study import Study, aim, bars, check_files, combined_row, mini_lm, numbers_of, published
+from experiments.token_routing import runs
+from experiments.token_routing.runs import FIRST, SECOND, CentroidRun, Documents, ExpertRun, MixtureRun, half_nats
+from experiments.token_routing.texts import DOMAINS, FILES, write_corpus, write_texts
+from graftlm.data import SourceConfig
+from graftlm.demo.run import train_corpus_tokenizer
+from graftlm.errors import MissingExtraError
+from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.plots import PALETTE
+from graftlm.io import digest, fill_once
+from graftlm.runs.run import Measurement
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
@@ -63,6 +63,221 @@ SHOWN_TOKENS = 48
 UNIFORM = {"temperature": 1e6}
 # The paper's weighting, without centring, by the backbone's token embeddings. `minilm_k2` has the paper's embedder.
 PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False}}
+EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2  # chosen by `--table choices`
+TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
+TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2, 3e-2, 1e-1)}
+SHARPNESS: tuple[dict[str, Any], ...] = (
+    {"top": 1},
+    {"temperature": 0.03},
+    {"temperature": 0.1},
+    {"temperature": 0.3},
+    {"temperature": 0.1, "top": 2},
+)
+EXAMPLES = ("whole", "prompt", "both")
+WINDOWS = (8, 16, 32, 64)
+
+Metrics = dict[str, float]
+Policy = Mapping[str, Any]
+Policies = list[dict[str, Any]]
+
+
+class TokenRoutingStudy(Study):
+    """The backbone, the texts, and the runs on them.
+
+    Attributes:
+        sizes: of the reproduction.
+        backbone: folder or hub name of the backbone.
+        texts: folder of the texts.
+        left_out: number of questions left out because training text shares words with them, by domain.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.sizes = runs.QUICK_SIZES if options.quick else runs.RoutingSizes()
+        self.pretraining: Measurement | None = None
+        self._created: dict[str, runs.RoutingRun] = {}
+        corpus = options.out / "backbone" / "corpus.jsonl"
+        self.backbone = options.backbone or self._pretrain(corpus)
+        self.texts = options.out / "texts"
+        corpora, tokenizer = [] if options.backbone else [corpus], AutoTokenizer.from_pretrained(self.backbone)
+        self.left_out = write_texts(options.data, corpora, self.texts, self.sizes.amounts, tokenizer, self.sizes.length)
+
+    def _pretrain(self, corpus: Path) -> str:
+        """Pretrain the backbone on English novels, Wikipedia and Python; gives its folder."""
+        tokenizer = corpus.parent / "tokenizer"
+
+        def fill(_: Path) -> None:
+            write_corpus(self.options.data, corpus, self.sizes.amounts)
+            train_corpus_tokenizer([corpus], self.sizes.vocabulary).save_pretrained(tokenizer)
+
+        settings = self.sizes.model_dump(mode="json", include={"amounts", "vocabulary"})
+        fill_once(corpus.parent, settings | {"sources": [str(self.options.data / name) for name in FILES]}, fill)
+        run = PretrainRun(
+            id="backbone",
+            tokenizer=str(tokenizer),
+            sources=[SourceConfig(path=str(corpus))],
+            batch_size=self.sizes.backbone_batch,
+            **self.sizes.model_dump(include={"width", "layers", "heads", "length"}),
+        )
+        self.pretraining = self.execute([run], "backbone")[run.id]
+        return str(self.runs / run.id)
+
+    def expert(self, domain: str, seed: int, prefix: str = "expert", **changes: Any) -> ExpertRun:
+        """The training of one domain's expert; `changes` are fields of the run."""
+        fields: dict[str, Any] = self._shared(seed, domain) | {"learning_rate": EXPERT_RATE} | changes
+        return ExpertRun(id=f"{prefix}-{domain}_s{seed}", **fields)
+
+    def experts(self, seed: int) -> list[ExpertRun]:
+        """The training of every domain's expert."""
+        return [self.expert(domain, seed) for domain in DOMAINS]
+
+    def mixture(
+        self, name: str, seed: int | None = None, experts: Iterable[ExpertRun] | None = None, **fields: Any
+    ) -> MixtureRun:
+        """The measurement of one mixture of experts.
+
+        Args:
+            name: start of the run's id; the seed follows.
+            seed: by default the first one.
+            experts: the runs that it depends on; by default all experts of the seed.
+            fields: of `MixtureRun`; `routing` may hold `examples`, the text of its centroids.
+        """
+        seed = self.seeds[0] if seed is None else seed
+        needed: list[runs.RoutingRun] = list(self.experts(seed) if experts is None else experts)
+        shared = self._shared(seed, *(domain for run in needed for domain in run.domains))
+        routing = dict(fields.pop("routing", {}))
+        settings = {"embedder": routing.get("embedder", {}), "examples": routing.pop("examples", "whole")}
+        if len(needed) > 1 and fields.get("mixture_kind", "routing") == "routing":
+            run_id, depends_on = f"centroids-{digest(settings)[:12]}_s{seed}", tuple(run.id for run in needed)
+            needed.append(CentroidRun(id=run_id, depends_on=depends_on, **settings, **shared))
+        self._created |= {run.id: run for run in needed}
+        depends_on = tuple(run.id for run in needed)
+        return MixtureRun(id=f"{name}_s{seed}", depends_on=depends_on, routing=routing, **fields, **shared)
+
+    def measure(self, mixtures: Sequence[MixtureRun], title: str) -> dict[str, list[Measurement]]:
+        """Execute mixtures, after the runs that they depend on; measurements of all seeds by name."""
+        needed = [self._created[name] for mixture in mixtures for name in mixture.depends_on]
+        measured = self.execute([*needed, *mixtures], title)
+        by_name: defaultdict[str, list[Measurement]] = defaultdict(list)
+        for mixture in mixtures:
+            by_name[mixture.id.rpartition("_s")[0]].append(measured[mixture.id])
+        return by_name
+
+    def numbers(self, mixtures: Sequence[MixtureRun], title: str) -> dict[str, list[Metrics]]:
+        """The plain numbers of mixtures, of all seeds by name."""
+        return {name: list(map(numbers, of_seeds)) for name, of_seeds in self.measure(mixtures, title).items()}
+
+    def _shared(self, seed: int, *domains: str) -> dict[str, Any]:
+        shared = {"backbone": self.backbone, "texts": str(self.texts), "sizes": self.sizes, "domains": domains}
+        return shared | {"seed": seed, "device": self.options.device}
+
+    def details(self) -> dict[str, Any]:
+        """What a reader needs to know beside the rows."""
+        return {
+            "setting": self.sizes.model_dump(mode="json"),
+            "rates": {"expert": EXPERT_RATE, "xlora": XLORA_RATE},
+            "targets": list(runs.TARGETS),
+            "left_out_as_overlapping": self.left_out,
+            "backbone": numbers(self.pretraining) if self.pretraining else Path(self.backbone).name,
+        }
+
+    def expert_details(self) -> dict[str, Any]:
+        """The cost and the losses of the first seed's experts."""
+        experts = self.experts(self.seeds[0])
+        measured = self.execute(experts, "experts")
+        return {
+            "experts": {run.domains[0]: numbers(measured[run.id]) for run in experts},
+            "losses": {f"{run.domains[0]} expert": measured[run.id].details["losses"] for run in experts},
+        }
+
+
+def numbers(measurement: Measurement) -> Metrics:
+    """All metrics as plain numbers."""
+    return {name: value_of(value) for name, value in measurement.row.metrics.items()}
+
+
+def choose_policy(study: TokenRoutingStudy) -> tuple[dict[str, Any], dict[str, Policies]]:
+    """The routing with the lowest log-perplexity on validation questions at k = 2, and all candidates.
+
+    The embedder (a layer's hidden states, whitened or not) is chosen first, at temperature 0.1 with centroids of whole
+    examples and of their prompts. Then temperatures, centring and the texts of the centroids are chosen with it.
+    """
+    embedders: Policies = [
+        {"temperature": 0.1, "embedder": {"layers": layers, "whiten": whiten, "centre": True}, "examples": "both"}
+        for layers in range(study.sizes.layers + 1)
+        for whiten in (False, True)
+    ]
+    embedders = _measure_policies(study, "embedder", embedders, every=3)
+    embedder = _best(embedders)["embedder"]
+    policies = [{**sharpness, "embedder": embedder, "examples": text} for text in EXAMPLES for sharpness in SHARPNESS]
+    plain = {"embedder": {**embedder, "centre": False}, "examples": "both"}
+    policies += [{**sharpness, **plain} for sharpness in SHARPNESS]
+    measured = _measure_policies(study, "policy", policies, every=8)
+    return _best(measured), {"embedders_on_validation": embedders, "policies_on_validation": measured}
+
+
+def _measure_policies(study: TokenRoutingStudy, name: str, policies: Policies, *, every: int) -> Policies:
+    """Policies with their metrics on validation questions. A quick run measures one in `every` of them."""
+    policies = policies[::every] if study.options.quick else policies
+    mixtures = [
+        study.mixture(f"{name}-{number}", routing={**policy, "every": 2}, part="validation", trace=True)
+        for number, policy in enumerate(policies)
+    ]
+    measured = study.numbers(mixtures, f"{name} candidates").values()
+    return [{**policy, **metrics} for policy, (metrics,) in zip(policies, measured, strict=True)]
+
+
+def _best(measured: Sequence[Policy]) -> dict[str, Any]:
+    """The policy of the lowest log-perplexity, without its metrics."""
+    best = min(measured, key=lambda policy: policy["nll_average"])
+    return {key: value for key, value in best.items() if not key.startswith(("nll_", "routing_"))}
+
+
+def choose_window(study: TokenRoutingStudy, policy: Policy) -> tuple[int, dict[str, Metrics]]:
+    """The number of last tokens in a route with the lowest log-perplexity of validation documents, and all tried."""
+    fields: dict[str, Any] = {"part": "validation", "reads": "documents"}
+    routings = {f"window-{window}": document_routing(policy, window) for window in WINDOWS}
+    mixtures = [study.mixture(name, routing=routing, **fields) for name, routing in routings.items()]
+    measured = study.numbers(mixtures, "windows").items()
+    metrics = {name.removeprefix("window-"): of_window for name, (of_window,) in measured}
+    return int(min(metrics, key=lambda window: metrics[window]["nll_document"])), metrics
+
+
+def document_routing(policy: Policy, window: int | None) -> dict[str, Any]:
+    """A routing for documents without a prompt."""
+    return {**policy, "every": 2, "prompt": "causal", "window": window}
+
+
+def choice_rows(study: TokenRoutingStudy) -> list[Row]:
+    """Targets and learning rates on validation text: of experts at a quarter of the steps, and of X-LoRA's router."""
+    short = study.sizes.model_copy(update={"steps": max(1, study.sizes.steps // 4)})
+    tried = [(name, rate) for name in TRIED_TARGETS for rate in TRIED_RATES["expert"]]
+    mixtures: list[MixtureRun] = []
+    for name, rate in tried:
+        changes = {"learning_rate": rate, "targets": TRIED_TARGETS[name], "sizes": short}
+        for domain in DOMAINS:
+            expert = study.expert(domain, study.seeds[0], f"short-{name}-{rate:g}", **changes)
+            mixtures.append(study.mixture(f"try-{name}-{rate:g}-{domain}", experts=[expert], part="validation"))
+    for rate in TRIED_RATES["xlora"]:
+        fields: dict[str, Any] = {"mixture_kind": "xlora", "router_learning_rate": rate, "part": "validation"}
+        mixtures.append(study.mixture(f"try-xlora-{rate:g}", **fields))
+    measured = study.numbers(mixtures, "choices")
+    rows: list[Row] = []
+    for name, rate in tried:
+        nlls = {f"nll_{d}": measured[f"try-{name}-{rate:g}-{d}"][0][f"nll_{d}"] for d in DOMAINS}
+        metrics = {**nlls, "nll_average": mean(nlls.values())}
+        rows.append(Row(id=f"try_{name}_{rate:g}", label=f"experts on {name}, rate {rate:g}", metrics={**metrics}))
+    return rows + [
+        Row(id=f"try_xlora_{rate:g}", label=f"X-LoRA, rate {rate:g}", metrics={**measured[f"try-xlora-{rate:g}"][0]})
+        for rate in TRIED_RATES["xlora"]
+    ]
+
+
+def embedder_folder(options: Options) -> str:
+    """The folder of the paper's sentence embedder: in the data folder, or in a package that carries it."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise MissingExtraError("sentence-transformers", "routing", "The paper's embedder")
+    return mini_lm(options.data, "The paper's embedder")
 
 
 def run(options: Options) -> Results:
@@ -79,7 +294,8 @@ def run(options: Options) -> Results:
     plots: dict[str, Figure] = {}
     if "1" in tables:
         rows += table_1(study, policy)
-        plots["log-perplexity"] = table_1_plot(rows)
+        plots["log-perplexity"] = bars(rows, {f"nll_{d}": d for d in DOMAINS}, "nats per answer token")
+        plots["log-perplexity"].axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)  # bars fill them
     if "switch" in tables:
         switch_rows, plots["switch"], windows = table_switch(study, policy)
         rows += switch_rows
@@ -96,8 +312,9 @@ def run(options: Options) -> Results:
 
 def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     """Every row for every seed; the backbone's row has no seed."""
-    runs = [study.mixture("base", 0, (), mixture_kind="none")]
-    rows = study.numbers([*runs, *(run for seed in study.seeds for run in _table_1_runs(study, policy, seed))], "rows")
+    mixtures = [study.mixture("base", 0, (), mixture_kind="none")]
+    mixtures += [mixture for seed in study.seeds for mixture in _table_1_mixtures(study, policy, seed)]
+    rows = study.numbers(mixtures, "rows")
     rows["oracle"] = [_oracle({d: rows[f"expert_{d}"][n] for d in DOMAINS}) for n in range(len(study.seeds))]
     for seed, metrics in zip(study.seeds, rows["linear_k2"], strict=True):
         metrics["update_error"] = update_error([study.runs / expert.id for expert in study.experts(seed)])
@@ -105,10 +322,10 @@ def table_1(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     return _rows(rows)
 
 
-def _table_1_runs(study: TokenRoutingStudy, policy: Policy, seed: int) -> Iterator[MixtureRun]:
-    """The runs of one seed. Where only k differs, routing accuracy is measured once, at k = 2."""
-    for domain in DOMAINS:
-        yield study.mixture(f"expert_{domain}", seed, [study.expert(domain, seed)])
+def _table_1_mixtures(study: TokenRoutingStudy, policy: Policy, seed: int) -> Iterator[MixtureRun]:
+    """The mixtures of one seed. Where only k differs, routing accuracy is measured once, at k = 2."""
+    for expert in study.experts(seed):
+        yield study.mixture(f"expert_{expert.domains[0]}", seed, [expert])
     routings: dict[str, dict[str, Any]] = {"uniform": UNIFORM}
     routings |= {f"routed_k{k}": {**policy, "every": k} for k in INTERVALS}
     routings |= {f"paper_k{k}": {**PUBLISHED, "every": k} for k in INTERVALS}
@@ -144,10 +361,10 @@ def update_error(adapters: Sequence[Path]) -> float:
     errors = []
     for key in experts[0]:
         if key.endswith(".lora_A.weight"):
-            factors = [(expert[key], expert[key.replace("lora_A", "lora_B")]) for expert in experts]
-            sums: Any = [sum(values) for values in zip(*((b @ a, a, b) for a, b in factors), strict=True)]
-            exact, sum_a, sum_b = sums
-            errors.append(float((sum_b @ sum_a - exact).norm() / exact.norm()))
+            names = key, key.replace("lora_A", "lora_B")
+            a, b = (torch.stack([expert[name] for expert in experts]) for name in names)
+            exact = (b @ a).sum(0)
+            errors.append(float((b.sum(0) @ a.sum(0) - exact).norm() / exact.norm()))
     return mean(errors)
 
 
@@ -155,15 +372,12 @@ def table_switch(study: TokenRoutingStudy, policy: Policy) -> tuple[list[Row], F
     """Documents of code and then prose: every single expert, and routes by the last tokens and by all tokens."""
     window, windows = choose_window(study, policy)
     routed = {"switch_routed": window, "switch_routed_all": None}
-    runs = [study.mixture("switch_base", 0, (), mixture_kind="none", reads="documents")]
+    mixture = partial(study.mixture, reads="documents")
+    mixtures = [mixture("switch_base", 0, (), mixture_kind="none")]
     for seed in study.seeds:
-        runs += [
-            study.mixture(f"switch_expert_{domain}", seed, [study.expert(domain, seed)], reads="documents")
-            for domain in DOMAINS
-        ]
-        for row, size in routed.items():
-            runs.append(study.mixture(row, seed, routing=document_routing(policy, size), reads="documents"))
-    measured = study.measure(runs, "documents")
+        mixtures += [mixture(f"switch_expert_{d}", seed, [study.expert(d, seed)]) for d in DOMAINS]
+        mixtures += [mixture(row, seed, routing=document_routing(policy, size)) for row, size in routed.items()]
+    measured = study.measure(mixtures, "documents")
     rows = {row: list(map(numbers, of_seeds)) for row, of_seeds in measured.items()}
     halves = zip(*(measured[f"switch_expert_{half}"] for half in (FIRST, SECOND)), strict=True)
     rows["switch_by_hand"] = [half_nats(*(half.details["documents"] for half in pair)) for pair in halves]
@@ -173,18 +387,18 @@ def table_switch(study: TokenRoutingStudy, policy: Policy) -> tuple[list[Row], F
 
 def table_cache(study: TokenRoutingStudy, policy: Policy) -> list[Row]:
     """Distance of `cache: keep` from `recompute` with the first seed: on right answers, and on documents."""
-    runs = [study.mixture(f"cache_k{k}", routing={**policy, "every": k}, reads="cache-questions") for k in INTERVALS]
+    routings = {k: {**policy, "every": k} for k in INTERVALS}
+    mixtures = [study.mixture(f"cache_k{k}", routing=routings[k], reads="cache-questions") for k in INTERVALS]
     routing = document_routing(policy, CACHE_WINDOW)
-    runs.append(study.mixture("cache_documents", routing=routing, reads="cache-documents"))
-    return _rows(study.numbers(runs, "keys and values"))
+    mixtures.append(study.mixture("cache_documents", routing=routing, reads="cache-documents"))
+    return _rows(study.numbers(mixtures, "keys and values"))
 
 
 def minilm_row(study: TokenRoutingStudy, embedder: str) -> Row:
     """The paper's weighting by the paper's embedder with the first seed alone: each renewal reads all text again."""
     routing = {**PUBLISHED, "embedder": {"name": embedder, "centre": False}, "every": 2}
-    metrics: dict[str, Any]
     ((metrics,),) = study.numbers([study.mixture("minilm_k2", routing=routing, trace=True)], "MiniLM").values()
-    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics=metrics)
+    return Row(id="minilm_k2", label="the paper's weighting and embedder, k = 2", metrics={**metrics})
 
 
 def _rows(rows: Mapping[str, Sequence[Metrics]]) -> list[Row]:
@@ -211,13 +425,6 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         text = "changing documents: tokens until the route has switched, median"
         measured.append(aim(text, "switch_tokens", 32, routed["switch_tokens"], operator.le))
     return measured
-
-
-def table_1_plot(rows: Sequence[Row]) -> Figure:
-    """Log-perplexity by row and domain."""
-    figure = bars(rows, {f"nll_{domain}": domain for domain in DOMAINS}, "nats per answer token")
-    figure.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)  # the bars fill the axes
-    return figure
 
 
 def switch_plot(details: Mapping[str, Mapping[str, Any]]) -> Figure:

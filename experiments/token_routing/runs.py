@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
-from graftlm.training import TrainingConfig, train
+from graftlm.training import TrainingSummary, train
 from graftlm.training.language_model import LanguageModel
 
 TARGETS = ("attention", "ffn")  # chosen by `--table choices`, as are the learning rates
@@ -119,10 +120,11 @@ class RoutingRun(Run):
         data = DataConfig(new=sources, replay_fraction=0, length=self.sizes.length, boundaries="whole", seed=self.seed)
         return build_mixture(data, backbone.need_tokenizer(), self.sizes.batch_size)
 
-    def training(self, learning_rate: float) -> TrainingConfig:
+    def train(self, model: Any, batches: Mixture, learning_rate: float, context: RunContext) -> TrainingSummary:
         steps = self.sizes.steps
         more: dict[str, Any] = {"warmup_steps": max(1, min(10, steps // 4)), "checkpoint_every": max(1, steps // 2)}
-        return training_config(steps, self.sizes.batch_size, learning_rate, self.seed, precision="bf16", **more)
+        config = training_config(steps, self.sizes.batch_size, learning_rate, self.seed, precision="bf16", **more)
+        return train(model, batches, config, context.folder / "training", identity={"run": context.key}, progress=False)
 
 
 class ExpertRun(RoutingRun):
@@ -145,23 +147,22 @@ class ExpertRun(RoutingRun):
         set_seed(self.seed)
         started = time.process_time()
         graft = build_routing(backbone, {domain: {"rank": self.sizes.rank, "targets": list(self.targets)}})
-        identity = {"run": context.key}
         with GraftedModel(backbone, {"graft": graft}) as model:
-            training = self.training(self.learning_rate)
-            summary = train(model, mixture, training, context.folder / "training", identity=identity, progress=False)
+            summary = self.train(model, mixture, self.learning_rate, context)
             graft.write_adapter(domain, context.folder)
             metrics = {
                 "parameters": count_parameters(model.trainable_parameters().values()),
                 "tokens": summary.tokens,
                 "cpu_s": round(time.process_time() - started, 1),
             }
-        row = Row(id=self.id, label=self.label or self.id, metrics=metrics)
+        row = Row(id=self.id, label=self.id, metrics=metrics)
         return Measurement(row, {"losses": losses(summary.history)})
 
 
-def build_routing(backbone: Backbone, experts: dict[str, Any], **routing: Any) -> Any:
-    """A token-routing graft; `routing` is its config without the experts."""
-    return build_graft(graft_config({"kind": "token-routing", "experts": experts, **routing}), backbone)
+def build_routing(backbone: Backbone, experts: Mapping[str, Any], **routing: Any) -> Any:
+    """A token-routing graft; `routing` is its config without the experts, whose folders may stand for their configs."""
+    configs = {name: {"path": str(expert)} if isinstance(expert, Path) else expert for name, expert in experts.items()}
+    return build_graft(graft_config({"kind": "token-routing", "experts": configs, **routing}), backbone)
 
 
 def load_xlora(backbone: Backbone, adapters: Sequence[str | Path]) -> Any:
@@ -205,14 +206,13 @@ class CentroidRun(RoutingRun):
 
     def measure(self, context: RunContext) -> Measurement:
         adapters = dict(zip(self.domains, context.dependencies.values(), strict=True))
-        experts = {domain: {"path": str(path)} for domain, path in adapters.items()}
         routing = {"embedder": self.embedder} if self.embedder else {}
-        graft = build_routing(self.load_backbone(), experts, **routing)
+        graft = build_routing(self.load_backbone(), adapters, **routing)
         graft.fit({domain: self._draw_examples(domain) for domain in self.domains})
         context.folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in graft.tensors().items()}
         save_file(tensors, context.folder / CENTROIDS)
-        return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
+        return Measurement(Row(id=self.id, label=self.id, metrics={}))
 
     def _draw_examples(self, domain: str) -> list[str]:
         """Texts for a centroid, of training examples alone, drawn by the seed."""
@@ -255,23 +255,22 @@ class MixtureRun(RoutingRun):
                 else:
                     details = self._read_documents(model, graft, backbone)
                     metrics = document_metrics(details["documents"], details["names"])
-        return Measurement(Row(id=self.id, label=self.label or self.id, metrics=dict(metrics)), details)
+        return Measurement(Row(id=self.id, label=self.id, metrics=dict(metrics)), details)
 
     @contextmanager
     def open_model(self, context: RunContext, **routing: Any) -> Iterator[tuple[Any, Any, Backbone]]:
         """The model, its graft where it has one, and the backbone. `routing` overrides the run's own."""
-        backbone = self.load_backbone()
-        adapters = dict(zip(self.domains, context.dependencies.values(), strict=False))
+        backbone, folders = self.load_backbone(), list(context.dependencies.values())
+        adapters = dict(zip(self.domains, folders, strict=False))
         if self.mixture_kind == "xlora":
-            yield self._train_xlora(backbone, list(adapters.values()), context), None, backbone
+            yield self._train_xlora(backbone, folders, context), None, backbone
         elif self.mixture_kind == "arrow":
-            yield load_arrow(backbone, list(adapters.values()), self.seed), None, backbone
+            yield load_arrow(backbone, folders, self.seed), None, backbone
         elif self.mixture_kind == "none":
             yield backbone.model, None, backbone
         else:
-            experts = {domain: {"path": str(path)} for domain, path in adapters.items()}
-            graft = build_routing(backbone, experts, **self.routing | routing)
-            for folder in list(context.dependencies.values())[len(self.domains) :]:
+            graft = build_routing(backbone, adapters, **self.routing | routing)
+            for folder in folders[len(self.domains) :]:
                 graft.load_tensors(load_file(folder / CENTROIDS))
             with GraftedModel(backbone, {"graft": graft}) as model:
                 yield model, graft, backbone
@@ -285,8 +284,7 @@ class MixtureRun(RoutingRun):
         trainee = LanguageModel(model)
         for parameter in frozen:
             parameter.requires_grad_(False)
-        training, folder = self.training(self.router_learning_rate), context.folder / "training"
-        train(trainee, mixture, training, folder, identity={"run": context.key}, progress=False)
+        self.train(trainee, mixture, self.router_learning_rate, context)
         return model
 
     def _questions(self, domain: str) -> list[RoutingQuestion]:
@@ -296,16 +294,12 @@ class MixtureRun(RoutingRun):
         """Nats per token of the right answers, by domain, and accuracy on ARC."""
         amounts, tokenizer = self.sizes.amounts, backbone.need_tokenizer()
         questions = {domain: self._questions(domain)[: amounts.tested] for domain in DOMAINS}
-        metrics = {
-            f"nll_{domain}": score_answers(
-                model, tokenizer, [Example(q.prompt, q.answer) for q in of_domain]
-            ).nats_per_token
-            for domain, of_domain in questions.items()
-        }
+        answers = {d: [Example(question.prompt, question.answer) for question in questions[d]] for d in DOMAINS}
+        metrics = {f"nll_{d}": score_answers(model, tokenizer, answers[d]).nats_per_token for d in DOMAINS}
         metrics["nll_average"] = float(np.mean(list(metrics.values())))
         if self.part == "test":
-            multiple_choice = [question for question in self._questions("science") if question.choices]
-            metrics["arc_accuracy"] = choice_accuracy(model, tokenizer, multiple_choice[: amounts.chosen])
+            multiple_choice = self._questions("science")[: amounts.chosen]
+            metrics["arc_accuracy"] = choice_accuracy(model, tokenizer, multiple_choice)
         if self.trace:
             metrics["routing_accuracy"] = routing_accuracy(model, graft, backbone, questions)
         return metrics
@@ -321,34 +315,31 @@ class MixtureRun(RoutingRun):
 
     def _compare_caches(self, context: RunContext) -> dict[str, float]:
         """Distance of `keep` from `recompute`: on right answers after their prompts, or on documents."""
-        logits, texts, prompts = [], [], self.reads == "cache-questions"
+        logits, texts = [], []
         for cache in ("keep", "recompute"):
             with self.open_model(context, cache=cache) as (model, _, backbone):
-                texts = list(self._prompted_answers(backbone) if prompts else self._documents(backbone))
-                logits.append(predicted_logits(model, backbone, texts, prompts=prompts))
+                texts = list(self._cache_texts(backbone))
+                logits.append(predicted_logits(model, backbone, texts, prompts=self.reads == "cache-questions"))
         return cache_distance(logits[0], logits[1], texts)
 
-    def _prompted_answers(self, backbone: Backbone) -> Iterator[PromptedIds]:
-        """A sixth of the questions with their right answers: `recompute` takes a pass for each route."""
+    def _cache_texts(self, backbone: Backbone) -> Iterator[PromptedIds]:
+        """The documents, or a sixth of the questions with answers: `recompute` takes a pass for each route."""
+        if self.reads == "cache-documents":
+            yield from ((token_ids(backbone, halves), 1) for halves in read_changing(Path(self.texts), self.part))
+            return
         for domain in DOMAINS:
             for question in self._questions(domain)[: max(1, self.sizes.amounts.tested // 6)]:
                 given = len(token_ids(backbone, [question.prompt]))
                 yield token_ids(backbone, [question.prompt, question.answer]), given
-
-    def _documents(self, backbone: Backbone) -> Iterator[PromptedIds]:
-        return ((token_ids(backbone, halves), 1) for halves in read_changing(Path(self.texts), self.part))
 
 
 def choice_accuracy(model: Any, tokenizer: Any, questions: Sequence[RoutingQuestion]) -> float:
     """The fraction of questions whose right answer is the likeliest of its choices, in nats per byte."""
     examples = [Example(question.prompt, choice) for question in questions for choice in question.choices]
     scores = score_answers(model, tokenizer, examples)
-    nats, right, start = scores.nats / scores.bytes, 0, 0
-    for question in questions:
-        of_question = nats[start : start + len(question.choices)]
-        right += question.choices[int(of_question.argmin())] == question.answer
-        start += len(question.choices)
-    return right / len(questions)
+    nats = iter(scores.nats / scores.bytes)
+    pairs = [min(zip(question.choices, nats, strict=False), key=lambda pair: pair[1]) for question in questions]
+    return mean(choice == question.answer for (choice, _), question in zip(pairs, questions, strict=True))
 
 
 def routing_accuracy(

@@ -145,22 +145,14 @@ def read_changing(folder: Path, part: str) -> list[tuple[str, str]]:
 
 def shingles(texts: Iterable[str]) -> set[int]:
     """Hashes of all sequences of `SHINGLE` consecutive words; punctuation does not count."""
-    hashes = set()
-    for text in texts:
-        words = re.findall(r"\w+", text.lower())
-        hashes |= {hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1)}
-    return hashes
-
-
-# The domains
+    split = (re.findall(r"\w+", text.lower()) for text in texts)
+    return {hash(tuple(words[i : i + SHINGLE])) for words in split for i in range(len(words) - SHINGLE + 1)}
 
 
 def _math(data: Path) -> Parts:
     """GSM8K. The last twentieth of its training part is validation."""
-    train, test = (
-        [_question(entry["question"], f" {entry['answer']}\n") for entry in _json_lines(data / file)] for file in GSM8K
-    )
-    return _split_validation(train, test)
+    entries = (_json_lines(data / file) for file in GSM8K)
+    return _split_validation(*([_question(e["question"], f" {e['answer']}\n") for e in of_part] for of_part in entries))
 
 
 def _science(data: Path) -> Parts:
@@ -182,12 +174,11 @@ def _cloze(entry: Mapping[str, str]) -> RoutingQuestion:
 
 def _code(data: Path) -> Parts:
     """MBPP in its published parts. Training adds functions of The Algorithms that the backbone does not read."""
-    parts: dict[str, list[RoutingQuestion]] = {part: [] for part in PARTS}
-    for entry in _json_lines(data / MBPP):
-        for part, numbers in MBPP_PARTS.items():
-            if entry["task_id"] in numbers:
-                code = entry["code"].replace("\r\n", "\n").strip()
-                parts[part].append(_question(entry["text"], f"\n{code}\n"))
+    questions = {
+        entry["task_id"]: _question(entry["text"], "\n{}\n".format(entry["code"].replace("\r\n", "\n").strip()))
+        for entry in _json_lines(data / MBPP)
+    }
+    parts = {part: [questions[n] for n in questions if n in numbers] for part, numbers in MBPP_PARTS.items()}
     modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["expert"]
     parts["train"] += [_question(entry.doc, f"\n{entry.code}\n") for entry in functions(modules)]
     return parts
@@ -217,9 +208,6 @@ def _question(question: str, answer: str, *choices: str) -> RoutingQuestion:
     return RoutingQuestion(f"{question.strip()}\nAnswer:", answer, choices)
 
 
-# Documents that change domain
-
-
 def _changing(
     code: Sequence[RoutingQuestion], prose: Sequence[RoutingQuestion], tokenizer: Any, amounts: RoutingTextSizes
 ) -> list[tuple[str, str]]:
@@ -235,11 +223,8 @@ def _cut(texts: Sequence[str], tokenizer: Any, half: int) -> list[str]:
     for text in dict.fromkeys(texts):
         starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
         if len(starts) >= half // 2:
-            halves.append(text[: starts[half]] if len(starts) > half else text)
-    return [text if text.endswith("\n") else text + "\n" for text in halves]
-
-
-# Files
+            halves.append((text[: starts[half]] if len(starts) > half else text).removesuffix("\n") + "\n")
+    return halves
 
 
 def _articles(data: Path) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 
 from clarify.server import request_parts, serving
 from experiments import Options, clarify, reproduce
-from experiments.clarify import metrics, needed
+from experiments.clarify import metrics
 from experiments.clarify.conversations import read_sets, sample
-from experiments.clarify.run import METHODS, STATEMENT, paper_rows, slug
+from experiments.clarify.run import METHODS, STATEMENT, decision, language_row, paper_rows, slug
 from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Results, Row, value_of
@@ -182,10 +182,10 @@ def test_which_questions_are_needed() -> None:
     told = example("She was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
     same = example("She was late.", "The artist ran.", "L'artiste courut.", "L'artiste  courut.")
     unread = example("The mother was late.", "The nurse ran.", "L'infirmière courut.", "L'infirmier courut.")
-    assert [needed.decision(told, with_context)[:2] for with_context in (False, True)] == [(True, True), (False, False)]
-    assert [needed.decision(same, with_context)[:2] for with_context in (False, True)] == [(False, False)] * 2
-    assert needed.decision(unread, True)[:2] == (True, False), "this reader knows pronouns alone"
-    row = needed.language_row("fr", [told, same, unread])
+    assert [decision(told, with_context)[:2] for with_context in (False, True)] == [(True, True), (False, False)]
+    assert [decision(same, with_context)[:2] for with_context in (False, True)] == [(False, False)] * 2
+    assert decision(unread, True)[:2] == (True, False), "this reader knows pronouns alone"
+    row = language_row("fr", [told, same, unread])
     found = {name: round(value_of(metric), 1) for name, metric in row.metrics.items()}
     assert (found["precision"], found["recall"], found["precision_always"]) == (66.7, 100.0, 33.3)
     assert (found["asked"], found["needed"], found["texts"]) == (3, 2, 6)

@@ -25,9 +25,7 @@ from experiments.conditional_tasks.corpora import (
     draw_splits,
     write_splits,
 )
-from experiments.conditional_tasks.run import aims
-from experiments.conditional_tasks.runs import AdaptersRun, count_changed, module_parameters
-from experiments.conditional_tasks.study import (
+from experiments.conditional_tasks.run import (
     ADAPTERS,
     BY_UNCERTAINTY,
     FULL,
@@ -35,8 +33,10 @@ from experiments.conditional_tasks.study import (
     MODULES,
     OFF,
     ConditionalTasksStudy,
+    aims,
     next_rates,
 )
+from experiments.conditional_tasks.runs import AdaptersRun, count_changed, module_parameters
 from graftlm.data.labelled import read_held_out_rows, read_training_rows
 from graftlm.data.labelled_batches import RowEncoder
 from graftlm.errors import DataError, RecipeError, TrainingError

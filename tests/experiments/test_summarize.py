@@ -12,7 +12,7 @@ import pytest
 from experiments import Options, reproduce, summarize
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, in_time, load, sample_of
 from experiments.summarize.run import LABELS, WRITTEN, mean_difference
-from experiments.summarize.study import TRAINED, UNTRAINED, SummarizeStudy
+from experiments.summarize.runs import TRAINED, UNTRAINED, SummarizeStudy
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 

@@ -15,7 +15,7 @@ import torch
 from experiments import Options
 from experiments.parents import ENGLISH
 from experiments.study import MINI_LM, MINI_LM_PACKAGE
-from experiments.token_routing import runs, study, texts
+from experiments.token_routing import runs, texts
 from experiments.token_routing.run import INTERVALS, LABELS
 from experiments.token_routing.runs import load_arrow, load_xlora
 from graftlm.backbone import load_backbone
@@ -190,8 +190,8 @@ def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path
 @pytest.mark.exhaustive
 def test_choices_are_made_on_validation_text(folder: Path, tmp_path: Path) -> None:
     results = run.run(Options(data=folder, out=tmp_path, quick=True, jobs=1, tables=("choices",)))
-    rates = study.TRIED_RATES
-    assert len(results.rows) == len(study.TRIED_TARGETS) * len(rates["expert"]) + len(rates["xlora"])
+    rates = run.TRIED_RATES
+    assert len(results.rows) == len(run.TRIED_TARGETS) * len(rates["expert"]) + len(rates["xlora"])
     assert all(row.metrics.keys() >= NLLS and "arc_accuracy" not in row.metrics for row in results.rows)
 
 
@@ -204,17 +204,17 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 
 def test_embedder_comes_from_the_data_folder_or_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out")
-    assert Path(study.embedder_folder(options), "config.json").exists(), "the package's"
+    assert Path(run.embedder_folder(options), "config.json").exists(), "the package's"
     (tmp_path / MINI_LM).mkdir(parents=True)
-    assert study.embedder_folder(options) == str(tmp_path / MINI_LM)
+    assert run.embedder_folder(options) == str(tmp_path / MINI_LM)
     (tmp_path / MINI_LM).rmdir()
     missing = {MINI_LM_PACKAGE}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
     with pytest.raises(DataError, match="The paper's embedder is not in .*: put all-MiniLM-L6-v2 there"):
-        study.embedder_folder(options)
+        run.embedder_folder(options)
     missing.add("sentence_transformers")
     with pytest.raises(MissingExtraError, match="The paper's embedder needs the package sentence-transformers"):
-        study.embedder_folder(options)
+        run.embedder_folder(options)
 
 
 def test_cache_distance() -> None:
