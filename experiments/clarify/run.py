@@ -254,13 +254,13 @@ def needed_rows(data: Path, limit: int) -> list[Row]:
 def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
     """The row of one language; every example counts with and without its context."""
     decisions = [decision(example, with_context) for example in examples for with_context in (False, True)]
-    asked, needed = (sum(values[index] is True for values in decisions) for index in (0, 1))
+    questions, needed = (sum(values[index] is True for values in decisions) for index in (0, 1))
     right = sum(is_asked and is_needed for is_asked, is_needed, _ in decisions)
     metrics: dict[str, Any] = {
-        "precision": share(right, asked),
+        "precision": share(right, questions),
         "recall": share(right, needed),
         "precision_always": share(needed, len(decisions)),
-        "asked": asked,
+        "asked": questions,
         "needed": needed,
         "texts": len(decisions),
         "calls": sum(cost.calls for _, _, cost in decisions),
