@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone
-from graftlm.errors import GraftError, TrainingError
+from graftlm.errors import BackboneError, GraftError, TrainingError
 from graftlm.grafts import GraftedModel
 from graftlm.training.trainers import DomainTrainer
 from tiny import PAD, TOKENS, tiny_ids, tiny_model, tiny_tokenizer
@@ -162,6 +162,8 @@ def test_the_model_under_the_grafts_is_refused(kind: str, tmp_path: Path) -> Non
     model.eval()
     with torch.no_grad():
         model.model(tiny_ids(1, LENGTH))
+    with pytest.raises(BackboneError, match="is a GraftedModel"):
+        Backbone.wrap(model)
 
 
 @pytest.mark.parametrize(

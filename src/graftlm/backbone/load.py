@@ -228,6 +228,8 @@ def _unwrap(model: Any) -> PreTrainedModel:
     from transformers import PreTrainedModel
 
     model = getattr(model, "_orig_mod", model)
+    if isinstance(getattr(model, "backbone", None), Backbone):
+        raise BackboneError("This model is a GraftedModel: pass the model below, `GraftedModel.detach().model`.")
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):

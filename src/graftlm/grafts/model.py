@@ -67,8 +67,8 @@ class GraftedModel(PreTrainedModel):
             )
         self._flags = {name: p.requires_grad for name, p in backbone.model.named_parameters()}
         self._modes = {module: module.training for module in backbone.model.modules()}
-        configs = (backbone.model.config, getattr(backbone.model, "generation_config", None))
-        self._settings = [(config, dict(vars(config))) for config in configs if config is not None]
+        configs = filter(None, (backbone.model.config, getattr(backbone.model, "generation_config", None)))
+        self._settings = [(config, dict(vars(config))) for config in configs]
         backbone.model.requires_grad_(False).eval()
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
@@ -133,8 +133,7 @@ class GraftedModel(PreTrainedModel):
                 cache transformers ignores where documents begin.
 
         Raises:
-            GraftError: targets are given, and the number of grafts with heads is not one; or a trainer's pass would
-                lose an auxiliary loss.
+            GraftError: targets without one graft with heads, or a trainer's pass that would lose an auxiliary loss.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}

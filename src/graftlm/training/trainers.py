@@ -36,8 +36,7 @@ class DomainCollator:
 class DomainTrainer(Trainer if TYPE_CHECKING else object):
     """A mix-in, put before `transformers.Trainer` or TRL's `SFTTrainer`: rows have `domain`, 0 for old text, 1 for new.
 
-    The loss is that of `GraftedModel.forward`, with each mean taken over the optimiser step. `TrainingError` is raised
-    if the trainer is told to compute another loss.
+    The loss is that of `GraftedModel.forward`, with each mean taken over the optimiser step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
