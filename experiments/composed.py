@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import AutoTokenizer
+
 from experiments import Options
-from experiments.study import Study, aim, metric, numbers_of, over_seeds, training_config
+from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, old_part, read_texts
+from experiments.study import (
+    Study,
+    aim,
+    bars,
+    check_files,
+    metric,
+    numbers_of,
+    over_seeds,
+    published,
+    training_config,
+)
 from graftlm.backbone import load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Aim, Interval, Row, value_of
+from graftlm.demo.corpus import write_documents
+from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
@@ -25,6 +39,8 @@ from graftlm.training import TrainingConfig
 REPLAY_FRACTION = 0.2
 # Learning rates by kind of graft, chosen on validation text (composition_language/README.md).
 RATES = {"composition": 3e-3, "lora": 1e-2}
+
+Ratio = tuple[str, str, str, str, float]
 
 
 class PromptTask(Config):
@@ -88,11 +104,26 @@ class PromptedRun(GraftRun):
             measurement.add_metrics(task.measure(model, tokenizer))
 
 
+class Amounts(Config):
+    """How much of each text.
+
+    Args:
+        share: of each of a specialist's training documents that compositions are trained on.
+        old: characters of each of the anchor's novels in the old share; of its other documents a twelfth of that.
+        tested: characters of each set of test texts; validation takes a third.
+        examples: of each task.
+    """
+
+    share: float = 0.05
+    old: int = 18_000
+    tested: int
+    examples: int
+
+
 class ComposedRow(NamedTuple):
     """A row that is trained: a graft on the anchor, its data, `times` the study's steps, at the rate of its kind."""
 
     id: str
-    label: str
     graft: Mapping[str, Any]
     data: DataConfig
     times: int = 1
@@ -104,27 +135,81 @@ class ComposedRow(NamedTuple):
 
 
 class ComposedStudy(Study):
-    """One experiment's anchor and settings.
+    """One experiment's parents, texts and tasks.
 
     Args:
-        anchor: folder of the model that every row is trained on.
-        sets: what the bare models are measured on as well.
+        options: of the experiment.
+        tables: rows by table.
+        labels: of models and rows.
+        amounts: how much of each text.
+        default: tables of a run that names none; all when empty.
+        files: of the data folder, beside those of the parents.
+
+    Attributes:
+        wanted: rows of the chosen tables.
+        texts: folder of the experiment's own texts.
         validation: tasks that choose, measured for every run.
         tasks: measured for all but variants.
     """
 
+    validation: Sequence[PromptTask] = ()
+    tasks: Sequence[PromptTask] = ()
+
     def __init__(
         self,
         options: Options,
-        anchor: Path,
+        tables: Mapping[str, Sequence[str]],
+        labels: Mapping[str, str],
+        amounts: Amounts,
         *,
-        sets: DataConfig,
-        validation: Sequence[PromptTask],
-        tasks: Sequence[PromptTask],
+        default: Sequence[str] = (),
+        files: Sequence[str] = (),
     ) -> None:
         super().__init__(options)
-        self.anchor, self.sets = anchor, sets
-        self.validation, self.tasks = tuple(validation), (*validation, *tasks)
+        self.wanted = {row for table in options.chosen(tuple(tables), default) for row in tables[table]}
+        check_files(options, (*FILES, *files))
+        size = QUICK if options.quick else Size()
+        self.labels, self.amounts, self.length = labels, amounts, size.length
+        self.parents, self.texts = make_parents(options, size), options.out / "texts"
+        self.tokenizer = AutoTokenizer.from_pretrained(self.parents.anchor)
+
+    def write_parts(self, files: Mapping[str, str], *, cut: bool = False) -> dict[str, list[str]]:
+        """Write texts that no model has read, the old share of English, and the start of every text of `files`.
+
+        Args:
+            files: of the parents' texts, by name.
+            cut: into pieces that are whole in a row.
+
+        Returns:
+            The texts of each, before they are cut.
+        """
+        amounts, corpus = self.amounts, self.parents.corpus
+        held_out(self.options.data, corpus, self.texts, amounts.tested)
+        parts = {
+            name: [text[: int(amounts.share * len(text))] for text in read_texts(corpus / f"{file}.jsonl")]
+            for name, file in files.items()
+        }
+        parts["english"] = old_part(read_texts(corpus / "english.jsonl"), amounts.old)
+        for name, texts in parts.items():
+            documents = cut_texts(texts, self.tokenizer, self.length) if cut else texts
+            write_documents(self.texts / f"{name}-part.jsonl", documents)
+        return parts
+
+    def data(self, new: Sequence[str], old: str, tests: Mapping[str, str], boundaries: Any) -> DataConfig:
+        """What a row is trained and measured on, by names of texts; those that end with `-prompts` have prompts."""
+
+        def source(name: str) -> SourceConfig:
+            column = "prompt" if name.endswith("-prompts") else None
+            return SourceConfig(path=str(self.texts / f"{name}.jsonl"), prompt_column=column)
+
+        return DataConfig(
+            new=[source(name) for name in new],
+            old=[source(old)],
+            replay_fraction=REPLAY_FRACTION,
+            length=self.length,
+            boundaries=boundaries,
+            test={name: [source(file)] for name, file in tests.items()},
+        )
 
     def training(self, rate: float = 1e-3, seed: int = 0, times: int = 1) -> TrainingConfig:
         """The numbers of one run of so many times the study's steps."""
@@ -132,40 +217,42 @@ class ComposedStudy(Study):
         more: dict[str, Any] = {"warmup_steps": max(1, min(10, times * steps // 4)), "checkpoint_every": steps}
         return training_config(times * steps, batch_size, rate, seed, precision="bf16", **more)
 
-    def bare(self, name: str, folder: Path, **more: Any) -> PromptedRun:
+    def bare(self, name: str, folder: Path, data: DataConfig, **more: Any) -> PromptedRun:
         """A model as it is; `more` are other fields of the run."""
-        fields = {"training": self.training(), "data": self.sets, "prompts": self.tasks} | more
+        fields = {"training": self.training(), "prompts": (*self.validation, *self.tasks)} | more
         evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
         backbone = BackboneConfig(name=str(folder), device=self.options.device)
-        return PromptedRun(id=name, backbone=backbone, evaluation=evaluation, **fields)
+        return PromptedRun(id=name, backbone=backbone, data=data, evaluation=evaluation, **fields)
 
     def cell(self, row: ComposedRow, seed: int, **more: Any) -> PromptedRun:
         """One run of a row."""
         rate, data = row.learning_rate(), row.data.model_copy(update={"seed": seed})
-        more |= {"label": row.label, "graft": graft_config(dict(row.graft)), "data": data}
-        return self.bare(
-            f"{row.id}_lr{rate:g}_s{seed}", self.anchor, training=self.training(rate, seed, row.times), **more
-        )
+        more |= {"label": self.labels[row.id], "graft": graft_config(dict(row.graft))}
+        more["training"] = self.training(rate, seed, row.times)
+        return self.bare(f"{row.id}_lr{rate:g}_s{seed}", self.parents.anchor, data, **more)
+
+    def equal_lora(self, graft: Mapping[str, Any]) -> dict[str, Any]:
+        """LoRA's graft section with as many trainable parameters as another graft, up to the rounding of its rank."""
+        backbone = load_backbone(str(self.parents.anchor))
+        extra = count_parameters(build_graft(graft_config(dict(graft)), backbone).parameters())
+        return {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
 
     def measure(
-        self,
-        models: Mapping[str, Path],
-        rows: Sequence[ComposedRow],
-        labels: Mapping[str, str],
-        variants: Sequence[ComposedRow] = (),
+        self, models: Mapping[str, Path], rows: Sequence[ComposedRow], variants: Container[str] = ()
     ) -> tuple[list[Row], dict[str, Any]]:
-        """The rows of all tables, and what stands beside them.
+        """The rows of the chosen tables, and what stands beside them.
 
         Args:
             models: folders of models that are measured as they are, the anchor `m_b` among them.
-            rows: trained for every seed.
-            labels: of models and rows.
-            variants: trained with the first seed, and measured on the validation tasks alone.
+            rows: of all tables, trained for every seed.
+            variants: rows trained with the first seed alone, and measured on the validation tasks alone.
         """
-        bare = self.execute([self.bare(name, folder) for name, folder in models.items()], "the parents")
-        tried = [self.cell(row, self.seeds[0], prompts=self.validation) for row in variants]
+        wanted = [row for row in rows if row.id in self.wanted]
+        bare = self.execute([self.bare(name, folder, rows[0].data) for name, folder in models.items()], "the parents")
+        tried = [self.cell(row, self.seeds[0], prompts=self.validation) for row in wanted if row.id in variants]
         validated = self.execute(tried, "variants") if tried else {}
-        cells = {row.id: [self.cell(row, seed) for seed in self.seeds] for row in rows}
+        wanted = [row for row in wanted if row.id not in variants]
+        cells = {row.id: [self.cell(row, seed) for seed in self.seeds] for row in wanted}
         trained = self.execute([cell for of_row in cells.values() for cell in of_row], "the rows, every seed")
         main = {name: [trained[cell.id] for cell in of_row] for name, of_row in cells.items()}
         for measurement in trained.values():
@@ -173,19 +260,28 @@ class ComposedStudy(Study):
         first = {name: of_row[0].details for name, of_row in main.items()}
         training = self.training().model_dump(mode="json", exclude={"learning_rate", "seed"})
         rates = {kind: [rate] for kind, rate in RATES.items()}
+        setting = {"training": training, "rates": rates, "replay_fraction": REPLAY_FRACTION}
         details = {
-            "rates": {row.id: row.learning_rate() for row in rows},
+            "rates": {row.id: row.learning_rate() for row in wanted},
             "validation": {
-                cell.id: {name: value_of(value) for name, value in metrics.items() if name.startswith("validation")}
-                for cell in tried
-                for metrics in [validated[cell.id].row.metrics]
+                name: {key: value for key, value in values.items() if key.startswith("validation")}
+                for name, values in numbers_of([measurement.row for measurement in validated.values()]).items()
             },
             "statistics": {name: of_row.get("statistics", {}) for name, of_row in first.items()},
             "losses": {name: of_row.get("losses", []) for name, of_row in first.items()},
-            "setting": {"training": training, "rates": rates, "replay_fraction": REPLAY_FRACTION},
+            "setting": setting | {"amounts": self.amounts.model_dump(), "parents": self.parents.summaries},
         }
         measured = {name: [measurement] for name, measurement in bare.items()} | main
-        return [over_seeds(of_row, name, labels[name]) for name, of_row in measured.items()], details
+        return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
+
+    def report(
+        self, module: str, rows: Sequence[Row], ratios: Iterable[Ratio], shown: Mapping[str, str], details: Any
+    ) -> Results:
+        """Write the results of an experiment's module, with its aims, published figures and bits per byte."""
+        results: dict[str, Any] = {"aims": composition_aims(rows, ratios), "paper": published(module)}
+        plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
+        name = Path(module).parent.name.replace("_", "-")
+        return self.write(name, rows, plots=plots, details=details, **results)
 
 
 def _add_forgotten(measurement: Measurement, anchor: Measurement) -> None:
@@ -195,21 +291,14 @@ def _add_forgotten(measurement: Measurement, anchor: Measurement) -> None:
         measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
 
 
-def composition(augmenting: Mapping[str, Path], **more: Any) -> dict[str, Any]:
+def composition(augmenting: Mapping[str, Path]) -> dict[str, Any]:
     """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
     models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
     settings = {"stride": 1, "positions": "local", "norm": "pre"}
-    return {"kind": "composition", "augmenting": models, **settings, **more}
+    return {"kind": "composition", "augmenting": models, **settings}
 
 
-def equal_lora(anchor: Path, graft: Mapping[str, Any]) -> dict[str, Any]:
-    """The graft section of LoRA with as many trainable parameters as another graft, up to the rounding of its rank."""
-    backbone = load_backbone(str(anchor))
-    extra = count_parameters(build_graft(graft_config(dict(graft)), backbone).parameters())
-    return {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
-
-
-def composition_aims(rows: Sequence[Row], ratios: Iterable[tuple[str, str, str, str, float]]) -> list[Aim]:
+def composition_aims(rows: Sequence[Row], ratios: Iterable[Ratio]) -> list[Aim]:
     """Metrics of one row over another's, and that the composition forgets no more than LoRA.
 
     Args:
@@ -226,8 +315,3 @@ def composition_aims(rows: Sequence[Row], ratios: Iterable[tuple[str, str, str, 
         more = values["composition"]["forgotten"] - values["lora"]["forgotten"]  # either may have gained
         met.append(aim("English forgotten beyond LoRA's, nats per token", "forgotten", 0.0, more, operator.le))
     return met
-
-
-def source(texts: Path, name: str, **more: Any) -> SourceConfig:
-    """One of the experiment's own texts."""
-    return SourceConfig(path=str(texts / f"{name}.jsonl"), **more)

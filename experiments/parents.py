@@ -306,11 +306,6 @@ def read_texts(file: Path) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-def part(texts: Iterable[str], share: float) -> list[str]:
-    """The first characters of every text."""
-    return [text[: int(share * len(text))] for text in texts]
-
-
 def old_part(english: Sequence[str], characters: int) -> list[str]:
     """Some of every document that the anchor read: about as much of its novels as of its documentation."""
     longest = max(map(len, english))

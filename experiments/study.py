@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
@@ -101,18 +100,14 @@ def metric(measurement: Measurement, name: str) -> float:
 
 def over_seeds(measurements: Sequence[Measurement], row_id: str, label: str) -> Row:
     """One row of several seeds: mean and interval of every metric. A single seed keeps its bootstrap interval."""
-    first = measurements[0].row.metrics
-    if len(measurements) == 1:
-        return Row(id=row_id, label=label, metrics=first)
-    names = [name for name in first if all(name in measurement.row.metrics for measurement in measurements)]
-    return Row(id=row_id, label=label, metrics={name: _combine(name, measurements) for name in names})
-
-
-def _combine(name: str, measurements: Sequence[Measurement]) -> Metric:
-    values: list[Metric] = [measurement.row.metrics[name] for measurement in measurements]
-    if any(isinstance(value, Interval) for value in values):
-        return combine_seeds([value_of(value) for value in values])
-    return mean(value_of(value) for value in values)
+    by_seed = [measurement.row.metrics for measurement in measurements]
+    if len(by_seed) == 1:
+        return Row(id=row_id, label=label, metrics=by_seed[0])
+    combined: dict[str, Metric] = {
+        name: value if any(isinstance(metrics[name], Interval) for metrics in by_seed) else value_of(value)
+        for name, value in combined_row(row_id, label, by_seed).metrics.items()
+    }
+    return Row(id=row_id, label=label, metrics=combined)
 
 
 def combined_row(row_id: str, label: str, by_seed: Sequence[Mapping[str, Metric]]) -> Row:

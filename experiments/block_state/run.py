@@ -18,7 +18,7 @@ import operator
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 NAME = "block-state"
+TABLES = ("1", "longer", "placement", "number", "state")
 MIN_SPEEDUP = 1.5
 LONGER = ("slide", "block_recurrent", "bst_sh_s4d", "bst_mf_unstructured")
 FIRST_SEED_ONLY = ("bst_mf_unstructured",)  # of LONGER
@@ -173,7 +174,6 @@ class LongTextStudy(Study):
             limit_tokens=max(self.config.lengths) - 1,
             tokens_per_pass=max(4096, self.config.length),
         )
-        self.layers = range(self.config.shape["num_hidden_layers"])
         self.corpora = make_corpora(options, options.out / "corpora", self.config.corpus)
         self.vocab_size = len(AutoTokenizer.from_pretrained(self.corpora / "tokenizer"))
 
@@ -202,15 +202,41 @@ class LongTextStudy(Study):
             device=self.options.device,
         )
 
+    def table(self, name: str) -> list[TableRow]:
+        """The rows of a table: of `longer` most are for every seed, of the others all are for the first one."""
+        first, times, layers = self.seeds[0], self.config.longer, range(self.config.shape["num_hidden_layers"])
+        middle = len(layers) // 2
+        if name == "1":
+            return [TableRow(row, label, [self.run(row, first)]) for row, label in LABELS.items()]
+        if name == "longer":
+            seeds = {row: self.seeds[: 1 if row in FIRST_SEED_ONLY else None] for row in LONGER}
+            runs = {
+                row: [self.run(row, seed, times=times, mixer_layers=[middle]) for seed in seeds[row]] for row in LONGER
+            }
+            label = f"{times} times the tokens, one layer"
+            return [TableRow(f"longer-{row}", f"{LABELS[row]}, {label}", runs[row]) for row in LONGER]
+        outwards = sorted(layers, key=lambda i: (abs(i - middle), i))
+        changes = {
+            "placement": {i: (f"one BST layer, index {i}", {"mixer_layers": [i]}) for i in layers},
+            "number": {
+                n: (f"BST layers: {n}", {"mixer_layers": sorted(outwards[:n])}) for n in range(1, len(layers) + 1)
+            },
+            "state": {n: (f"state size {n}", {"state_size": n}) for n in (8, 16, 32, 64)},
+        }
+        return [
+            TableRow(f"{name}-{n}", label, [self.run("bst_sh_s4d", first, **change)])
+            for n, (label, change) in changes[name].items()
+        ]
+
     def _sources(self, split: str, *corpora: str) -> list[SourceConfig]:
         return [SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl")) for name in corpora]
 
 
 def run(options: Options) -> Results:
     """Run the requested tables, by default the first."""
-    tables = options.chosen(tuple(TABLES), ("1",))
+    tables = options.chosen(TABLES, ("1",))
     study = LongTextStudy(options)
-    table_rows = [row for table in tables for row in TABLES[table](study)]
+    table_rows = [row for table in tables for row in study.table(table)]
     measured = study.execute([run for row in table_rows for run in row.runs], NAME)
     rows = [over_seeds([measured[run.id] for run in row.runs], row.id, row.label) for row in table_rows]
     ids = {row.id for row in table_rows}
@@ -224,55 +250,6 @@ def run(options: Options) -> Results:
     }
     plots = _plots(study.config, [row for row in rows if row.id in plotted])
     return study.write(NAME, rows, aims=aims(rows), paper=published(__file__, ids), details=details, plots=plots)
-
-
-def main_table(study: LongTextStudy) -> list[TableRow]:
-    """Every row, with the first seed."""
-    return [TableRow(row, label, [study.run(row, study.seeds[0])]) for row, label in LABELS.items()]
-
-
-def longer(study: LongTextStudy) -> list[TableRow]:
-    """Some rows with more tokens and the mixer in the middle layer, most of them for every seed."""
-    times, middle = study.config.longer, [len(study.layers) // 2]
-    rows = []
-    for row in LONGER:
-        seeds = study.seeds[: 1 if row in FIRST_SEED_ONLY else None]
-        label = f"{LABELS[row]}, {times} times the tokens, one layer"
-        row_runs = [study.run(row, seed, times=times, mixer_layers=middle) for seed in seeds]
-        rows.append(TableRow(f"longer-{row}", label, row_runs))
-    return rows
-
-
-def placement(study: LongTextStudy) -> list[TableRow]:
-    """One block-state layer at each index (Table 5.2)."""
-    return [_ablation(study, f"placement-{i}", f"one BST layer, index {i}", mixer_layers=[i]) for i in study.layers]
-
-
-def number(study: LongTextStudy) -> list[TableRow]:
-    """The number of block-state layers (Table 5.3), from the middle outwards."""
-    order = sorted(study.layers, key=lambda i: (abs(i - len(study.layers) // 2), i))
-    return [
-        _ablation(study, f"number-{n}", f"BST layers: {n}", mixer_layers=sorted(order[:n]))
-        for n in range(1, len(order) + 1)
-    ]
-
-
-def state(study: LongTextStudy) -> list[TableRow]:
-    """The state size of a channel (Table 5.4)."""
-    return [_ablation(study, f"state-{n}", f"state size {n}", state_size=n) for n in (8, 16, 32, 64)]
-
-
-def _ablation(study: LongTextStudy, name: str, label: str, **changes: Any) -> TableRow:
-    return TableRow(name, label, [study.run("bst_sh_s4d", study.seeds[0], **changes)])
-
-
-TABLES: dict[str, Callable[[LongTextStudy], list[TableRow]]] = {
-    "1": main_table,
-    "longer": longer,
-    "placement": placement,
-    "number": number,
-    "state": state,
-}
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:

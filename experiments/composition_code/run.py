@@ -6,46 +6,16 @@ kind of graft. The modules of the test took no part in any choice, and no model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer
+import ast
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from experiments import Options
-from experiments.composed import (
-    REPLAY_FRACTION,
-    ComposedRow,
-    ComposedStudy,
-    PromptTask,
-    composition,
-    composition_aims,
-    equal_lora,
-    source,
-)
-from experiments.composition_code.functions import code_of, docstring_of, functions
-from experiments.parents import (
-    FILES,
-    Parents,
-    Size,
-    cut_texts,
-    fitting,
-    held_out,
-    make_parents,
-    old_part,
-    part,
-    read_texts,
-    spaced,
-    write_examples,
-)
-from experiments.parents import QUICK as QUICK_SIZE
-from experiments.study import bars, check_files, published
-from graftlm.config import Config
-from graftlm.data import DataConfig
-from graftlm.demo.corpus import write_documents
+from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask, composition
+from experiments.parents import fitting, read_texts, spaced, write_examples
 from graftlm.evaluation import Results
 
-NAME = "composition-code"
 ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
 TABLES = {"4": ("composition",), "5": ("composition", *ABLATIONS)}
 LABELS = {
@@ -58,25 +28,21 @@ LABELS = {
     "encoder_m_a": "m_A as encoder",
 }
 SHOWN = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
+SHORTEST_DOC, LONGEST_DOC = 24, 160
+SHORTEST_CODE, LONGEST_CODE = 60, 420
 
 
-class CodeAmounts(Config):
-    """How much of each text.
+class CodeAmounts(Amounts):
+    """How much of each text; validation takes half of a task's examples.
 
     Args:
-        share: of each of the specialist's modules that compositions are trained on.
-        old: characters of each of the anchor's novels in the old share; of its other documents a twelfth of that.
         functions: of training modules, half of them docstring from function, half the other way round.
-        tested: characters of each set of test texts; validation takes a third.
-        examples: of each task; validation takes half.
-        answers: of the first ones, for chrF.
+        answers: of the first examples, for chrF.
     """
 
-    share: float = 0.05
-    old: int = 18_000
-    functions: int = 800
     tested: int = 9_000
     examples: int = 80
+    functions: int = 800
     answers: int = 16
 
 
@@ -85,52 +51,39 @@ QUICK = CodeAmounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6
 
 def run(options: Options) -> Results:
     """Run the chosen tables."""
-    wanted = {row for table in options.chosen(tuple(TABLES)) for row in TABLES[table]}
-    check_files(options, FILES)
-    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), CodeAmounts())
-    parents, texts = make_parents(options, size), options.out / "texts"
-    counts = write_texts(options.data, parents, texts, amounts, size.length)
-    data = data_of(texts, size)
-    validation = [task(texts, name) for name in ("validation_c2t", "validation_t2c")]
-    tasks = [task(texts, name, amounts.answers) for name in ("c2t", "t2c")]
-    study = ComposedStudy(options, parents.anchor, sets=data, validation=validation, tasks=tasks)
-    trained = [row for row in trained_rows(parents, data) if row.id in wanted]
-    rows, details = study.measure({"m_b": parents.anchor, "m_a": parents.code}, trained, LABELS)
-    details["setting"] |= {"texts": counts, "amounts": amounts.model_dump(), "parents": parents.summaries}
-    aims = composition_aims(
-        rows,
-        (
-            (f"{text}, bits per byte, over {LABELS[other]}'s", metric, "composition", other, 1.0)
-            for metric, text in SHOWN.items()
-            for other in ("m_b", "m_a")
-        ),
+    amounts = QUICK if options.quick else CodeAmounts()
+    study = ComposedStudy(options, TABLES, LABELS, amounts)
+    counts = write_texts(study, amounts)
+    study.validation = [task(study, name) for name in ("validation_c2t", "validation_t2c")]
+    study.tasks = [task(study, name, amounts.answers) for name in ("c2t", "t2c")]
+    rows, details = study.measure({"m_b": study.parents.anchor, "m_a": study.parents.code}, trained_rows(study))
+    details["setting"]["texts"] = counts
+    ratios = (
+        (f"{text}, bits per byte, over {LABELS[other]}'s", metric, "composition", other, 1.0)
+        for metric, text in SHOWN.items()
+        for other in ("m_b", "m_a")
     )
-    plots = {"bits-per-byte": bars(rows, SHOWN, "bits per byte")}
-    return study.write(NAME, rows, aims=aims, paper=published(__file__), details=details, plots=plots)
+    return study.report(__file__, rows, ratios, SHOWN, details)
 
 
-def write_texts(data: Path, parents: Parents, folder: Path, amounts: CodeAmounts, length: int) -> dict[str, int]:
-    """Write every text and task into `folder`; gives the characters and examples of what is trained on.
+def write_texts(study: ComposedStudy, amounts: CodeAmounts) -> dict[str, int]:
+    """Write every text and task; gives the characters and examples of what is trained on.
 
-    All of it is cut or chosen so that every example is whole in a row of `length` tokens.
+    All of it is cut or chosen so that every example is whole in a row.
     """
-    corpus, tokenizer = parents.corpus, AutoTokenizer.from_pretrained(parents.anchor)
-    held_out(data, corpus, folder, amounts.tested)
-    python = part(read_texts(corpus / "python-train.jsonl"), amounts.share)
-    english = old_part(read_texts(corpus / "english.jsonl"), amounts.old)
-    for name, documents in {"python": python, "english": english}.items():
-        write_documents(folder / f"{name}-part.jsonl", cut_texts(documents, tokenizer, length))
+    folder, corpus = study.texts, study.parents.corpus
+    python = study.write_parts({"python": "python-train"}, cut=True)["python"]
     kinds = {
         name: [
             function
             for function in functions(read_texts(corpus / f"python-{name}.jsonl"))
-            if len(fitting([docstring_of(function), code_of(function)], tokenizer, length)) == 2
+            if len(fitting([docstring_of(function), code_of(function)], study.tokenizer, study.length)) == 2
         ]
         for name in ("train", "validation", "test")
     }
     chosen = spaced(kinds["train"], amounts.functions)
     both = [docstring_of(function) if index % 2 else code_of(function) for index, function in enumerate(chosen)]
-    write_examples(folder / "functions.jsonl", both)
+    write_examples(folder / "functions-prompts.jsonl", both)
     for name, start, count in (("validation", "validation_", amounts.examples // 2), ("test", "", amounts.examples)):
         chosen = spaced(kinds[name], count)
         write_examples(folder / f"task-{start}c2t.jsonl", map(docstring_of, chosen))
@@ -139,35 +92,68 @@ def write_texts(data: Path, parents: Parents, folder: Path, amounts: CodeAmounts
     return trained_on | {f"functions of {name} modules": len(members) for name, members in kinds.items()}
 
 
-def task(texts: Path, name: str, answers: int = 0) -> PromptTask:
+def task(study: ComposedStudy, name: str, answers: int = 0) -> PromptTask:
     """One task; a docstring is one line, and a function ends before the first line that is not indented."""
     tokens, stop = (48, ("\n",)) if name.endswith("c2t") else (80, ("\n\n", "\n#", "\ndef", "\nclass"))
-    path = str(texts / f"task-{name}.jsonl")
+    path = str(study.texts / f"task-{name}.jsonl")
     return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
 
 
-def data_of(texts: Path, size: Size) -> DataConfig:
-    """What every row is trained and measured on."""
-    # Here the new domain is Python.
+def trained_rows(study: ComposedStudy) -> list[ComposedRow]:
+    """Every trained row, all on the same data; here the new domain is Python."""
+    parents = study.parents
     sets = {"old": "old", "new": "python", "validation_old": "validation_old", "validation_new": "validation_python"}
-    return DataConfig(
-        new=[source(texts, "python-part"), source(texts, "functions", prompt_column="prompt")],
-        old=[source(texts, "english-part")],
-        replay_fraction=REPLAY_FRACTION,
-        length=size.length,
-        boundaries="whole",
-        test={name: [source(texts, file)] for name, file in sets.items()},
-    )
-
-
-def trained_rows(parents: Parents, data: DataConfig) -> list[ComposedRow]:
-    """Every trained row, all on the same data."""
+    data = study.data(["python-part", "functions-prompts"], "english-part", sets, "whole")
     pair = composition({"code": parents.code})
     grafts: dict[str, Mapping[str, Any]] = {
         "composition": pair,
-        "lora": equal_lora(parents.anchor, pair),
+        "lora": study.equal_lora(pair),
         "vanilla_m_a": composition({"code": parents.vanilla}),
         "random_m_a": composition({"code": parents.random}),
         "encoder_m_a": pair | {"refresh": "prompt"},
     }
-    return [ComposedRow(name, LABELS[name], graft, data) for name, graft in grafts.items()]
+    return [ComposedRow(name, graft, data) for name, graft in grafts.items()]
+
+
+class Function(NamedTuple):
+    """A function without its docstring, and the docstring's first paragraph on one line."""
+
+    code: str
+    doc: str
+
+
+def functions(sources: Iterable[str]) -> list[Function]:
+    """The functions and methods of some modules with a docstring, of a middling size, each docstring once."""
+    by_docstring: dict[str, Function] = {}
+    for source in sources:
+        for function in _of_module(source):
+            by_docstring.setdefault(function.doc, function)
+    return list(by_docstring.values())
+
+
+def docstring_of(function: Function) -> tuple[str, str]:
+    """Code to text: (prompt, answer)."""
+    return f"{function.code}\n\n# What it does:", f" {function.doc}\n"
+
+
+def code_of(function: Function) -> tuple[str, str]:
+    """Text to code: (prompt, answer); the name and the arguments are part of the prompt."""
+    head, _, body = function.code.partition("\n")
+    return f"# {function.doc}\n{head}\n", f"{body}\n"
+
+
+def _of_module(source: str) -> Iterator[Function]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old modules have old escapes
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+            doc = " ".join(text.partition("\n\n")[0].split())
+            node.body = node.body[1:]
+            node.decorator_list = []
+            code = ast.unparse(node) if node.body else ""
+            if SHORTEST_DOC <= len(doc) <= LONGEST_DOC and SHORTEST_CODE <= len(code) <= LONGEST_CODE:
+                yield Function(code, doc)

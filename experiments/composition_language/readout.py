@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.parents import Parents, read_texts
-from experiments.study import Study
+from experiments.composed import ComposedStudy
+from experiments.parents import read_texts
 from graftlm.backbone import load_backbone
 from graftlm.evaluation import Row, score
 from graftlm.runs.graft_run import count_parameters
@@ -129,11 +129,11 @@ def rows_of_text(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
     return torch.cat(rows)
 
 
-def readout_rows(study: Study, parents: Parents, texts: Path, length: int, wanted: set[str]) -> list[Row]:
+def readout_rows(study: ComposedStudy) -> list[Row]:
     """The rows of those readouts that are wanted, fitted to the compositions' own French."""
+    texts, french, anchor = study.texts, str(study.parents.french), str(study.parents.anchor)
     tests = {name: str(texts / f"{name}.jsonl") for name in ("new", "validation_new")}
-    shared: dict[str, Any] = {"text": str(texts / "french-part.jsonl"), "tests": tests, "length": length}
-    french, anchor = str(parents.french), str(parents.anchor)
+    shared: dict[str, Any] = {"text": str(texts / "french-part.jsonl"), "tests": tests, "length": study.length}
     models = {
         "readout_frozen": ((french,), anchor),
         "readout_free": ((french,), None),
@@ -142,6 +142,6 @@ def readout_rows(study: Study, parents: Parents, texts: Path, length: int, wante
     runs = [
         ReadoutRun(id=name, label=LABELS[name], models=read, through=through, **shared)
         for name, (read, through) in models.items()
-        if name in wanted
+        if name in study.wanted
     ]
     return [measurement.row for measurement in study.execute(runs, "readouts").values()]

@@ -9,39 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from experiments import Options
 from experiments.ambiguity_checkers.run import verses
-from experiments.composed import (
-    REPLAY_FRACTION,
-    ComposedRow,
-    ComposedStudy,
-    PromptTask,
-    composition,
-    composition_aims,
-    equal_lora,
-    source,
-)
+from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask, composition
 from experiments.composition_language import readout
-from experiments.parents import FILES as PARENT_FILES
-from experiments.parents import QUICK as QUICK_SIZE
-from experiments.parents import (
-    Parents,
-    Size,
-    fitting,
-    held_out,
-    make_parents,
-    old_part,
-    part,
-    read_texts,
-    spaced,
-    write_examples,
-)
-from experiments.study import bars, check_files, published
-from graftlm.config import Config
+from experiments.parents import fitting, read_texts, spaced, write_examples
 from graftlm.data import DataConfig
-from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Results
 
 NTREX = ("parallel/ntrex/newstest2019-src.eng.txt", "parallel/ntrex/newstest2019-ref.fra.txt")
@@ -51,41 +24,30 @@ FILES = (*NTREX, *BIBLE)
 Pair = tuple[str, str]
 
 
-class LanguageAmounts(Config):
+class LanguageAmounts(Amounts):
     """How much of each text.
 
     Args:
-        share: of each of a specialist's training documents that compositions are trained on.
-        old: characters of each of the anchor's novels in the old share; of its other documents a twelfth of that.
         passage: characters of a passage whose first half is a prompt.
         pairs: verses that compositions with prompts are trained on, half in each direction.
-        tested: characters of each set of test texts; validation takes a third.
-        examples: of each task.
         longest: characters of a sentence of a pair.
     """
 
-    share: float = 0.05
-    old: int = 18_000
-    passage: int = 480
-    pairs: int = 600
     tested: int = 12_000
     examples: int = 40
+    passage: int = 480
+    pairs: int = 600
     longest: int = 160
 
 
 QUICK = LanguageAmounts(share=0.5, old=1_200, passage=60, pairs=20, tested=1_500, examples=4)
 
 
-def write_texts(data: Path, parents: Parents, folder: Path, amounts: LanguageAmounts, length: int) -> None:
-    """Write every text and task into `folder`, with prompts only where all fits into a row of `length` tokens."""
-    corpus = parents.corpus
-    for name, file in (("french", "french"), ("python", "python-train")):
-        write_documents(folder / f"{name}-part.jsonl", part(read_texts(corpus / f"{file}.jsonl"), amounts.share))
-    write_documents(folder / "english-part.jsonl", old_part(read_texts(corpus / "english.jsonl"), amounts.old))
-    held_out(data, corpus, folder, amounts.tested)
-    tokenizer = AutoTokenizer.from_pretrained(parents.anchor)
-    for name, pairs in with_prompts(data, folder, amounts).items():
-        write_examples(folder / f"{name}.jsonl", fitting(pairs, tokenizer, length))
+def write_texts(study: ComposedStudy, amounts: LanguageAmounts) -> None:
+    """Write every text and task, with prompts only where all fits into a row."""
+    study.write_parts({"french": "french", "python": "python-train"})
+    for name, pairs in with_prompts(study.options.data, study.texts, amounts).items():
+        write_examples(study.texts / f"{name}.jsonl", fitting(pairs, study.tokenizer, study.length))
 
 
 def with_prompts(data: Path, folder: Path, amounts: LanguageAmounts) -> dict[str, Sequence[Pair]]:
@@ -153,7 +115,6 @@ def _short(pairs: Iterable[Pair], longest: int) -> list[Pair]:
     return [(a.strip(), b.strip()) for a, b in pairs if min(len(a), len(b)) >= 10 and max(len(a), len(b)) <= longest]
 
 
-NAME = "composition-language"
 TABLES = {
     "2": ("composition",),
     "5": ("composition", "lora", "vanilla_m_a", "random_m_a"),
@@ -189,6 +150,7 @@ LABELS = {
     "stride_2": "composition, stride 2",
 } | readout.LABELS
 PROMPTS = ("validation_continue", "validation_pairs")
+TASKS = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
 # Only a choice of the setting, on validation text: one seed.
 VARIANTS = TABLES["variants"][1:]
 # Better French than both parents, little lost between two specialists or two tokenizers.
@@ -216,66 +178,51 @@ RATIOS = (
 
 def run(options: Options) -> Results:
     """Run the chosen tables."""
-    wanted = {row for table in options.chosen(tuple(TABLES), BY_DEFAULT) for row in TABLES[table]}
-    check_files(options, (*PARENT_FILES, *FILES))
-    size, amounts = (QUICK_SIZE, QUICK) if options.quick else (Size(), LanguageAmounts())
-    answers = 4 if options.quick else 8
-    parents, texts = make_parents(options, size), options.out / "texts"
-    write_texts(options.data, parents, texts, amounts, size.length)
-    french = data_of(texts, size, ["french"])
-    names = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
-    validation, tasks = (
+    amounts, answers = (QUICK, 4) if options.quick else (LanguageAmounts(), 8)
+    study = ComposedStudy(options, TABLES, LABELS, amounts, default=BY_DEFAULT, files=FILES)
+    write_texts(study, amounts)
+    study.validation, study.tasks = (
         [
-            PromptTask(name=name, path=str(texts / f"task-{name}.jsonl"), answers=answers if "bible" in name else 0)
+            PromptTask(name=name, path=str(study.texts / f"task-{name}.jsonl"), answers=answers * ("bible" in name))
             for name in group
         ]
-        for group in (PROMPTS, names)
+        for group in (PROMPTS, TASKS)
     )
-    study = ComposedStudy(options, parents.anchor, sets=french, validation=validation, tasks=tasks)
-    trained = [row for row in trained_rows(parents, texts, size) if row.id in wanted]
-    main = [row for row in trained if row.id not in VARIANTS]
+    parents = study.parents
     models = {"m_b": parents.anchor, "m_a": parents.french, "m_a_code": parents.code, "m_a_own": parents.own}
-    rows, details = study.measure(models, main, LABELS, [row for row in trained if row.id in VARIANTS])
+    rows, details = study.measure(models, trained_rows(study), VARIANTS)
     # Another tokenizer's tokens are other units, so only bits per byte stand for it.
     kept = ("_bpb", "_answer", "_chrf", "_parameters")
     own = study.measured["m_a_own"].row
     metrics = {name: value for name, value in own.metrics.items() if name.endswith(kept)}
     rows = [row.model_copy(update={"metrics": metrics}) if row.id == own.id else row for row in rows]
-    rows += readout.readout_rows(study, parents, texts, size.length, wanted)
-    details["setting"] |= {"amounts": amounts.model_dump(), "parents": parents.summaries}
-    aims = composition_aims(rows, RATIOS)
-    plots = {"bits-per-byte": bars(rows, {"new_bpb": "French", "old_bpb": "English"}, "bits per byte")}
-    return study.write(NAME, rows, aims=aims, paper=published(__file__), details=details, plots=plots)
+    rows += readout.readout_rows(study)
+    return study.report(__file__, rows, RATIOS, {"new_bpb": "French", "old_bpb": "English"}, details)
 
 
-def data_of(texts: Path, size: Size, parts: Sequence[str], *, prompts: bool = False) -> DataConfig:
+def data_of(study: ComposedStudy, *parts: str, prompts: bool = False) -> DataConfig:
     """What a row is trained and measured on: a twentieth of specialists' text, and some English."""
-    more = {"prompt_column": "prompt"} if prompts else {}
-    ending = "prompts" if prompts else "part"
+    ending, boundaries = ("prompts", "whole") if prompts else ("part", "separate")
     sets = ("old", "new", "python", "validation_old", "validation_new", "validation_python")
-    return DataConfig(
-        new=[source(texts, f"{part}-{ending}", **more) for part in parts],
-        old=[source(texts, f"english-{ending}", **more)],
-        replay_fraction=REPLAY_FRACTION,
-        length=size.length,
-        boundaries="whole" if prompts else "separate",
-        test={name: [source(texts, name)] for name in sets},
-    )
+    new = [f"{part}-{ending}" for part in parts]
+    return study.data(new, f"english-{ending}", dict(zip(sets, sets, strict=True)), boundaries)
 
 
-def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]:
+def trained_rows(study: ComposedStudy) -> list[ComposedRow]:
     """Every trained row."""
-    french, code = data_of(texts, size, ["french"]), data_of(texts, size, ["python"])
-    both, prompts = data_of(texts, size, ["french", "python"]), data_of(texts, size, ["french"], prompts=True)
+    parents, french, prompts = study.parents, data_of(study, "french"), data_of(study, "french", prompts=True)
     pair = composition({"french": parents.french})
     grafts = {
         "composition": (pair, french),
-        "lora": (equal_lora(parents.anchor, pair), french),
+        "lora": (study.equal_lora(pair), french),
         "vanilla_m_a": (composition({"french": parents.vanilla}), french),
         "random_m_a": (composition({"french": parents.random}), french),
         "own_tokenizer": (composition({"french": parents.own}), french),
-        "code": (composition({"code": parents.code}), code),
-        "french_and_code": (composition({"french": parents.french, "code": parents.code}), both),
+        "code": (composition({"code": parents.code}), data_of(study, "python")),
+        "french_and_code": (
+            composition({"french": parents.french, "code": parents.code}),
+            data_of(study, "french", "python"),
+        ),
         "prompts": (pair, prompts),
         "encoder_m_a": (pair | {"refresh": "prompt"}, prompts),
         "norm_none": (pair | {"norm": "none"}, french),
@@ -283,8 +230,8 @@ def trained_rows(parents: Parents, texts: Path, size: Size) -> list[ComposedRow]
         "positions_none": (pair | {"positions": "none"}, french),
         "positions_rotary": (pair | {"positions": "rotary"}, french),
     }
-    rows = [ComposedRow(name, LABELS[name], *parts) for name, parts in grafts.items()]
-    return rows + [
-        ComposedRow(name, LABELS[name], *grafts[name.removesuffix("_long")], times=LONG, rate=rate)
+    long = [
+        ComposedRow(name, *grafts[name.removesuffix("_long")], times=LONG, rate=rate)
         for name, rate in LONG_RATES.items()
     ]
+    return [ComposedRow(name, *parts) for name, parts in grafts.items()] + long

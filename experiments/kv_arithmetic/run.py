@@ -15,7 +15,7 @@ from pydantic import Field
 from experiments import Options
 from experiments.kv_arithmetic.data import World
 from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
-from experiments.study import Measurements, Study, TableRow, aim, bars, combined_row, numbers_of, published
+from experiments.study import Study, TableRow, aim, bars, combined_row, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row
 from graftlm.io import write_atomically
@@ -30,8 +30,7 @@ LABELS = {
     "random_m_a": "random m_A",
     "encoder_m_a": "m_A as encoder",
 }
-TRAINED = ("composition", "lora", "random_m_a", "encoder_m_a")
-# Chosen by --table rates.
+# Of the trained rows, chosen by --table rates.
 RATES = {"composition": 3e-2, "lora": 1e-3, "random_m_a": 3e-2, "encoder_m_a": 3e-2}
 TRIED_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -128,7 +127,7 @@ class KvArithmeticStudy(Study):
         fields: dict[str, Any] = {"world": size.world, "exam": size.exam, "joint": size.data, "length": size.joint}
         fields |= {"id": f"{name or row}_s{seed}", "label": LABELS.get(row, row), "seed": seed} | changes
         roles: list[Role] = ["memory" if row == "m_a" else "arithmetic"]
-        if row in TRAINED:
+        if row in RATES:
             fields.setdefault("rate", RATES[row])
             fields["graft"] = {"kind": "lora", "rank": size.lora_rank}
             if row != "lora":
@@ -145,7 +144,9 @@ def run(options: Options) -> Results:
     table_rows = [table_row for table in tables for table_row in TABLES[table](study)]
     runs = [run for table_row in table_rows for run in table_row.runs]
     measured = study.execute([*study.parents.values(), *runs], NAME)
-    rows = [_row(table_row, measured) for table_row in table_rows]
+    rows = [
+        combined_row(name, label, [measured[run.id].row.metrics for run in runs]) for name, label, runs in table_rows
+    ]
     shown = [row for row in rows if row.id in LABELS]
     plots = {"accuracy": bars(shown, SHOWN, "right answers, %")} if shown else {}
     details = {"wall_s": study.seconds} | _details(study, tables, table_rows)
@@ -179,7 +180,7 @@ def rates(study: KvArithmeticStudy) -> list[TableRow]:
     """Learning rates, on validation expressions, with the first seed."""
     return [
         _first(study, row, f"{row}-lr{rate:g}", f"{LABELS[row]}, lr {rate:g}", rate=rate, validation=True)
-        for row in TRAINED
+        for row in RATES
         for rate in TRIED_RATES
     ]
 
@@ -206,11 +207,12 @@ def direct(study: KvArithmeticStudy) -> list[TableRow]:
     longer = size.arithmetic.model_copy(update={"steps": 2 * size.arithmetic.steps})
     named = study.resized(named=0.4, arithmetic=longer)
     last = (size.shapes.get("memory") or ModelShape()).layers - 1
-    every_layer = _pairs(*((layer, 0) for layer in range(last + 1))) | {"heads": 16}
+    to_first_two = {"augmenting": {"pairs": [(last, 0), (last, 1)]}}
+    every_layer = {"augmenting": {"pairs": [(layer, 0) for layer in range(last + 1)]}, "heads": 16}
     attempts: dict[str, tuple[KvArithmeticStudy, dict[str, Any]]] = {
         "as in Table 1": (study, {}),
         "every layer, 16 heads": (study, {"stride": 1, "heads": 16}),
-        "m_A's last layer to m_B's first two": (study, _pairs((last, 0), (last, 1))),
+        "m_A's last layer to m_B's first two": (study, to_first_two),
         "every layer of m_A to m_B's first, 16 heads": (study, every_layer),
         "m_B reads named numbers": (named, {}),
         "m_B reads named numbers, every layer, 16 heads": (named, {"stride": 1, "heads": 16}),
@@ -227,17 +229,8 @@ def large(study: KvArithmeticStudy) -> list[TableRow]:
     return [_first(at, row, f"large-{row}", f"large: {label}") for row, label in LABELS.items()]
 
 
-def _pairs(*pairs: tuple[int, int]) -> dict[str, Any]:
-    return {"augmenting": {"pairs": list(pairs)}}
-
-
-TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {
-    "1": table_1,
-    "ablations": ablations,
-    "rates": rates,
-    "joint": joint,
-    "direct": direct,
-    "large": large,
+TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {"1": table_1} | {
+    table.__name__: table for table in (ablations, rates, joint, direct, large)
 }
 
 
@@ -255,17 +248,13 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     ]
 
 
-def _row(table_row: TableRow, measured: Measurements) -> Row:
-    return combined_row(table_row.id, table_row.label, [measured[run.id].row.metrics for run in table_row.runs])
-
-
 def _details(study: KvArithmeticStudy, tables: Sequence[str], table_rows: Sequence[TableRow]) -> dict[str, Any]:
     sizes = {table: LARGE if table == "large" and not study.options.quick else study.size for table in tables}
     firsts = {table_row.id: study.measured[table_row.runs[0].id].details for table_row in table_rows}
-    costs, operations, losses = (
-        {row: details[name] for row, details in firsts.items() if name in details}
-        for name in ("cost", "operations", "losses")
-    )
-    plotted = {row: values for row, values in losses.items() if row not in {"as-composed", *ABLATIONS}}
-    settings = {table: size.model_dump(mode="json") for table, size in sizes.items()}
-    return {"settings": settings, "costs": costs, "operations": operations, "losses": plotted}
+    plotted = firsts.keys() - {"as-composed", *ABLATIONS}
+    return {
+        "settings": {table: size.model_dump(mode="json") for table, size in sizes.items()},
+        "costs": {row: details["cost"] for row, details in firsts.items() if "cost" in details},
+        "operations": {row: details["operations"] for row, details in firsts.items() if "operations" in details},
+        "losses": {row: firsts[row]["losses"] for row in firsts if row in plotted and "losses" in firsts[row]},
+    }

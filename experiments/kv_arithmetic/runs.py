@@ -90,18 +90,16 @@ class Questions:
 def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
     """The questions of a seed."""
     source = random.Random(f"exam {seed}")
-    held_in = _unique_tasks(world, pairs, pairs.held_in, source, exam.expressions)
-    held_out = _unique_tasks(world, pairs, pairs.held_out, source, exam.expressions + exam.validation)
+
+    def unique(keys: Sequence[str], count: int) -> tuple[ArithmeticTask, ...]:
+        found: dict[Expression, ArithmeticTask] = {}
+        for task in islice(tasks(world, pairs, keys, source, found), count):
+            found[task.keys] = task
+        return tuple(found.values())
+
+    held_in = unique(pairs.held_in, exam.expressions)
+    held_out = unique(pairs.held_out, exam.expressions + exam.validation)
     return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
-
-
-def _unique_tasks(
-    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, count: int
-) -> tuple[ArithmeticTask, ...]:
-    unique: dict[Expression, ArithmeticTask] = {}
-    for task in islice(tasks(world, pairs, keys, source, unique), count):
-        unique[task.keys] = task
-    return tuple(unique.values())
 
 
 def examine(model: Any, tokenizer: Any, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -116,17 +114,9 @@ def examine(model: Any, tokenizer: Any, questions: Questions) -> tuple[dict[str,
         answered = _answered(model, tokenizer, questions.held_out, form)
         marks[name] = [answer == task.result for task, answer in answered]
     by_kind = {
-        name: _by_kind(questions.held_out, marks[name])
-        for name in METRICS
-        if "math" in name and name != "kv_math_held_in"
+        name: _by_kind(questions.held_out, marks[name]) for name in METRICS if name in ("kv_math_held_out", *alone)
     }
     return {name: percent(marks[name]) for name in METRICS}, by_kind
-
-
-def validate(model: Any, tokenizer: Any, questions: Questions, form: Form = "scratchpad") -> float:
-    """Percent of the validation expressions whose result is right."""
-    answered = _answered(model, tokenizer, questions.validation, form)
-    return percent([result(answer) == task.result for task, answer in answered])
 
 
 def percent(marks: Sequence[bool]) -> float:
@@ -187,11 +177,9 @@ class TrainingLength(Config):
 
     def training(self, seed: int, rate: float | None = None) -> TrainingConfig:
         """The config of the training loop."""
-        more: dict[str, Any] = {
-            "warmup_steps": max(1, min(50, self.steps // 10)),
-            "log_every": max(1, self.steps // 100),
-        }
-        return training_config(self.steps, self.batch_size, rate or self.learning_rate, seed, **more)
+        warmup, log_every = max(1, min(50, self.steps // 10)), max(1, self.steps // 100)
+        rate = rate or self.learning_rate
+        return training_config(self.steps, self.batch_size, rate, seed, warmup_steps=warmup, log_every=log_every)
 
 
 class ParentRun(Run):
@@ -365,7 +353,8 @@ class KvArithmeticRun(Run):
     def _examine(self, model: Any, tokenizer: Any) -> Measurement:
         _, questions = self.questions()
         if self.validation:
-            metrics: dict[str, Any] = {"validation": validate(model, tokenizer, questions, self.joint.form)}
+            answered = _answered(model, tokenizer, questions.validation, self.joint.form)
+            metrics = {"validation": percent([result(answer) == task.result for task, answer in answered])}
             details = {}
         else:
             metrics, operations = examine(model, tokenizer, questions)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from experiments.composition_code.functions import functions
+from experiments.composition_code.run import functions
 from experiments.parents import ENGLISH, read_texts, spaced, up_to
 from experiments.study import shuffled, write_lines
 from graftlm.config import Config

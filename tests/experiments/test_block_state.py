@@ -78,10 +78,10 @@ def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> 
     assert max(sizes) < 1.02 * min(sizes)
     assert abs(sizes[0] / FULL.parameters - 1) < 0.02
     assert len({without_difference(run) for run in main}) == 1
-    for table, table_rows in TABLES.items():
+    for table in TABLES:
         steps = FULL.training.steps * (FULL.longer if table == "longer" else 1)
-        assert {run.training.steps for row in table_rows(runs) for run in row.runs} == {steps}
-    longer = [run for row in TABLES["longer"](runs) for run in row.runs if run.training.seed == 0]
+        assert {run.training.steps for row in runs.table(table) for run in row.runs} == {steps}
+    longer = [run for row in runs.table("longer") for run in row.runs if run.training.seed == 0]
     assert len({without_difference(run) for run in longer}) == 1
     assert all(run.model["mixer_layers"] == [1] for run in longer)
 

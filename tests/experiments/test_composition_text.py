@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from experiments import Options, reproduce
-from experiments.composition_code.functions import code_of, docstring_of, functions
+from experiments.composition_code.run import code_of, docstring_of, functions
 from experiments.composition_language.readout import Readout, ReadoutRun, fit, rows_of_text
 from experiments.composition_language.run import passages, read_verses
 from experiments.parents import DOCUMENTS, ENGLISH, FRENCH, PretrainRun, prose
