@@ -46,11 +46,10 @@ def run(
     """Run a published table again, beside the paper's results."""
     configure_logging()
     folder = out or Path("runs") / name
-    served = {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
     given = {"data": data, "out": folder, "seeds": seeds.split(","), "tables": table or [], "quick": quick}
-    options = Options.parse(
-        given | {"jobs": jobs, "device": device, "backbone": backbone} | served, where="python -m experiments"
-    )
+    given |= {"jobs": jobs, "device": device, "backbone": backbone}
+    given |= {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
+    options = Options.parse(given, where="python -m experiments")
     print_report(reproduce(name, options), folder, as_json)
 
 

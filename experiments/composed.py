@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, old_part, read_texts
+from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_texts
 from experiments.study import (
     Study,
     aim,
@@ -40,7 +40,15 @@ REPLAY_FRACTION = 0.2
 # Learning rates by kind of graft, chosen on validation text (composition_language/README.md).
 RATES = {"composition": 3e-3, "lora": 1e-2}
 
-Ratio = tuple[str, str, str, str, float]
+LABELS = {
+    "m_b": "anchor m_B",
+    "composition": "composition",
+    "lora": "LoRA, equal parameters",
+    "vanilla_m_a": "with vanilla m_A",
+    "random_m_a": "with random m_A",
+}
+# Texts of aims by metric, row, other row, and what the ratio stays below.
+Ratios = Mapping[tuple[str, str, str, float], str]
 
 
 class PromptTask(Config):
@@ -76,8 +84,7 @@ class PromptTask(Config):
         if self.answers:
             answered = examples[: self.answers]
             prompts = [example.prompt for example in answered]
-            decoding: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop": self.stop}
-            answers = generate_answers(model, tokenizer, prompts, **decoding)
+            answers = generate_answers(model, tokenizer, prompts, max_new_tokens=self.max_new_tokens, stop=self.stop)
             metrics[f"{self.name}_chrf"] = chrf(answers, answered, beta=1)
         return metrics
 
@@ -189,7 +196,9 @@ class ComposedStudy(Study):
             name: [text[: int(amounts.share * len(text))] for text in read_texts(corpus / f"{file}.jsonl")]
             for name, file in files.items()
         }
-        parts["english"] = old_part(read_texts(corpus / "english.jsonl"), amounts.old)
+        english = read_texts(corpus / "english.jsonl")
+        novel = max(map(len, english)) // 4
+        parts["english"] = [text[: amounts.old if len(text) > novel else amounts.old // 12] for text in english]
         for name, texts in parts.items():
             documents = cut_texts(texts, self.tokenizer, self.length) if cut else texts
             write_documents(self.texts / f"{name}-part.jsonl", documents)
@@ -231,11 +240,20 @@ class ComposedStudy(Study):
         more["training"] = self.training(rate, seed, row.times)
         return self.bare(f"{row.id}_lr{rate:g}_s{seed}", self.parents.anchor, data, **more)
 
-    def equal_lora(self, graft: Mapping[str, Any]) -> dict[str, Any]:
-        """LoRA's graft section with as many trainable parameters as another graft, up to the rounding of its rank."""
-        backbone = load_backbone(str(self.parents.anchor))
-        extra = count_parameters(build_graft(graft_config(dict(graft)), backbone).parameters())
-        return {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
+    def grafts(self, name: str, specialist: Path) -> dict[str, dict[str, Any]]:
+        """A composition with a specialist, and the grafts beside it.
+
+        LoRA has as many trainable parameters, up to the rounding of its rank.
+        """
+        pair, backbone = composition({name: specialist}), load_backbone(str(self.parents.anchor))
+        extra = count_parameters(build_graft(graft_config(pair), backbone).parameters())
+        return {
+            "composition": pair,
+            "lora": {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())},
+            "vanilla_m_a": composition({name: self.parents.vanilla}),
+            "random_m_a": composition({name: self.parents.random}),
+            "encoder_m_a": pair | {"refresh": "prompt"},
+        }
 
     def measure(
         self, models: Mapping[str, Path], rows: Sequence[ComposedRow], variants: Container[str] = ()
@@ -256,7 +274,9 @@ class ComposedStudy(Study):
         trained = self.execute([cell for of_row in cells.values() for cell in of_row], "the rows, every seed")
         main = {name: [trained[cell.id] for cell in of_row] for name, of_row in cells.items()}
         for measurement in trained.values():
-            _add_forgotten(measurement, bare["m_b"])
+            if "forgotten" in measurement.row.metrics:
+                lost = metric(measurement, "old_bpb") - metric(bare["m_b"], "old_bpb")
+                measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
         first = {name: of_row[0].details for name, of_row in main.items()}
         training = self.training().model_dump(mode="json", exclude={"learning_rate", "seed"})
         rates = {kind: [rate] for kind, rate in RATES.items()}
@@ -275,7 +295,7 @@ class ComposedStudy(Study):
         return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
 
     def report(
-        self, module: str, rows: Sequence[Row], ratios: Iterable[Ratio], shown: Mapping[str, str], details: Any
+        self, module: str, rows: Sequence[Row], ratios: Ratios, shown: Mapping[str, str], details: Any
     ) -> Results:
         """Write the results of an experiment's module, with its aims, published figures and bits per byte."""
         results: dict[str, Any] = {"aims": composition_aims(rows, ratios), "paper": published(module)}
@@ -284,31 +304,18 @@ class ComposedStudy(Study):
         return self.write(name, rows, plots=plots, details=details, **results)
 
 
-def _add_forgotten(measurement: Measurement, anchor: Measurement) -> None:
-    """Add what was forgotten in bits per byte as well."""
-    if "forgotten" in measurement.row.metrics:
-        lost = metric(measurement, "old_bpb") - metric(anchor, "old_bpb")
-        measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
-
-
 def composition(augmenting: Mapping[str, Path]) -> dict[str, Any]:
     """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
     models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
-    settings = {"stride": 1, "positions": "local", "norm": "pre"}
-    return {"kind": "composition", "augmenting": models, **settings}
+    return {"kind": "composition", "augmenting": models, "stride": 1, "positions": "local", "norm": "pre"}
 
 
-def composition_aims(rows: Sequence[Row], ratios: Iterable[Ratio]) -> list[Aim]:
-    """Metrics of one row over another's, and that the composition forgets no more than LoRA.
-
-    Args:
-        rows: of all tables; aims whose rows are not there are left out.
-        ratios: text, metric, row, other row, and what the ratio stays below.
-    """
+def composition_aims(rows: Sequence[Row], ratios: Ratios) -> list[Aim]:
+    """The ratios whose rows are there, and that the composition forgets no more than LoRA."""
     values = numbers_of(rows)
     met = [
         aim(text, name, limit, values[row][name] / values[other][name])
-        for text, name, row, other, limit in ratios
+        for (name, row, other, limit), text in ratios.items()
         if {row, other} <= values.keys()
     ]
     if {"composition", "lora"} <= values.keys():

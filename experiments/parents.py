@@ -34,8 +34,6 @@ from graftlm.training.language_model import LanguageModel
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
 DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
 FILES = (ENGLISH, FRENCH, *DOCUMENTS)
-# What a specialist-sized model reads of the anchor's English.
-SMALL_SHARE = 0.6
 T = TypeVar("T")
 _LETTERS = re.compile(r"[A-Za-z ,.;:'()\"-]")
 _NO_PROSE = re.compile(r"\s{3,}|\t|\||\+-|:?[A-Z][\w-]*:")
@@ -115,8 +113,8 @@ class PretrainRun(Run):
 
     def measure(self, context: RunContext) -> Measurement:
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
-        shape = {"width": self.width, "layers": self.layers, "heads": self.heads, "length": self.length}
-        model: Any = random_llama(tokenizer, **shape, seed=self.seed)
+        shape = self.model_dump(include={"width", "layers", "heads", "length", "seed"})
+        model: Any = random_llama(tokenizer, **shape)
         for start in context.dependencies.values():
             model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
         metrics: dict[str, Any] = {"parameters": count_parameters(model.parameters())}
@@ -176,15 +174,8 @@ def parent_runs(corpus: Path, tokenizers: dict[str, Path], size: Size) -> list[P
         changes = {"id": name, "depends_on": (start.id,), "sources": sources, "learning_rate": 2e-3}
         return start.model_copy(update=changes)
 
-    vanilla = PretrainRun(
-        id="vanilla",
-        tokenizer=shared,
-        sources=texts("english-some"),
-        width=size.width,
-        layers=size.layers,
-        length=size.length,
-        batch_size=size.batch_size,
-    )
+    shape = size.model_dump(include={"width", "layers", "length", "batch_size"})
+    vanilla = PretrainRun(id="vanilla", tokenizer=shared, sources=texts("english-some"), **shape)
     wider = {"id": "english", "width": size.anchor_width, "layers": size.anchor_layers}
     english = vanilla.model_copy(update={"sources": texts("english"), **wider})
     own_vanilla = vanilla.model_copy(update={"id": "own-vanilla", "tokenizer": own})
@@ -222,17 +213,20 @@ def make_corpus(data: Path, folder: Path, size: Size) -> Path:
 
 def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     modules = deal([str(path) for path in _modules(size)], size.modules)
-    for name, paths in modules.items():
-        write_documents(folder / f"python-{name}.jsonl", [read_source(path) for path in paths])
+    python = {f"python-{name}": [read_source(path) for path in paths] for name, paths in modules.items()}
     docs = list(_documentation(data, modules["train"]))
-    novels = read_texts(data / ENGLISH)[: size.english_novels]
-    write_documents(folder / "english.jsonl", _english(novels, docs, size, 1.0))
-    write_documents(folder / "english-some.jsonl", _english(novels, docs, size, SMALL_SHARE))
-    french = read_texts(data / FRENCH)[: size.french_novels]
-    write_documents(folder / "french.jsonl", [text[: size.french] for text in french])
-    write_documents(
-        folder / "mixed.jsonl", _mixed(novels, french, [read_source(path) for path in modules["train"]], size)
+    novels, french = read_texts(data / ENGLISH)[: size.english_novels], read_texts(data / FRENCH)[: size.french_novels]
+    texts = (
+        python
+        | {
+            "english": _english(novels, docs, size, 1.0),
+            "english-some": _english(novels, docs, size, 0.6),  # what models of a specialist's size read
+            "french": [text[: size.french] for text in french],
+            "mixed": _mixed(novels, french, python["python-train"], size),
+        }
     )
+    for name, documents in texts.items():
+        write_documents(folder / f"{name}.jsonl", documents)
 
 
 def prose(text: str) -> str:
@@ -240,19 +234,13 @@ def prose(text: str) -> str:
     text = re.sub(r"```.*?(```|\Z)", "", text, flags=re.DOTALL)
     blocks = [block.strip("\n").split("\n") for block in re.split(r"\n\s*\n", text)]
     kept = [" ".join(line.strip() for line in lines) for lines in blocks if not any(map(_NO_PROSE.match, lines))]
-    return "\n".join(
-        paragraph
-        for paragraph in kept
-        if len(paragraph) > 80 and len(_LETTERS.findall(paragraph)) > 0.93 * len(paragraph)
-    )
+    return "\n".join(line for line in kept if len(line) > 80 and len(_LETTERS.findall(line)) > 0.93 * len(line))
 
 
 def _english(novels: Sequence[str], docs: Sequence[str], size: Size, share: float) -> list[str]:
     """The start of every novel, and documentation up to its size."""
-    return [
-        *(novel[: int(share * size.novel)] for novel in novels),
-        *up_to(docs, int(share * size.documentation)),
-    ]
+    starts = [novel[: int(share * size.novel)] for novel in novels]
+    return [*starts, *up_to(docs, int(share * size.documentation))]
 
 
 def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
@@ -268,8 +256,7 @@ def _documentation(data: Path, modules: Sequence[str]) -> Iterator[str]:
     """Documents' prose, and between them the docstrings and comments of modules."""
     collections = zip(*(read_texts(data / name) for name in DOCUMENTS), strict=False)
     proses = (text for documents in collections for document in documents if (text := prose(document)))
-    words = (split[0] for path in modules if (split := split_source(Path(path).read_bytes())) and split[0])
-    for pair in zip(proses, words, strict=False):
+    for pair in zip(proses, _words(Path(path).read_bytes() for path in modules), strict=False):
         yield from pair
 
 
@@ -306,12 +293,6 @@ def read_texts(file: Path) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-def old_part(english: Sequence[str], characters: int) -> list[str]:
-    """Some of every document that the anchor read: about as much of its novels as of its documentation."""
-    longest = max(map(len, english))
-    return [text[: characters if len(text) > longest // 4 else characters // 12] for text in english]
-
-
 def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
     """Write texts of novels and modules that no model has read: English (old), French (new) and Python.
 
@@ -319,13 +300,14 @@ def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
         tested: characters of each set of test texts; validation takes a third.
     """
     english, french = read_texts(data / ENGLISH), read_texts(data / FRENCH)
+    test, validation = (read_texts(corpus / f"python-{name}.jsonl") for name in ("test", "validation"))
     sets = {
-        "old": [english[-1][len(english[-1]) // 3 :], *_docstrings(corpus / "python-test.jsonl")],
+        "old": [english[-1][len(english[-1]) // 3 :], *_words(map(str.encode, test))],
         "new": french[-3:],
-        "python": [text[len(text) // 4 :] for text in read_texts(corpus / "python-test.jsonl")],
-        "validation_old": [english[-2], *_docstrings(corpus / "python-validation.jsonl")],
+        "python": [text[len(text) // 4 :] for text in test],
+        "validation_old": [english[-2], *_words(map(str.encode, validation))],
         "validation_new": french[-4:-3],
-        "validation_python": read_texts(corpus / "python-validation.jsonl"),
+        "validation_python": validation,
     }
     for name, texts in sets.items():
         size = tested // (3 if name.startswith("validation") else 1)
@@ -340,8 +322,8 @@ def spread(texts: Sequence[str], characters: int) -> list[str]:
     return [first[:half], *(text[:each] for text in others[: half // each])]
 
 
-def _docstrings(file: Path) -> list[str]:
-    return [split[0] for text in read_texts(file) if (split := split_source(text.encode())) and split[0]]
+def _words(modules: Iterable[bytes]) -> Iterator[str]:
+    return (split[0] for module in modules if (split := split_source(module)) and split[0])
 
 
 def spaced(values: Sequence[T], count: int) -> list[T]:

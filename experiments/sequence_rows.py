@@ -14,23 +14,23 @@ from graftlm.runs.graft_run import count_parameters
 
 _CONTEXTS = {"sh": "single-head", "mh": "multi-head", "mf": "multi-filter"}
 _KERNELS = {"s4d": ("S4D", _CONTEXTS), "unstructured": ("unstructured", ("sh", "mf"))}
-_BLOCK_STATE = {
-    f"bst_{context}_{kernel}": (f"BST {_CONTEXTS[context]}, {name}", {"context": context, "kernel": kernel})
+# Label and difference; Transformer-XL reads four windows behind its own, like the published row, whose windows are four
+# times as long.
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "slide": ("sliding window", {"mixer": "slide"}),
+    "transformer_xl": ("Transformer-XL", {"mixer": "memory", "memory_windows": 4}),
+    "block_recurrent": ("block-recurrent, fixed gate, skip", {"mixer": "recurrent"}),
+} | {
+    f"bst_{context}_{kernel}": (
+        f"BST {_CONTEXTS[context]}, {name}",
+        {"mixer": "block-state", "context": context, "kernel": kernel},
+    )
     for kernel, (name, contexts) in _KERNELS.items()
     for context in contexts
 }
-BLOCK_STATE = tuple(_BLOCK_STATE)
-LABELS = {
-    "slide": "sliding window",
-    "transformer_xl": "Transformer-XL",
-    "block_recurrent": "block-recurrent, fixed gate, skip",
-} | {row: label for row, (label, _) in _BLOCK_STATE.items()}
-# Transformer-XL reads four windows behind its own, like the published row, whose windows are four times as long.
-ROWS: dict[str, dict[str, Any]] = {
-    "slide": {"mixer": "slide"},
-    "transformer_xl": {"mixer": "memory", "memory_windows": 4},
-    "block_recurrent": {"mixer": "recurrent"},
-} | {row: {"mixer": "block-state"} | difference for row, (_, difference) in _BLOCK_STATE.items()}
+LABELS = {row: label for row, (label, _) in _MODELS.items()}
+ROWS = {row: difference for row, (_, difference) in _MODELS.items()}
+BLOCK_STATE = tuple(row for row in ROWS if row.startswith("bst_"))
 
 
 def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:

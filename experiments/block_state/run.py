@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from pydantic import Field
 from transformers import AutoTokenizer
 
@@ -169,12 +168,15 @@ class LongTextStudy(Study):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.config = QUICK if options.quick else FULL
-        self.evaluation = LengthsConfig(
-            lengths=list(self.config.lengths),
-            limit_tokens=max(self.config.lengths) - 1,
-            tokens_per_pass=max(4096, self.config.length),
-        )
+        lengths, tokens = self.config.lengths, max(4096, self.config.length)
+        self.evaluation = LengthsConfig(lengths=list(lengths), limit_tokens=max(lengths) - 1, tokens_per_pass=tokens)
         self.corpora = make_corpora(options, options.out / "corpora", self.config.corpus)
+        train, test = (
+            [SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl")) for name in CORPORA]
+            for split in ("train", "test")
+        )
+        tests = {name: [source] for name, source in zip(CORPORA, test, strict=True)}
+        self.data = LanguageDataConfig(train=train, test=tests, length=self.config.length)
         self.vocab_size = len(AutoTokenizer.from_pretrained(self.corpora / "tokenizer"))
 
     def run(self, row: str, seed: int, *, times: int = 1, **changes: Any) -> LanguageModelRun:
@@ -191,12 +193,7 @@ class LongTextStudy(Study):
             label=LABELS[row],
             model=model_config(row, shape, config.parameters),
             tokenizer=TokenizerConfig(name=str(self.corpora / "tokenizer")),
-            data=LanguageDataConfig(
-                train=self._sources("train", *CORPORA),
-                test={name: self._sources("test", name) for name in CORPORA},
-                length=config.length,
-                seed=seed,
-            ),
+            data=self.data.model_copy(update={"seed": seed}),
             training=config.training.model_copy(update=training),
             evaluation=self.evaluation,
             device=self.options.device,
@@ -228,9 +225,6 @@ class LongTextStudy(Study):
             for n, (label, change) in changes[name].items()
         ]
 
-    def _sources(self, split: str, *corpora: str) -> list[SourceConfig]:
-        return [SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl")) for name in corpora]
-
 
 def run(options: Options) -> Results:
     """Run the requested tables, by default the first."""
@@ -248,7 +242,11 @@ def run(options: Options) -> Results:
         "tokens": {name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()},
         "losses": {name: measured[run.id].details["losses"] for name, run in first.items() if name in plotted},
     }
-    plots = _plots(study.config, [row for row in rows if row.id in plotted])
+    plots = {}
+    for corpus in CORPORA:
+        names = {length: f"bpb_{corpus}_at_{length}" for length in study.config.lengths}
+        curves = {row.label: [(n, row.metrics[names[n]]) for n in names] for row in rows if row.id in plotted}
+        plots[f"length-{corpus}"] = by_length(curves, trained=study.config.length, title=corpus)
     return study.write(NAME, rows, aims=aims(rows), paper=published(__file__, ids), details=details, plots=plots)
 
 
@@ -271,26 +269,13 @@ def _table_aims(rows: Mapping[str, Row]) -> list[Aim]:
         metric = f"bpb_{corpus}"
         values = {name: value_of(row.metrics[metric]) for name, row in rows.items()}
         best = min((name for name in rows if name in BLOCK_STATE), key=values.__getitem__)
-        relations = {
-            "slide": ("below the sliding window", operator.lt),
-            "block_recurrent": ("no worse than block-recurrent", operator.le),
-        }
-        for other, (words, relation) in relations.items():
-            text = f"{corpus}: the best BST ({rows[best].label}) is {words}"
-            table_aims.append(aim(text, metric, values[other], values[best], relation))
+        text = f"{corpus}: the best BST ({rows[best].label}) is"
+        slide, recurrent = f"{text} below the sliding window", f"{text} no worse than block-recurrent"
+        table_aims += [
+            aim(slide, metric, values["slide"], values[best]),
+            aim(recurrent, metric, values["block_recurrent"], values[best], operator.le),
+        ]
     metric = "train_tokens_per_s"
     fast, slow = (value_of(rows[name].metrics[metric]) for name in ("bst_sh_s4d", "block_recurrent"))
     text = f"{rows['bst_sh_s4d'].label} trains at least {MIN_SPEEDUP:g} times as fast as block-recurrent"
     return [*table_aims, aim(text, metric, MIN_SPEEDUP, fast / slow, operator.ge)]
-
-
-def _plots(config: LongTextConfig, rows: Sequence[Row]) -> dict[str, Figure]:
-    """Bits per byte by length, one figure for each corpus."""
-    return {
-        f"length-{corpus}": by_length(
-            {row.label: [(n, row.metrics[f"bpb_{corpus}_at_{n}"]) for n in config.lengths] for row in rows},
-            trained=config.length,
-            title=corpus,
-        )
-        for corpus in CORPORA
-    }

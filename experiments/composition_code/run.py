@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from experiments import Options
-from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask, composition
+from experiments.composed import LABELS as SHARED_LABELS
+from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask
 from experiments.parents import fitting, read_texts, spaced, write_examples
 from graftlm.evaluation import Results
 
 ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
 TABLES = {"4": ("composition",), "5": ("composition", *ABLATIONS)}
 LABELS = {
-    "m_b": "anchor m_B",
     "m_a": "code specialist m_A",
-    "composition": "composition",
-    "lora": "LoRA, equal parameters",
-    "vanilla_m_a": "with vanilla m_A",
-    "random_m_a": "with random m_A",
     "encoder_m_a": "m_A as encoder",
-}
+} | SHARED_LABELS
 SHOWN = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
 SHORTEST_DOC, LONGEST_DOC = 24, 160
 SHORTEST_CODE, LONGEST_CODE = 60, 420
@@ -58,11 +54,11 @@ def run(options: Options) -> Results:
     study.tasks = [task(study, name, amounts.answers) for name in ("c2t", "t2c")]
     rows, details = study.measure({"m_b": study.parents.anchor, "m_a": study.parents.code}, trained_rows(study))
     details["setting"]["texts"] = counts
-    ratios = (
-        (f"{text}, bits per byte, over {LABELS[other]}'s", metric, "composition", other, 1.0)
+    ratios = {
+        (metric, "composition", other, 1.0): f"{text}, bits per byte, over {LABELS[other]}'s"
         for metric, text in SHOWN.items()
         for other in ("m_b", "m_a")
-    )
+    }
     return study.report(__file__, rows, ratios, SHOWN, details)
 
 
@@ -101,18 +97,9 @@ def task(study: ComposedStudy, name: str, answers: int = 0) -> PromptTask:
 
 def trained_rows(study: ComposedStudy) -> list[ComposedRow]:
     """Every trained row, all on the same data; here the new domain is Python."""
-    parents = study.parents
     sets = {"old": "old", "new": "python", "validation_old": "validation_old", "validation_new": "validation_python"}
     data = study.data(["python-part", "functions-prompts"], "english-part", sets, "whole")
-    pair = composition({"code": parents.code})
-    grafts: dict[str, Mapping[str, Any]] = {
-        "composition": pair,
-        "lora": study.equal_lora(pair),
-        "vanilla_m_a": composition({"code": parents.vanilla}),
-        "random_m_a": composition({"code": parents.random}),
-        "encoder_m_a": pair | {"refresh": "prompt"},
-    }
-    return [ComposedRow(name, graft, data) for name, graft in grafts.items()]
+    return [ComposedRow(name, graft, data) for name, graft in study.grafts("code", study.parents.code).items()]
 
 
 class Function(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from experiments import Options
 from experiments.ambiguity_checkers.run import verses
+from experiments.composed import LABELS as SHARED_LABELS
 from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask, composition
 from experiments.composition_language import readout
 from experiments.parents import fitting, read_texts, spaced, write_examples
@@ -128,52 +129,41 @@ TABLES = {
 BY_DEFAULT = tuple(table for table in TABLES if table != "variants")
 LONG = 3  # times the steps of the other rows
 LONG_RATES = {"composition_long": 1e-2, "lora_long": 1e-2}
-LABELS = {
-    "m_b": "anchor m_B",
-    "m_a": "French specialist m_A",
-    "m_a_code": "code specialist",
-    "m_a_own": "French specialist, own tokenizer",
-    "composition": "composition",
-    "lora": "LoRA, equal parameters",
-    "vanilla_m_a": "with vanilla m_A",
-    "random_m_a": "with random m_A",
-    "own_tokenizer": "with the specialist's own tokenizer",
-    "code": "with the code specialist",
-    "french_and_code": "with both specialists",
-    "composition_long": f"composition, {LONG} times the steps",
-    "lora_long": f"LoRA, {LONG} times the steps",
-    "prompts": "composition, rows with prompts",
-    "encoder_m_a": "m_A as encoder, rows with prompts",
-    "norm_none": "composition, norm: none",
-    "positions_none": "composition, positions: none, as in the paper",
-    "positions_rotary": "composition, positions: rotary",
-    "stride_2": "composition, stride 2",
-} | readout.LABELS
+LABELS = (
+    {
+        "m_a": "French specialist m_A",
+        "m_a_code": "code specialist",
+        "m_a_own": "French specialist, own tokenizer",
+        "own_tokenizer": "with the specialist's own tokenizer",
+        "code": "with the code specialist",
+        "french_and_code": "with both specialists",
+        "composition_long": f"composition, {LONG} times the steps",
+        "lora_long": f"LoRA, {LONG} times the steps",
+        "prompts": "composition, rows with prompts",
+        "encoder_m_a": "m_A as encoder, rows with prompts",
+        "norm_none": "composition, norm: none",
+        "positions_none": "composition, positions: none, as in the paper",
+        "positions_rotary": "composition, positions: rotary",
+        "stride_2": "composition, stride 2",
+    }
+    | SHARED_LABELS
+    | readout.LABELS
+)
 PROMPTS = ("validation_continue", "validation_pairs")
 TASKS = ("continue", "ntrex_en_fr", "ntrex_fr_en", "bible_en_fr", "bible_fr_en")
 # Only a choice of the setting, on validation text: one seed.
 VARIANTS = TABLES["variants"][1:]
 # Better French than both parents, little lost between two specialists or two tokenizers.
-RATIOS = (
-    ("French, bits per byte, over the anchor's", "new_bpb", "composition", "m_b", 1.0),
-    ("French, bits per byte, over the specialist's", "new_bpb", "composition", "m_a", 1.0),
-    (f"French after {LONG} times the steps, over the specialist's", "new_bpb", "composition_long", "m_a", 1.0),
-    (
-        "French with both specialists over the better of the French one alone",
-        "new_bpb",
-        "french_and_code",
-        "composition",
-        1.05,
+RATIOS = {
+    ("new_bpb", "composition", "m_b", 1.0): "French, bits per byte, over the anchor's",
+    ("new_bpb", "composition", "m_a", 1.0): "French, bits per byte, over the specialist's",
+    ("new_bpb", "composition_long", "m_a", 1.0): f"French after {LONG} times the steps, over the specialist's",
+    ("new_bpb", "french_and_code", "composition", 1.05): (
+        "French with both specialists over the better of the French one alone"
     ),
-    ("Python with both specialists over the code specialist alone", "python_bpb", "french_and_code", "code", 1.05),
-    (
-        "French with the specialist's own tokenizer over the shared one",
-        "new_bpb",
-        "own_tokenizer",
-        "composition",
-        1.05,
-    ),
-)
+    ("python_bpb", "french_and_code", "code", 1.05): "Python with both specialists over the code specialist alone",
+    ("new_bpb", "own_tokenizer", "composition", 1.05): "French with the specialist's own tokenizer over the shared one",
+}
 
 
 def run(options: Options) -> Results:
@@ -209,29 +199,23 @@ def data_of(study: ComposedStudy, *parts: str, prompts: bool = False) -> DataCon
 
 
 def trained_rows(study: ComposedStudy) -> list[ComposedRow]:
-    """Every trained row."""
+    """Every trained row; those of which nothing else is said are trained on French."""
     parents, french, prompts = study.parents, data_of(study, "french"), data_of(study, "french", prompts=True)
-    pair = composition({"french": parents.french})
-    grafts = {
-        "composition": (pair, french),
-        "lora": (study.equal_lora(pair), french),
-        "vanilla_m_a": (composition({"french": parents.vanilla}), french),
-        "random_m_a": (composition({"french": parents.random}), french),
-        "own_tokenizer": (composition({"french": parents.own}), french),
-        "code": (composition({"code": parents.code}), data_of(study, "python")),
-        "french_and_code": (
-            composition({"french": parents.french, "code": parents.code}),
-            data_of(study, "french", "python"),
-        ),
-        "prompts": (pair, prompts),
-        "encoder_m_a": (pair | {"refresh": "prompt"}, prompts),
-        "norm_none": (pair | {"norm": "none"}, french),
-        "stride_2": (pair | {"stride": 2}, french),
-        "positions_none": (pair | {"positions": "none"}, french),
-        "positions_rotary": (pair | {"positions": "rotary"}, french),
+    grafts = study.grafts("french", parents.french)
+    pair, encoder = grafts["composition"], grafts.pop("encoder_m_a")
+    grafts |= {
+        "own_tokenizer": composition({"french": parents.own}),
+        "code": composition({"code": parents.code}),
+        "french_and_code": composition({"french": parents.french, "code": parents.code}),
+        "prompts": pair,
+        "encoder_m_a": encoder,
+        "norm_none": pair | {"norm": "none"},
+        "stride_2": pair | {"stride": 2},
+        "positions_none": pair | {"positions": "none"},
+        "positions_rotary": pair | {"positions": "rotary"},
     }
-    long = [
-        ComposedRow(name, *grafts[name.removesuffix("_long")], times=LONG, rate=rate)
-        for name, rate in LONG_RATES.items()
-    ]
-    return [ComposedRow(name, *parts) for name, parts in grafts.items()] + long
+    data = {"code": data_of(study, "python"), "french_and_code": data_of(study, "french", "python")}
+    data |= {"prompts": prompts, "encoder_m_a": prompts}
+    rows = [ComposedRow(name, graft, data.get(name, french)) for name, graft in grafts.items()]
+    long = {name: grafts[name.removesuffix("_long")] for name in LONG_RATES}
+    return rows + [ComposedRow(name, graft, french, LONG, LONG_RATES[name]) for name, graft in long.items()]

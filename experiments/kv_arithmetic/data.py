@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
@@ -53,22 +54,20 @@ class Operands:
         self._values: Ints = array[self._order]
         self._source = np.random.default_rng(seed)
         self._counts_cache: dict[tuple[int, int], Ints] = {}
-        self._pending: dict[str, list[list[int]]] = {}
-        self._impossible: set[str] = set()
+        self._pending: dict[str, list[list[int]] | None] = {}
 
     def draw(self, operations: str) -> list[int] | None:
         """Indices into `values`, one more than operations; None if no operands stay in range."""
-        ready = self._pending.setdefault(operations, [])
-        if not ready and operations not in self._impossible:
-            ready += self._draw_batch(operations)
-            if not ready:
-                self._impossible.add(operations)
+        ready = self._pending.get(operations, [])
+        if ready == []:
+            ready = self._pending[operations] = self._draw_batch(operations)
         return ready.pop() if ready else None
 
-    def _draw_batch(self, operations: str) -> list[list[int]]:
-        lengths, signs = _runs(operations)
+    def _draw_batch(self, operations: str) -> list[list[int]] | None:
+        lengths = [len(products) + 1 for products in re.split("[+-]", operations)]  # operands of each run of products
+        signs = [1] + [1 if operation == "+" else -1 for operation in operations.replace("*", "")]
         if not all(self._count(length, self.largest) for length in lengths):
-            return []
+            return None
         for _ in range(_BATCHES):
             runs = [self._draw_run(length) for length in lengths]
             terms = np.stack([self._values[run].prod(axis=1) for run in runs], axis=1)
@@ -76,7 +75,7 @@ class Operands:
             within_B = ((sums_BT >= 1) & (sums_BT <= self.largest)).all(axis=1)
             if within_B.any():
                 return self._order[np.concatenate(runs, axis=1)[within_B]].tolist()
-        return []
+        return None
 
     def _draw_run(self, length: int) -> Ints:
         """(B, length) indices into the ordered values, whose product stays in range."""
@@ -108,23 +107,10 @@ class Operands:
         return self._counts_cache[length, limit]
 
     def _count(self, length: int, limit: int) -> int:
-        """count_m(limit)."""
         if length == 0:
             return 1
         sums = self._cumulative_counts(length, limit)
         return int(sums[-1]) if len(sums) else 0
-
-
-def _runs(operations: str) -> tuple[list[int], list[int]]:
-    """The number of operands in each run of products, and the sign before it."""
-    lengths, signs = [1], [1]
-    for operation in operations:
-        if operation == "*":
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-            signs.append(1 if operation == "+" else -1)
-    return lengths, signs
 
 
 Form = Literal["substitution", "scratchpad", "direct", "numeric"]

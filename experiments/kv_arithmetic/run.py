@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 from pydantic import Field
@@ -18,7 +19,7 @@ from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, Mod
 from experiments.study import Study, TableRow, aim, bars, combined_row, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row
-from graftlm.io import write_atomically
+from graftlm.io import digest, write_atomically
 
 NAME = "kv-arithmetic"
 WITHIN_TEN_MINUTES = ("1", "ablations")
@@ -101,14 +102,15 @@ class KvArithmeticStudy(Study):
 
     def resized(self, **changes: Any) -> KvArithmeticStudy:
         """The study at another size, with the same collection of parents."""
-        study = KvArithmeticStudy(self.options, self.size.model_copy(update=changes))
-        study.parents = self.parents
+        study = copy(self)
+        study.size = self.size.model_copy(update=changes)
         return study
 
     def parent(self, role: Role, seed: int) -> ParentRun:
         """One of the models that rows depend on."""
         size, own = self.size, role == "arithmetic"
-        run = ParentRun.named_by_content(
+        run = ParentRun(
+            id="parent",
             role=role,
             world=size.world,
             exam=size.exam,
@@ -117,7 +119,8 @@ class KvArithmeticStudy(Study):
             named=size.named if own else 0.0,
             seed=seed,
         )
-        return self.parents.setdefault(run.id, run)
+        name = f"parent-{role}-s{seed}-{digest(run.settings())[:8]}"  # a table may have several of one role
+        return self.parents.setdefault(name, run.model_copy(update={"id": name}))
 
     def row_run(
         self, row: str, seed: int, name: str = "", *, graft: dict[str, Any] | None = None, **changes: Any

@@ -45,7 +45,6 @@ from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
 from graftlm.evaluation.examples import generate_answers
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.io import digest
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import TrainingConfig, train
@@ -92,10 +91,10 @@ def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
     source = random.Random(f"exam {seed}")
 
     def unique(keys: Sequence[str], count: int) -> tuple[ArithmeticTask, ...]:
-        found: dict[Expression, ArithmeticTask] = {}
-        for task in islice(tasks(world, pairs, keys, source, found), count):
-            found[task.keys] = task
-        return tuple(found.values())
+        chosen: dict[Expression, ArithmeticTask] = {}
+        for task in islice(tasks(world, pairs, keys, source, chosen), count):
+            chosen[task.keys] = task
+        return tuple(chosen.values())
 
     held_in = unique(pairs.held_in, exam.expressions)
     held_out = unique(pairs.held_out, exam.expressions + exam.validation)
@@ -199,12 +198,6 @@ class ParentRun(Run):
     named: float = Field(0.0, ge=0, le=1)
     seed: int = 0
 
-    @classmethod
-    def named_by_content(cls, **fields: Any) -> ParentRun:
-        """A parent whose id holds a digest of its settings: a table may have several of one role."""
-        run = cls(id="parent", **fields)
-        return run.model_copy(update={"id": f"parent-{run.role}-s{run.seed}-{digest(run.settings())[:8]}"})
-
     def artefacts(self) -> tuple[str, ...]:
         return ("config.json", "tokenizer.json")
 
@@ -266,8 +259,6 @@ def make_batches(
 
 
 def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    end = tokenizer.convert_tokens_to_ids(END)
-    assert isinstance(end, int)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
@@ -280,7 +271,7 @@ def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
         rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=end,
+        eos_token_id=tokenizer.get_vocab()[END],
         pad_token_id=padding_id(tokenizer),
     )
     return LlamaForCausalLM(config)

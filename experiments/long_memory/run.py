@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Self
@@ -29,7 +30,6 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from experiments import Options
 from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config, new_model
@@ -175,28 +175,21 @@ def _sample(random: np.random.Generator, rows: int, below: int, count: int) -> n
 def _listops(task: MemoryTask, count: int, random: np.random.Generator) -> TaskExamples:
     ids = np.full((count, task.length), PADDING_ID)
     answers = np.zeros_like(ids, dtype=bool)
-    examples = expressions(random, task.shortest, task.length - 1)
-    for row, (expression, result) in zip(range(count), examples, strict=False):
-        ids[row, : len(expression)] = expression
-        ids[row, len(expression)] = ANSWER_ID + result
-        answers[row, len(expression)] = True
+    for row, (expression, result) in enumerate(islice(expressions(random, task.shortest, task.length - 1), count)):
+        length = len(expression)
+        ids[row, : length + 1] = [*expression, ANSWER_ID + result]
+        answers[row, length] = True
     return TaskExamples(ids, answers)
 
 
 def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[tuple[list[int], int]]:
     """An endless stream of expressions within these lengths, as ids, each with its result."""
-    draws = _uniform(random)
+    draws = (draw for _ in count() for draw in random.random(4096).tolist())  # many at a time: most are rejected
     while True:
         ids: list[int] = []
         result = _write_list(draws, ids, 1, longest)
         if result is not None and shortest <= len(ids) <= longest:
             yield ids, result
-
-
-def _uniform(random: np.random.Generator) -> Iterator[float]:
-    """An endless stream of numbers from 0 to 1. Drawing many at a time is faster: most expressions are rejected."""
-    while True:
-        yield from random.random(4096).tolist()
 
 
 def _write_list(draws: Iterator[float], ids: list[int], depth: int, longest: int) -> int | None:
@@ -278,16 +271,11 @@ def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
     correct = 0
     with evaluation_mode(model), torch.inference_mode():
         for batch, is_answer in zip(ids.split(batch_size), answers.split(batch_size), strict=True):
-            correct += int((_predictions(model, batch) == batch)[is_answer].sum())
+            mask = (batch != PADDING_ID).long()
+            more = {} if bool(mask.all()) else {"attention_mask": mask}
+            predicted = model(input_ids=batch, use_cache=False, **more).logits[:, :-1].argmax(dim=-1)
+            correct += int((predicted == batch[:, 1:])[is_answer[:, 1:]].sum())
     return 100 * correct / int(answers.sum())
-
-
-def _predictions(model: Any, ids: Tensor) -> Tensor:
-    """(B, L): the most likely token at each position, given those before it; -1 at the first."""
-    mask = (ids != PADDING_ID).long()
-    kwargs = {} if bool(mask.all()) else {"attention_mask": mask}
-    predictions = model(input_ids=ids, use_cache=False, **kwargs).logits[:, :-1].argmax(dim=-1)
-    return torch.cat([torch.full_like(ids[:, :1], -1), predictions], dim=1)
 
 
 class LongMemoryConfig(Config):
@@ -362,10 +350,15 @@ def run(options: Options) -> Results:
     study = Study(options)
     keys = [(row, task) for task in tasks for row in LABELS]
     runs = {key: [memory_run(config, *key, seed) for seed in study.seeds] for key in keys}
-    measurements = study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
-    measured = {key: [measurements[run.id] for run in of_seeds] for key, of_seeds in runs.items()}
-    chance = Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})
-    rows = [chance, *(table_row(row, {task: measured[row, task] for task in tasks}) for row in LABELS)]
+    study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
+    measured = {key: [study.measured[run.id] for run in of_seeds] for key, of_seeds in runs.items()}
+    rows = [Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})]
+    for row, label in LABELS.items():
+        metrics: dict[str, Metric] = {}
+        for task in tasks:
+            metrics[task] = combine_seeds([metric(measurement, "test") for measurement in measured[row, task]])
+            metrics["parameters"] = measured[row, task][0].row.metrics["parameters"]
+        rows.append(Row(id=row, label=label, metrics=metrics))
     details = {
         "wall_s": study.seconds,
         "config": config.model_dump(mode="json"),
@@ -378,15 +371,6 @@ def run(options: Options) -> Results:
         paper = published(__file__)
     plots = {"accuracy": bars(rows, {task: task for task in tasks}, "right answers, %")}
     return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
-
-
-def table_row(row: str, measured: Mapping[str, Sequence[Measurement]]) -> Row:
-    """One row of the table: the test accuracy on every task over seeds."""
-    metrics: dict[str, Metric] = {}
-    for task, of_seeds in measured.items():
-        metrics[task] = combine_seeds([metric(measurement, "test") for measurement in of_seeds])
-        metrics["parameters"] = of_seeds[0].row.metrics["parameters"]
-    return Row(id=row, label=LABELS[row], metrics=metrics)
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import Options
+from experiments.parents import ENGLISH, FRENCH
 from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds, published, training_config
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
@@ -43,12 +44,7 @@ GATES: dict[str, dict[str, Any]] = {
     "relu-l1": {"gate": "relu", "local_loss": "l1"},
 }
 INITIALISED = ("none-l1", "sigmoid-ce", "relu-l1")  # the gates of Table 5
-FILES = (
-    "lm_text/eltec_eng.jsonl",
-    "lm_text/eltec_fra.jsonl",
-    "lm_text/tinyshakespeare/input.txt",
-    "parallel/bible/BSB.txt",
-)
+FILES = (ENGLISH, FRENCH, "lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt")
 
 DATA = {
     "backbone": "english-novels-4m, pretrained on novels 1 to 23",
@@ -83,10 +79,10 @@ class NeutralResiduesStudy(Study):
         One rule for every method: the lowest sum of old and new log-perplexity, so a nat learned counts as a nat kept.
         """
         seed = self.seeds[0]
-        runs = {m: {(rate, 0.0): self.run(m, rate, 0.1, seed) for rate in self.rates[m]} for m in LABELS if m != NAME}
-        pairs = [(ALPHA_RATE, alpha) for alpha in self.alphas]
-        pairs += [(rate, alpha) for alpha in self.fine_alphas for rate in self.rates[NAME]]
-        runs[NAME] = {(rate, alpha): self.run(NAME, rate, 0.1, seed, alpha=alpha) for rate, alpha in pairs}
+        tried = {method: [(rate, 0.0) for rate in self.rates[method]] for method in LABELS}
+        tried[NAME] = [(ALPHA_RATE, alpha) for alpha in self.alphas]
+        tried[NAME] += [(rate, alpha) for alpha in self.fine_alphas for rate in self.rates[NAME]]
+        runs = {m: {choice: self.run(m, choice, 0.1, seed) for choice in choices} for m, choices in tried.items()}
         self.execute([run for by_choice in runs.values() for run in by_choice.values()], "Tables 6 and 7")
         for method, by_choice in runs.items():
             self.choices[method] = min(by_choice, key=lambda choice, of=by_choice: self._validation(of[choice]))
@@ -97,20 +93,18 @@ class NeutralResiduesStudy(Study):
 
     def main_run(self, method: str, p: float, seed: int) -> GraftRun:
         """A method at its chosen setting."""
-        rate, alpha = self.choices[method]
-        return self.run(method, rate, p, seed, **({"alpha": alpha} if method == NAME else {}))
+        return self.run(method, self.choices[method], p, seed)
 
     def ablation(self, gate: str, **changes: Any) -> GraftRun:
         """A gate with its loss, and perhaps another initialisation, at the chosen rate and alpha, first seed."""
         if gate == "relu-l1" and not changes:
             return self.main_run(NAME, 0.1, self.seeds[0])
-        rate, alpha = self.choices[NAME]
-        return self.run(NAME, rate, 0.1, self.seeds[0], alpha=alpha, **GATES[gate], **changes)
+        return self.run(NAME, self.choices[NAME], 0.1, self.seeds[0], **GATES[gate], **changes)
 
     def rate_runs(self, method: str) -> list[GraftRun]:
         """A method at every learning rate, first seed."""
-        alpha = {"alpha": self.choices[NAME][1]} if method == NAME else {}
-        return [self.run(method, rate, 0.1, self.seeds[0], **alpha) for rate in self.rates[method]]
+        alpha = self.choices[method][1]
+        return [self.run(method, (rate, alpha), 0.1, self.seeds[0]) for rate in self.rates[method]]
 
     def table_runs(self, table: str) -> Iterator[tuple[str, str, GraftRun]]:
         """The rows of Tables 4 to 7: id, label and run.
@@ -126,15 +120,17 @@ class NeutralResiduesStudy(Study):
                 yield f"t5-{gate}-low-variance", f"{gate}, low-variance", self.ablation(gate)
         elif table == "6":
             for alpha in self.alphas:
-                run = self.run(NAME, ALPHA_RATE, 0.1, self.seeds[0], alpha=alpha)
+                run = self.run(NAME, (ALPHA_RATE, alpha), 0.1, self.seeds[0])
                 yield f"t6-alpha-{alpha:g}", f"alpha {alpha:g}", run
         else:
             for method, label in LABELS.items():
                 for rank, run in enumerate(self.rate_runs(method)):
                     yield f"t7-{method}-{rank}", f"{label}, lr {self.rates[method][rank]:g}", run
 
-    def run(self, method: str, rate: float, p: float, seed: int, **graft: Any) -> GraftRun:
+    def run(self, method: str, choice: Choice, p: float, seed: int, **graft: Any) -> GraftRun:
         """One run; its id says all that sets it apart."""
+        rate, alpha = choice
+        graft |= {"alpha": alpha} if method == NAME else {}
         parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
         run = self.bare(rate, p, seed)
         changes = {"id": "_".join(parts), "label": LABELS[method], "graft": graft_config({"kind": method, **graft})}
@@ -203,11 +199,13 @@ def run(options: Options) -> Results:
 
 def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
     """Table 2's rows at one share of old text."""
-    rows = []
-    for method, label in LABELS.items():
-        measurements = [study.measured[study.main_run(method, p, seed).id] for seed in study.seeds]
-        rows.append(over_seeds(measurements, method + suffix, label + ("" if p else ", no old text")))
-    return rows
+    runs = {method: [study.main_run(method, p, seed) for seed in study.seeds] for method in LABELS}
+    return [
+        over_seeds(
+            [study.measured[run.id] for run in runs[method]], method + suffix, label + ("" if p else ", no old text")
+        )
+        for method, label in LABELS.items()
+    ]
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
