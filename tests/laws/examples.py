@@ -80,7 +80,7 @@ _NOT_CROPPED = "tokens of another tokenizer can't be cropped one by one, so a Gr
 
 
 @functools.cache
-def _augmenting(family: str, tokens: int = TOKENS) -> str:
+def augmenting_folder(family: str, tokens: int = TOKENS) -> str:
     """The folder of another tiny model, with a tokenizer of `tokens`."""
     folder = tempfile.mkdtemp(prefix=f"tiny-{family}-{tokens}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -89,7 +89,7 @@ def _augmenting(family: str, tokens: int = TOKENS) -> str:
     return folder
 
 
-_EXPERTS = {
+EXPERTS = {
     "english": {
         "rank": 4,
         "alpha": 8,
@@ -110,7 +110,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "composition": [
         Example(
             "composition",
-            {"stride": 1, "positions": "none", "augmenting": {"one": {"name": _augmenting("llama")}}},
+            {"stride": 1, "positions": "none", "augmenting": {"one": {"name": augmenting_folder("llama")}}},
             spread=0.05,
         ),
         Example(
@@ -119,8 +119,8 @@ EXAMPLES: dict[str, list[Example]] = {
                 "norm": "pre",
                 "positions": "local",
                 "augmenting": {
-                    "one": {"name": _augmenting("gemma3"), "pairs": [[2, 0], [0, 0]]},
-                    "two": {"name": _augmenting("gpt2"), "pairs": [[1, 1]]},
+                    "one": {"name": augmenting_folder("gemma3"), "pairs": [[2, 0], [0, 0]]},
+                    "two": {"name": augmenting_folder("gpt2"), "pairs": [[1, 1]]},
                 },
                 "heads": 2,
             },
@@ -129,7 +129,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example(
             "composition",
-            {"stride": 1, "augmenting": {"one": {"name": _augmenting("qwen3", 280)}}},
+            {"stride": 1, "augmenting": {"one": {"name": augmenting_folder("qwen3", 280)}}},
             name="two-tokenizers",
             spread=0.05,
             exceptions={"encoders": _OTHER_TOKENIZER, _CROPPED: _NOT_CROPPED},
@@ -159,22 +159,22 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
     ],
     "token-routing": [
-        Example("token-routing", {"experts": _EXPERTS, "prompt": "causal"}, exceptions=_ROUTING),
+        Example("token-routing", {"experts": EXPERTS, "prompt": "causal"}, exceptions=_ROUTING),
         Example(
             "token-routing",
-            {"experts": _EXPERTS, "prompt": "causal", "every": 3, "window": 4, "policy": "nearest", "top": 1},
+            {"experts": EXPERTS, "prompt": "causal", "every": 3, "window": 4, "policy": "nearest", "top": 1},
             name="one-at-a-time",
             exceptions=_ROUTING,
         ),
         Example(
             "token-routing",
-            {"experts": _EXPERTS, "prompt": "causal", "cache": "recompute"},
+            {"experts": EXPERTS, "prompt": "causal", "cache": "recompute"},
             name="recomputing",
             exceptions=_ROUTING,
         ),
         Example(
             "token-routing",
-            {"experts": _EXPERTS, "prompt": "causal", "every": 3, "embedder": {"layers": 1, "whiten": True}},
+            {"experts": EXPERTS, "prompt": "causal", "every": 3, "embedder": {"layers": 1, "whiten": True}},
             name="by-states",
             exceptions=_ROUTING,
         ),

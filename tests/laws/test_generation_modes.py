@@ -9,8 +9,8 @@ import torch
 
 from graftlm.errors import GraftError, TapError
 from graftlm.testing import logits, randomise
-from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, recompute
-from laws.examples import Example, backbone, examples
+from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, positions_of, recompute
+from laws.examples import EXPERTS, Example, augmenting_folder, backbone, examples
 from tiny import WINDOW, tiny_ids
 
 MODES: dict[str, dict[str, Any]] = {
@@ -53,6 +53,49 @@ def test_generation_equals_recomputation(example: Example, family: str, mode: st
             rows = output.beam_indices[:, :NEW_TOKENS]
         expected = recompute(model, output.sequences, mask)
     torch.testing.assert_close(steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
+
+
+READS_PROMPT: dict[str, dict[str, Any]] = {
+    "token routing": {"kind": "token-routing", "experts": EXPERTS, "prompt": "whole", "every": 2},
+    "composition": {
+        "kind": "composition",
+        "stride": 1,
+        "refresh": "prompt",
+        "augmenting": {"one": {"name": augmenting_folder("llama")}},
+    },
+}
+
+
+@pytest.mark.parametrize("mode", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
+def test_the_prompt_is_that_of_the_generation(config: dict[str, Any], padding: str, mode: dict[str, Any]) -> None:
+    ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in PADDINGS[padding]], "left")
+    with attach_graft(backbone("llama"), config).eval() as model:
+        randomise(model, 0.2) if model.trainable_parameters() else None
+        output = generate(model, ids, mask, do_sample=False, **mode)
+        full = torch.cat([mask, torch.ones(2, NEW_TOKENS, dtype=torch.long)], 1)
+        prompt = (torch.arange(full.shape[1]) < ids.shape[1]).expand_as(full)
+        inputs = {"attention_mask": full, "position_ids": positions_of(full), "prompt": prompt}
+        expected = logits(model, output.sequences, **inputs)[:, -NEW_TOKENS - 1 : -1]
+    torch.testing.assert_close(torch.stack(output.logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_are_no_part_of_the_prompt() -> None:
+    ids = tiny_ids(1, 6).repeat(1, 3)
+    with attach_graft(backbone("llama"), READS_PROMPT["token routing"]).eval() as model:
+        plain = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        drafted = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=3)
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
+def test_a_prompt_in_chunks_is_refused_where_it_is_needed_at_once(config: dict[str, Any]) -> None:
+    with (
+        attach_graft(backbone("llama"), config).eval() as model,
+        pytest.raises(GraftError, match="but a pass was given only a part: generate without prefill_chunk_size"),
+    ):
+        model.generate(tiny_ids(), max_new_tokens=2, prefill_chunk_size=5)
 
 
 def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() -> None:

@@ -14,7 +14,7 @@ from graftlm.backbone.load import (
     max_sequence_length,
     padding_id,
 )
-from graftlm.backbone.taps import Call, Tap, TapHooks
+from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks
 
 __all__ = [
     "FAMILIES",
@@ -24,6 +24,7 @@ __all__ = [
     "Call",
     "Family",
     "Fingerprint",
+    "GenerationPrompt",
     "GrowingLayer",
     "Site",
     "Sites",

@@ -40,7 +40,8 @@ class Call:
         domain: (B,) domain of each sequence, 0 = old, 1 = new; None when the batch names none.
         token_mask: (B, T), True for real tokens; None when all are real.
         totals: (1 + domains,) counts over the whole optimiser step: target tokens, then input tokens of each domain.
-        prompt: (B, T), True for prompt tokens, which are not predicted; None when the batch names none.
+        prompt: (B, T), True for prompt tokens; None when the batch names none. In a generation, only passes that read
+            the prompt have it.
         extras: other values of the batch, such as the task, by name.
         scratch: values that a graft keeps between its taps in this pass, by keys of the graft.
         training: whether this pass will be differentiated for training.
@@ -129,12 +130,38 @@ class Tap:
     function: Callable[..., Tensor | None]
 
 
+@dataclass
+class GenerationPrompt:
+    """Marks the prompt in the passes of one generation, whose shapes do not tell it: drafts, chunks, no cache.
+
+    Args:
+        columns: the prompt's number of columns, padding included.
+        read: columns that a cache of the caller holds already; such a generation keeps its first prompt.
+    """
+
+    columns: int
+    read: int = 0
+
+    def __post_init__(self) -> None:
+        self._continued = self.read > 0
+
+    def mark(self, length: int, device: torch.device, *, cached: bool) -> Tensor | None:
+        """(1, T) True at the prompt's columns in the next pass of `length` = T columns; None where it has none."""
+        start = self.read if cached else 0
+        if cached:
+            self.read += length
+        if self._continued or start >= self.columns:
+            return None
+        return (torch.arange(start, start + length, device=device) < self.columns)[None]
+
+
 class _CallStack(threading.local):
     """One thread's running passes, innermost last, and the values announced for its next passes."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.announced: tuple[dict[str, Any], list[Call]] | None = None
+        self.generation: GenerationPrompt | None = None
 
 
 class TapHooks:
@@ -191,6 +218,15 @@ class TapHooks:
         finally:
             self._stack.announced = outer
 
+    @contextmanager
+    def generation(self, prompt: GenerationPrompt) -> Iterator[None]:
+        """Mark the prompt in the `Call`s of this thread's next forward passes, which are those of one generation."""
+        outer, self._stack.generation = self._stack.generation, prompt
+        try:
+            yield
+        finally:
+            self._stack.generation = outer
+
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """`context_fn` of torch's activation checkpointing: recomputation gets the call of its own forward pass."""
         return nullcontext(), self._resume(self._stack.calls[-1])
@@ -215,6 +251,9 @@ class TapHooks:
         call = Call(ids, position_ids=kwargs.get("position_ids"), cache=cache, **values)
         if call.token_mask is None and call.attention_mask is not None:
             call.token_mask = call.attention_mask[:, -length:].bool()
+        if self._stack.generation is not None and inputs is not None and not self._stack.calls:
+            prompt_1T = self._stack.generation.mark(length, inputs.device, cached=cache is not None)
+            call.prompt = None if prompt_1T is None else prompt_1T.expand(len(inputs), -1)
         calls.append(call)
         self._stack.calls.append(call)
         self._prepare(call)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Sites, TapHooks
+from graftlm.backbone import Backbone, Call, GenerationPrompt, Sites, TapHooks
 from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
@@ -237,9 +237,18 @@ class GraftedModel(PreTrainedModel):
             self.model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own `generate` on the grafted model."""
-        return self.model.generate(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
+    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """transformers' own `generate` on the grafted model; grafts know which tokens are the prompt.
+
+        `model.generate` works as well, but there the prompt is what the first pass reads.
+        """
+        ids = kwargs.get("input_ids", inputs)
+        if ids is None:
+            return self.model.generate(inputs, **kwargs)  # type: ignore[operator]  # a mixin's method
+        cache = kwargs.get("past_key_values")
+        read = 0 if cache is None else int(cache.get_seq_length())
+        with self._tap_hooks.generation(GenerationPrompt(ids.shape[1], read)):
+            return self.model.generate(inputs, **kwargs)  # type: ignore[operator]
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
         """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""

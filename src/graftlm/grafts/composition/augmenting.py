@@ -113,6 +113,11 @@ class AugmentingModel:
                 "A composition needs token ids, as the augmenting model reads them too: pass input_ids, not embeddings."
             )
         past = 0 if call.cache is None else int(call.cache.get_seq_length())
+        if past and self._prompt_only and call.prompt is not None:
+            raise GraftError(
+                "With refresh: prompt the augmenting model reads the prompt at once, but a pass was given only a part: "
+                "generate without prefill_chunk_size, or set refresh: every."
+            )
         own_cache, caches, state = self._cache_layers(call.cache)
         cached = int(caches[0].get_seq_length()) if caches else 0
         if past and (not cached if state is None else state.keys is None):

@@ -183,6 +183,11 @@ def _prompt_lengths(
     """(B, T) n: the number of prompt tokens of each token's document, at least one."""
     length = start.shape[1]
     if state is not None:
+        if call.prompt is not None and config.prompt == "whole":
+            raise GraftError(
+                "With prompt: whole the routes of a prompt depend on all of it, but a pass was given only a part: "
+                "generate without prefill_chunk_size, or set prompt: causal."
+            )
         return state.prompt_length[:, None].expand(-1, length)
     if call.prompt is not None and config.prompt == "whole":
         prompt, first = call.prompt.to(start.device) & real, start.clamp(max=length - 1)
