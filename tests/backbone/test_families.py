@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from graftlm.backbone import FAMILIES as ROWS
-from graftlm.backbone import Backbone, Call, Family, Site, Sites, Sublayer, Tap, TapHooks, register_family
+from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
+from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from tiny import DECODERS, FAMILIES, VOCABULARY, tiny_ids, tiny_model
+from tiny import DECODERS, FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
 
 IDS = tiny_ids(2, 12)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -241,7 +243,7 @@ def test_a_layers_input_is_the_last_ones_output() -> None:
     assert torch.equal(seen[1], seen[2])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if ROWS.get(family)])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "block-state"])
 def test_norms_of_a_layer_are_all_that_run_over_its_width(family: str) -> None:
     sites = Sites(model(family))
     ran: list[nn.Module] = []
@@ -289,28 +291,55 @@ def test_encoders_have_no_last_norm() -> None:
         tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
 
 
-def test_an_unknown_family_gets_a_call_that_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(ROWS, "qwen3")
-    with pytest.raises(UnknownFamilyError) as caught:
-        Backbone.wrap(model("qwen3"))
-    message = str(caught.value)
-    assert "no row for the model type 'qwen3' (Qwen3ForCausalLM; known: bert," in message
-    start = message.index("graftlm.backbone.register_family(")
-    call = message[start : message.index(", with the paths that")]
-    exec(call, {"graftlm": __import__("graftlm.backbone"), "Family": Family, "Sublayer": Sublayer})
-    host = Backbone.wrap(model("qwen3"))  # what the message says works as it stands
-    with GraftedModel(host, {"graft": build_graft(graft_config({"kind": "adapter"}), host)}) as live:
-        assert torch.equal(live.eval()(IDS).logits, logits(model("qwen3")))
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+def test_the_structure_that_is_found_equals_the_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[model(family).config.model_type]
+    monkeypatch.delitem(ROWS, model(family).config.model_type)
+    assert Sites(model(family)).family == row
 
 
-def test_a_row_that_does_not_fit_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ROWS["qwen3"]
-    monkeypatch.setitem(ROWS, "qwen3", Family(**{**vars(row), "layers": "blocks"}))
-    with pytest.raises(TapError, match="no module 'blocks': correct the path, or describe the family"):
+MISFITS = {
+    "layers": ({"layers": "norm"}, "layers names norm, which is not a list of layers"),
+    "no path": ({"layers": "blocks"}, "layers names 'blocks', and there is no such module"),
+    "span": ({"ffn": "feed"}, "ffn names 'feed', which does not run in each layer"),
+    "norm": ({"norm": "rotary_emb"}, "norm names rotary_emb, which runs before the last layer"),
+    "widths": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, r"have the sizes \[\(48, 32\), \(80, 48\)\]"),
+    "activation": ({"activation": "gelu"}, "its activation is gelu, and the FFN computes SiLU"),
+    "field": ({"act": "gelu"}, "describe no family .*unexpected keyword argument 'act'"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, message = MISFITS[name]
+    monkeypatch.setitem(ROWS, "qwen3", ROWS["qwen3"])  # restored after the test
+    with pytest.raises(UnknownFamilyError, match=message):  # noqa: PT012
+        register_family("qwen3", _fields() | changes)
         Sites(model("qwen3"))
-    register_family("qwen3", Family(**{**vars(row), "layers": "norm"}))
-    with pytest.raises(UnknownFamilyError, match="norm of Qwen3ForCausalLM is not a list of layers"):
-        Sites(model("qwen3"))
+
+
+def _fields() -> dict[str, Any]:
+    """The row of the tiny Qwen 3, as a recipe writes it."""
+    lists = {"ffn_in": ["mlp.gate_proj", "mlp.up_proj"], "attention": "self_attn", "ffn": "mlp"}
+    return {name: getattr(ROWS["qwen3"], name) for name in ("layers", "embedding", "norm", "ffn_out", "gated")} | lists
+
+
+def test_a_row_whose_head_reads_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Sites(tiny_model("opt")).family
+    assert row.body == "decoder"
+    monkeypatch.setitem(ROWS, "opt", dataclasses.replace(row, body=""))
+    with pytest.raises(UnknownFamilyError, match="body names OPTModel, which a pass never calls"):
+        Sites(tiny_model("opt"))
+
+
+def test_a_recipe_describes_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "qwen3", ROWS["qwen3"])
+    folder, fields = save_tiny_backbone(tmp_path, "qwen3"), _fields()
+    for family in ("llama", fields):
+        loaded = BackboneConfig(name=str(folder), device="cpu", family=family).load()
+        assert loaded.sites.family.ffn_in == ROWS["llama"].ffn_in
+    with pytest.raises(UnknownFamilyError, match="no row for the model type 'lama'"):
+        BackboneConfig(name=str(folder), device="cpu", family="lama").load()
 
 
 @pytest.mark.parametrize(("mine", "yours"), [(Site("ffn", 1), Site("ffn", 1)), (Site("ffn", 1), Site("ffn", -1))])

@@ -27,7 +27,7 @@ from graftlm.backbone import (
     padding_id,
 )
 from graftlm.errors import BackboneError, UnknownFamilyError
-from tiny import ENCODERS, FAMILIES, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
+from tiny import ENCODERS, FAMILIES, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -178,14 +178,12 @@ def test_a_head_that_the_checkpoint_does_not_have_is_not_made_up(tmp_path: Path)
 
 
 def test_a_family_without_a_row(tmp_path: Path) -> None:
-    from transformers import StableLmConfig, StableLmForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 304}
-    config = StableLmConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    StableLmForCausalLM(config).save_pretrained(tmp_path / "stablelm")
-    tiny_tokenizer().save_pretrained(tmp_path / "stablelm")
-    with pytest.raises(UnknownFamilyError, match="no row for the model type 'stablelm'"):
-        load_backbone(tmp_path / "stablelm")
+    folder = save_tiny_backbone(tmp_path, "mamba2")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    message = "no row for the model type 'mamba2'.* have the modules norm, mixer, and one attention is expected"
+    with pytest.raises(UnknownFamilyError, match=message):  # before it looks for weights
+        load_backbone(folder)
 
 
 def test_remote_code_is_not_run_by_default(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import kinds
-from tiny import DECODERS, ENCODERS, SPREAD, TOKENS, tiny_model, tiny_tokenizer
+from tiny import ALL_ENCODERS, DECODERS, ENCODERS, MORE_FAMILIES, SPREAD, TOKENS, tiny_model, tiny_tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,16 @@ class Example:
         family, _, host = name.partition("+")
         if (family, law) in FAMILY_EXCEPTIONS:
             return f"{family}, {law}: {FAMILY_EXCEPTIONS[family, law]}"
-        keys = (host, law, family, "encoders" if family in ENCODERS else "")
+        keys = (host, law, family, "encoders" if family in ALL_ENCODERS else "")
         return next((f"{self}, {key}: {self.exceptions[key]}" for key in keys if key in self.exceptions), None)
 
     def values(self) -> dict[str, Any]:
         """The config as a recipe writes it."""
         return {"kind": self.kind, **self.config}
+
+    def backbones(self) -> tuple[str, ...]:
+        """The backbones of the laws; one example of a kind is enough where the structure is found."""
+        return (*BACKBONES, *MORE_FAMILIES) if self is _all_examples(self.kind)[0] else BACKBONES
 
     def marks(self, name: str) -> list[Any]:
         """The marks of a test on a backbone: the default run takes few families, and further examples on one alone."""
@@ -73,6 +77,19 @@ _PACKED, _CROPPED, _SAVED = (
 FAMILY_EXCEPTIONS = {
     ("block-state", _PACKED): "states would pass from one document into the next, so a GraftError says so",
     ("block-state", _CROPPED): "a state can't be cropped by some tokens, so a GraftError says so",
+    ("qwen3_next", _CROPPED): "transformers refuses it for models with a state",
+    **{
+        (family, _PACKED): "the family can't keep documents of a row apart, so a GraftError says so"
+        for family in ("falcon", "opt", "bloom", "mpt", "gpt_oss", "qwen3_next", "lfm2")
+    },
+}
+_STREAMS = "its layers pass several streams of hidden states, so a TapError says so"
+_NO_BIAS = "its attention takes no additive mask, so a TapError says so"
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3")
+_ROUTED = {
+    **dict.fromkeys(_MIXTURES, "experts of an FFN that is a mixture itself are refused by a TapError"),
+    **dict.fromkeys(("qwen3_next", "lfm2"), "a layer without attention is refused by a TapError"),
+    "deberta-v2": "its attention reads relative positions, which have no route, so a GraftError says so",
 }
 _WHOLE = "its tensors are the whole model's: DESIGN's exception"
 _OTHER_TOKENIZER = "tokens of two tokenizers are aligned in causal order only, so a GraftError says so"
@@ -99,7 +116,7 @@ EXPERTS = {
     "code": {"rank": 2, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
     "french": {"rank": 3, "targets": ["embedding", "attention"], "texts": ["Le renard brun saute dans la forêt"]},
 }
-_ROUTING = {_SAVED: "its centroids are computed, and not trained"}
+_ROUTING = {_SAVED: "its centroids are computed, and not trained", **_ROUTED}
 
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
@@ -112,6 +129,7 @@ EXAMPLES: dict[str, list[Example]] = {
             "composition",
             {"stride": 1, "positions": "none", "augmenting": {"one": {"name": augmenting_folder("llama")}}},
             spread=0.05,
+            exceptions={"gemma3n": _STREAMS},
         ),
         Example(
             "composition",
@@ -147,7 +165,8 @@ EXAMPLES: dict[str, list[Example]] = {
             spread=0.05,
             exceptions={
                 "int8": "packed weights can't be trained, so a BackboneError says so",
-                "block-state": "its attention takes no additive mask, so a TapError says so",
+                **dict.fromkeys(("block-state", "mpt", "deberta-v2"), _NO_BIAS),
+                "gemma3n": _STREAMS,
             },
         ),
         Example(

@@ -14,7 +14,7 @@ from graftlm.backbone import Backbone, Site, Sites
 from graftlm.grafts import GraftedModel, build_graft, graft_config, kinds
 from graftlm.testing import GraftLaws, decoders_only, logits, randomise
 from graftlm.testing.laws import DOMAIN, NEW_TOKENS, pad_rows
-from laws.examples import BACKBONES, Example, backbone, examples
+from laws.examples import Example, backbone, examples
 from laws.tools import FailingGraft, active_calls, gradients, hooks_of
 from tiny import tiny_ids
 
@@ -23,7 +23,6 @@ class ExampleLaws(GraftLaws):
     """The laws of one example."""
 
     example: ClassVar[Example]
-    families = BACKBONES
 
     def backbone(self, family: str) -> Backbone:
         return backbone(family)
@@ -168,6 +167,7 @@ def _seeded_gradients(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 def _law_class(example: Example) -> type[ExampleLaws]:
     fields = ("spread", "learning_rate")
     attributes = {field: getattr(example, field) for field in fields} | {"example": example, "config": example.values()}
+    attributes["families"] = example.backbones()
     return type(f"Test_{example}".replace("-", "_"), (ExampleLaws,), {**attributes, "__module__": __name__})
 
 

@@ -1,13 +1,19 @@
-"""Model families: where each architecture keeps its layers, attention, FFN, embedding and head; one row each.
+"""Model families: where each architecture keeps its layers, attention, FFN, embedding and head.
 
-Paths are relative to `model.base_model`; paths of a layer's modules are relative to the layer.
+A family that `structure.py` can't find has a row here. Paths are relative to `model.base_model`; paths of a layer's
+modules are relative to the layer.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from graftlm.errors import TapError, UnknownFamilyError
@@ -15,6 +21,12 @@ from graftlm.errors import TapError, UnknownFamilyError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Config fields that describe how a model is run, not what it is.
+RUNTIME_FIELDS = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path",
+    "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
+    "architectures", "experts_implementation",
+}  # fmt: skip
 SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "module"]
 
 
@@ -39,15 +51,20 @@ class Family:
         embedding: the token embedding.
         norm: the norm after the last layer; None for encoders that normalise inside each layer.
         attention, ffn: the sublayers of one layer.
-        ffn_in: the Linears that read the FFN's input; the gating one is first in a gated linear unit.
+        ffn_in: the Linears that read the FFN's input; the gating one is first in a gated linear unit. Layers with a
+            mixture of experts need none.
         ffn_out: the Linear that writes the FFN's output.
         gated: the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
-        activation: the config field that names the activation.
+        activation: the config field that names the activation, or the activation's own name.
         text_config: the config field that holds the text model's config in multimodal models.
         causal: no token attends to a later one.
         norms: the norms of one layer over the model's width, in the order in which they act.
         counts_positions: the model derives positions from the ids that are not padding, and reserves the first
             `pad_token_id + 1` positions, as RoBERTa does.
+        body: the module that the head calls, where it is not `model.base_model` itself, as in OPT.
+        one_stream: a layer maps (B, T, d) to (B, T, d). Gemma 3n's layers pass several streams of hidden states.
+        separates_documents: where `position_ids` restart in a row, attention stays inside each document.
+        reads_positions: Linears of a layer that also read embeddings of relative positions, which belong to no token.
     """
 
     layers: str
@@ -63,6 +80,10 @@ class Family:
     causal: bool = True
     norms: tuple[str, ...] = ()
     counts_positions: bool = False
+    body: str = ""
+    one_stream: bool = True
+    separates_documents: bool = True
+    reads_positions: tuple[str, ...] = ()
 
 
 _LLAMA = Family(
@@ -94,7 +115,7 @@ _BERT = Family(
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
 )
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "gemma", "qwen2", "qwen3", "olmo"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "gemma", "qwen2", "qwen3", "olmo", "smollm3", "granite", "seed_oss"), _LLAMA),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "gemma3": replace(
         _GEMMA,
@@ -103,10 +124,7 @@ FAMILIES: dict[str, Family] = {
         norm="language_model.norm",
         text_config="text_config",
     ),
-    "olmo2": replace(_LLAMA, norms=("post_attention_layernorm", "post_feedforward_layernorm")),
-    "phi": replace(
-        _LLAMA, norm="final_layernorm", ffn_in=("mlp.fc1",), ffn_out="mlp.fc2", gated=False, norms=("input_layernorm",)
-    ),
+    "gemma3n_text": replace(_GEMMA, norms=(*_GEMMA.norms, "post_per_layer_input_norm"), one_stream=False),
     "gpt2": replace(
         _LLAMA,
         layers="h",
@@ -119,44 +137,53 @@ FAMILIES: dict[str, Family] = {
         activation="activation_function",
         norms=("ln_1", "ln_2"),
     ),
-    "gpt_neox": replace(
+    **dict.fromkeys(("bert", "electra"), _BERT),
+    **dict.fromkeys(("roberta", "xlm-roberta"), replace(_BERT, counts_positions=True)),
+    "deberta-v2": replace(_BERT, reads_positions=("attention.self.query_proj", "attention.self.key_proj")),
+    "lfm2": replace(
         _LLAMA,
-        embedding="embed_in",
-        norm="final_layer_norm",
-        attention=Sublayer("attention"),
-        ffn_in=("mlp.dense_h_to_4h",),
-        ffn_out="mlp.dense_4h_to_h",
-        gated=False,
-    ),
-    "bert": _BERT,
-    "roberta": replace(_BERT, counts_positions=True),
-    "distilbert": replace(
-        _BERT,
-        layers="transformer.layer",
-        attention=Sublayer("attention"),
-        ffn=Sublayer("ffn"),
-        ffn_in=("ffn.lin1",),
-        ffn_out="ffn.lin2",
-        activation="activation",
-        norms=("sa_layer_norm", "output_layer_norm"),
-    ),
-    "modernbert": replace(
-        _LLAMA,
-        embedding="embeddings.tok_embeddings",
-        norm="final_norm",
-        attention=Sublayer("attn"),
-        ffn_in=("mlp.Wi",),  # one Linear for both halves of the gated linear unit
-        ffn_out="mlp.Wo",
-        activation="hidden_activation",
-        causal=False,
-        norms=("attn_norm", "mlp_norm"),
+        norm="embedding_norm",
+        ffn=Sublayer("feed_forward"),
+        ffn_in=("feed_forward.w1", "feed_forward.w3"),
+        ffn_out="feed_forward.w2",
+        activation="silu",
+        norms=("operator_norm", "ffn_norm"),
+        separates_documents=False,
     ),
 }
+_PROVEN = dict(FAMILIES)  # tests prove these rows; others are checked by a pass without weights
 
 
-def register_family(model_type: str, family: Family) -> None:
-    """Add an architecture to `FAMILIES`; `model_type` is the one in its config."""
-    FAMILIES[model_type] = family
+def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -> None:
+    """Add an architecture to `FAMILIES`; `model_type` is the one in its config.
+
+    Args:
+        family: a row, a dict of a row's fields in which a path stands for a sublayer, or a model type with that row.
+
+    Raises:
+        UnknownFamilyError: the dict has other fields than a row, or the model type has no row.
+    """
+    if isinstance(family, str) and family not in FAMILIES:
+        raise UnknownFamilyError(
+            f"There is no row for the model type {family!r} (known: {', '.join(sorted(FAMILIES))}): name one of these, "
+            "or give the fields of a row."
+        )
+    FAMILIES[model_type] = FAMILIES[family] if isinstance(family, str) else _row(family)
+
+
+def _row(family: Family | Mapping[str, Any]) -> Family:
+    """A row from a dict of its fields."""
+    if isinstance(family, Family):
+        return family
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in family.items()}
+    try:
+        for name in {"attention", "ffn"} & values.keys():
+            path = values[name]
+            values[name] = Sublayer(**path) if isinstance(path, Mapping) else Sublayer(path)
+        return Family(**values)
+    except TypeError as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(Family))
+        raise UnknownFamilyError(f"The fields {family} describe no family ({error}): give {fields}.") from None
 
 
 @dataclass(frozen=True)
@@ -179,7 +206,7 @@ class Sites:
     """The sites of one live model.
 
     Raises:
-        UnknownFamilyError: no row describes the model's type, or the row does not fit the model.
+        UnknownFamilyError: the model's structure is unknown, or its family's row does not fit the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -187,9 +214,11 @@ class Sites:
         self.family = _family(model)
         self._model, self._base = model, model.base_model
         self.config = getattr(model.config, self.family.text_config or "", model.config)
+        self.body = self._resolve(self._base, self.family.body)
         self.layers: Any = self._resolve(self._base, self.family.layers)
         if not isinstance(self.layers, nn.ModuleList):
             raise UnknownFamilyError(f"{self.family.layers} of {type(model).__name__} is not a list of layers.")
+        self._check()
 
     @property
     def n_layers(self) -> int:
@@ -203,11 +232,58 @@ class Sites:
     @property
     def activation(self) -> str:
         """The FFN's activation, by its name in transformers' ACT2FN."""
-        return str(getattr(self.config, self.family.activation))
+        return str(getattr(self.config, self.family.activation, self.family.activation))
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer's FFN is a mixture of experts."""
+        return has_experts(self.module(Site("ffn", layer))[0])
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
-        """The Linears of a layer's FFN: those that read its input, the activated one first, then the last."""
+        """The Linears of a layer's FFN: those that read its input, the activated one first, then the last.
+
+        Raises:
+            TapError: the FFN is a mixture of experts.
+        """
+        if self.is_mixture(layer):
+            raise TapError(
+                f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts, which has no "
+                "Linears of its own: choose the attention, or a graft that stands beside the whole FFN."
+            )
         return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
+
+    def ffn_weights(self, layer: int) -> list[tuple[nn.Module, str]]:
+        """The matrices of a layer's FFN, as modules and names of their parameters; the first one is activated.
+
+        Those of a mixture are its experts', stacked (experts, ., .), and its shared experts', without the router.
+        """
+        if not self.is_mixture(layer):
+            return [(linear, "weight") for linear in self.ffn_linears(layer)]
+        ffn = self.module(Site("ffn", layer))[0]
+        linears = {m for name, m in ffn.named_modules() if linear_sizes(m) and not name.endswith(("gate", "router"))}
+        owned = [(m, name, p) for m in ffn.modules() for name, p in m.named_parameters(recurse=False)]
+        return [(m, name) for m, name, p in owned if p.dim() == 3 or (m in linears and name == "weight")]
+
+    def _check(self) -> None:
+        """Compare the row with the widths of the FFNs, and with the activation if it is a module."""
+        from transformers.activations import ACT2FN
+
+        problem = ""
+        for layer in (layer for layer in range(self.n_layers) if not self.is_mixture(layer)):
+            sizes: list[Any] = [linear_sizes(linear) for linear in self.ffn_linears(layer)]
+            if None in sizes:  # a quantiser hides them
+                continue
+            (inner, written), readers = sizes[-1], sizes[:-1]
+            widths = (inner, 2 * inner) if len(readers) == 1 else (inner,)  # one Linear may hold both halves
+            if written != self.width or any(read != self.width or size not in widths for read, size in readers):
+                paths = ", ".join((*self.family.ffn_in, self.family.ffn_out))
+                problem = f"{paths} of layer {layer} have the sizes {sizes} in a model of the width {self.width}"
+        own = ffn_activation(self.layers[0], self.family.ffn)
+        if own is not None and (self.activation not in ACT2FN or not same_function(ACT2FN[self.activation], own)):
+            problem = f"its activation is {self.activation}, and the FFN computes {own}"
+        if problem:
+            raise UnknownFamilyError(
+                f"The row of the model type {self.model_type!r} does not fit: {problem}; correct it."
+            )
 
     def norms(self, layer: int) -> list[Site]:
         """The norms inside a layer, in the order in which they act; empty where the family's row names none."""
@@ -219,6 +295,10 @@ class Sites:
         """Position ids (B, T) that count the real tokens of a mask (B, T); None where the model derives its own."""
         return None if self.family.counts_positions else (mask.long().cumsum(-1) - 1).clamp(min=0)
 
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has an attention; in some families, others take its place in some layers."""
+        return has_module(self.layers[layer], self.family.attention.entry)
+
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """The entry and exit modules of a site.
 
@@ -226,13 +306,7 @@ class Sites:
             TapError: the backbone has no such site.
         """
         if site.kind in ("layer", "attention", "ffn"):
-            if site.layer is None or not -self.n_layers <= site.layer < self.n_layers:
-                raise TapError(
-                    f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
-                )
-            layer = self.layers[site.layer]
-            sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)
-            return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit or sublayer.entry)
+            return self._layer_modules(site)
         if site.kind == "head":
             module = self._model.get_output_embeddings()
         elif site.kind == "module":
@@ -243,6 +317,25 @@ class Sites:
         if module is None:
             raise TapError(f"A {self.model_type} model has no {site}: choose another site for this tap.")
         return module, module
+
+    def _layer_modules(self, site: Site) -> tuple[nn.Module, nn.Module]:
+        if site.layer is None or not -self.n_layers <= site.layer < self.n_layers:
+            raise TapError(
+                f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
+            )
+        if site.kind == "layer" and not self.family.one_stream:
+            raise TapError(
+                f"The layers of a {self.model_type} model pass several streams of hidden states, and {site} is to pass "
+                "one: choose a graft that stands beside the attention or the FFN."
+            )
+        if site.kind == "attention" and not self.has_attention(site.layer):
+            raise TapError(
+                f"Layer {site.layer} of this {self.model_type} model has no attention: choose layers that have one, or "
+                "a graft that stands beside the FFN."
+            )
+        layer = self.layers[site.layer]
+        sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)
+        return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit or sublayer.entry)
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
         try:
@@ -255,19 +348,57 @@ class Sites:
 
 
 def _family(model: PreTrainedModel) -> Family:
-    """The row of a model's type, or the one that its class declares in `graft_sites` as a dict of `Family`'s fields."""
+    """The row of a model's type, the one that its class declares in `graft_sites`, or the one that is found."""
     model_type = model.config.model_type
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
+    row = FAMILIES.get(model_type)
     declared: dict[str, Any] | None = getattr(type(model), "graft_sites", None)
-    if declared is None:
-        raise UnknownFamilyError(
-            f"GraftLM has no row for the model type {model_type!r} ({type(model).__name__}; known: "
-            f"{', '.join(sorted(FAMILIES))}): describe it once with "
-            f"graftlm.backbone.register_family({model_type!r}, Family(layers='layers', "
-            "embedding='embed_tokens', norm='norm', attention=Sublayer('self_attn'), ffn=Sublayer('mlp'), "
-            "ffn_in=('mlp.gate_proj', 'mlp.up_proj'), ffn_out='mlp.down_proj', gated=True)), with the paths that "
-            "print(model.base_model) shows."
-        )
-    fields: dict[str, Any] = declared | {name: Sublayer(declared[name]) for name in ("attention", "ffn")}
-    return Family(**fields)
+    if row is None and declared is not None:
+        return _row(declared)
+    if row is not None and row is _PROVEN.get(model_type):
+        return row
+    structure: Any = import_module("graftlm.backbone.structure")  # it imports this file, and is rarely needed
+    return structure.structure_of(model).family(row)
+
+
+def architecture(config: Any) -> str:
+    """What a config says of a model, without how it is run, as JSON."""
+    values = {key: value for key, value in config.to_dict().items() if key not in RUNTIME_FIELDS}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def has_module(root: nn.Module, path: str) -> bool:
+    """Whether there is a module at a path."""
+    return path in dict(root.named_modules())
+
+
+def has_experts(ffn: nn.Module) -> bool:
+    """Whether an FFN is a mixture of experts, which are stacked in parameters or listed."""
+    stacked = any(parameter.dim() == 3 for parameter in ffn.parameters())
+    return stacked or any(isinstance(module, nn.ModuleList) for module in ffn.modules())
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a Linear or of GPT-2's transposed one; None for other modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return int(module.weight.shape[0]), int(module.nf)
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (int(sizes[0]), int(sizes[1])) if None not in sizes else None  # type: ignore[arg-type]  # any library's Linear
+
+
+def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
+    """The module that is an FFN's activation; None where it is a function."""
+    roots = [layer.get_submodule(path) for path in (ffn.entry, ffn.exit or ffn.entry)]
+    modules = [module for root in roots for module in root.named_modules()]
+    if linear_sizes(roots[0]):  # the FFN's Linears stand in the layer itself
+        modules += layer.named_children()
+    return next((module for name, module in modules if "act" in name.rpartition(".")[2] or "gelu" in name), None)
+
+
+def same_function(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two activations without parameters are equal."""
+    if any(True for module in (first, second) for _ in module.parameters()):
+        return type(first) is type(second)
+    x = torch.linspace(-6, 6, 49, device="cpu")
+    return torch.allclose(first(x), second(x), atol=1e-6)

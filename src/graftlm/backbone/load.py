@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from graftlm.backbone.families import FAMILIES, Sites
+from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
 from graftlm.errors import BackboneError, first_line
 from graftlm.io import check_model_folder
@@ -35,12 +35,6 @@ _LOADERS: dict[BackboneKind, str] = {
 _SAMPLED_TENSORS = 24
 _SAMPLES_PER_TENSOR = 4
 _TOLERANCE = 0.02
-# Config fields that describe how a model is run, not what it is.
-_RUNTIME_FIELDS = {
-    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path",
-    "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
-    "architectures", "experts_implementation",
-}  # fmt: skip
 
 
 @dataclass
@@ -70,7 +64,7 @@ class Backbone:
 
         Raises:
             BackboneError: `model` is not a transformers model.
-            UnknownFamilyError: no row describes its architecture.
+            UnknownFamilyError: its architecture has an unknown structure.
         """
         live = _unwrap(model).eval()
         if kind is None and live.base_model is live:
@@ -163,6 +157,7 @@ def load_backbone(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     tokenizer_required: bool = True,
+    family: str | Mapping[str, Any] | None = None,
 ) -> Backbone:
     """Load a model and its tokenizer, by a name on the Hugging Face hub or from a folder.
 
@@ -173,12 +168,14 @@ def load_backbone(
         device: where to put the model; None leaves it on the CPU.
         trust_remote_code: run model code that comes with the checkpoint.
         tokenizer_required: raise here, rather than when text is read, where the tokenizer is missing.
+        family: where the architecture keeps its parts, as `register_family` takes it; None where GraftLM knows.
 
     Raises:
         BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
-        UnknownFamilyError: no row describes its architecture.
+        UnknownFamilyError: its architecture has an unknown structure; no weights were loaded then.
     """
     check_model_folder(name := str(name))
+    _check_structure(name, kind, trust_remote_code, family)
     model = _load_model(name, kind, dtype, trust_remote_code)
     backbone = Backbone.wrap(model, _load_tokenizer(name, trust_remote_code), name, kind)
     if device is not None:
@@ -186,6 +183,24 @@ def load_backbone(
     if tokenizer_required:
         backbone.need_tokenizer()
     return backbone
+
+
+def _check_structure(
+    name: str, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, Any] | None
+) -> None:
+    """Find the sites of a model without weights, made from its config."""
+    import transformers
+
+    register()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:  # loading the weights says what is wrong
+        return
+    if family is not None:
+        register_family(config.model_type, family)
+    Sites(model)
 
 
 def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -269,13 +284,12 @@ class Fingerprint:
 
 def fingerprint(model: PreTrainedModel) -> Fingerprint:
     """Compute a model's fingerprint; reads about a hundred weights of a model of any size."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _RUNTIME_FIELDS}
-    architecture = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(architecture(model.config).encode()).hexdigest()
     parameters = _checkpoint_parameters(model)
     count = min(_SAMPLED_TENSORS, len(parameters))
     flat = torch.cat([torch.zeros(0), *(_sample(parameters[i * len(parameters) // count]) for i in range(count))])
     samples = base64.b64encode(flat.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
-    return Fingerprint(architecture, samples)
+    return Fingerprint(digest, samples)
 
 
 def _checkpoint_parameters(model: PreTrainedModel) -> list[Tensor]:
@@ -322,6 +336,9 @@ class BackboneConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
+    family: str | dict[str, Any] | None = Field(
+        None, description="Where a model of an unknown family keeps its parts: another's model type, or a row's fields."
+    )
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
         """The backbone, with the head that `kind` names."""

@@ -190,13 +190,13 @@ class TapHooks:
         if not taps:  # a bare model needs no hooks
             return
         try:
-            base = model.base_model
-            self._handles.append(base.register_forward_pre_hook(_untraced(self._open_call), with_kwargs=True))
+            body = sites.body
+            self._handles.append(body.register_forward_pre_hook(_untraced(self._open_call), with_kwargs=True))
             for owner, owner_taps in taps.items():
                 for tap in owner_taps:
                     self._connect(sites, owner, tap)
             close = _untraced(self._close_call)
-            self._handles.append(base.register_forward_hook(close, always_call=True))
+            self._handles.append(body.register_forward_hook(close, always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -269,7 +269,7 @@ class TapHooks:
 
         @_untraced
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = _hidden(args, kwargs)
+            hidden = self._in_rows(_hidden(args, kwargs))
             if tap.when == "after":
                 self._current().scratch[input_key] = hidden
                 return None
@@ -278,19 +278,20 @@ class TapHooks:
                 return None
             if tap.act == "bias":
                 columns = _static_columns(self._current(), tap.site, result.shape[-2])
-                mask = biased_mask(kwargs.get("attention_mask"), result, sites.family.causal, columns)
+                mask = biased_mask(self._additive_mask(tap, kwargs), result, sites.family.causal, columns)
                 return args, kwargs | {"attention_mask": mask}
-            new = hidden + result if tap.act == "add" else result
+            new = (hidden + result if tap.act == "add" else result).view_as(_hidden(args, kwargs))
             return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": new})
 
         @_untraced
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            inputs = _hidden(args, kwargs) if entry is exit_ else self._current().scratch.pop(input_key)
-            hidden = output[0] if isinstance(output, tuple) else output
+            inputs = self._in_rows(_hidden(args, kwargs)) if entry is exit_ else self._current().scratch.pop(input_key)
+            written = output[0] if isinstance(output, tuple) else output
+            hidden = self._in_rows(written)
             result = self._apply(owner, tap, inputs, hidden)
             if result is None:
                 return None
-            new = hidden + result if tap.act == "add" else result
+            new = (hidden + result if tap.act == "add" else result).view_as(written)
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
         if tap.when == "before" or entry is not exit_:
@@ -301,18 +302,37 @@ class TapHooks:
     def _check_bias(self, tap: Tap) -> None:
         if tap.when != "before" or tap.site.kind != "attention":
             raise TapError(f"A tap adds to scores {tap.when} {tap.site}: it can do so only before an attention.")
+        implementation = getattr(self._model.config, "_attn_implementation", None)
+        if getattr(self._model, "_builds_own_masks", False) or implementation not in ("sdpa", "eager"):
+            raise self._no_additive_mask(tap)
+
+    def _additive_mask(self, tap: Tap, kwargs: dict[str, Any]) -> Tensor | None:
+        """The mask that an attention is given, to which a tap may add."""
+        mask = kwargs.get("attention_mask")
+        is_boolean = mask is not None and mask.dtype == torch.bool
+        if "attention_mask" not in kwargs or (is_boolean and self._model.config._attn_implementation == "eager"):
+            raise self._no_additive_mask(tap)
+        return mask
+
+    def _no_additive_mask(self, tap: Tap) -> TapError:
         config = self._model.config
         implementation = getattr(config, "_attn_implementation", None)
-        if getattr(self._model, "_builds_own_masks", False) or implementation not in ("sdpa", "eager"):
-            raise TapError(
-                f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention"
-                f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
-                "attn_implementation sdpa or eager, or leave out what adds to scores."
-            )
+        return TapError(
+            f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention"
+            f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
+            "attn_implementation sdpa or eager, or leave out what adds to scores."
+        )
 
     def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
         """Run a tap's function on a module's hidden states in the current pass."""
         return tap.function(self._current(), *tensors)
+
+    def _in_rows(self, hidden: Tensor) -> Tensor:
+        """(B, T, d) of hidden states that a model keeps as (B * T, d) in its FFNs."""
+        ids = self._current().input_ids
+        if ids is None or hidden.dim() != 2 or not hidden.is_floating_point():
+            return hidden
+        return hidden.unflatten(0, tuple(ids.shape))
 
     def _current(self) -> Call:
         # Taps also act on a module that is called on its own, outside the model's forward pass.

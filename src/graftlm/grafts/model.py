@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, GenerationPrompt, Sites, TapHooks
@@ -133,10 +135,13 @@ class GraftedModel(PreTrainedModel):
                 cache transformers ignores where documents begin.
 
         Raises:
-            GraftError: targets without one graft with heads, or a trainer's pass that would lose an auxiliary loss.
+            GraftError: targets without one graft with heads, a trainer's pass that would lose an auxiliary loss, or a
+                row of several documents that the backbone can't keep apart.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        if not self.backbone.sites.family.separates_documents:
+            self._check_documents(Call(input_ids, attention_mask, position_ids, kwargs.get("past_key_values")))
         if targets is not None:
             heads = self._graft_with_heads()
             call, hidden = self._last_hidden(extras, call_values, **inputs, **kwargs)
@@ -170,6 +175,13 @@ class GraftedModel(PreTrainedModel):
                 f"The graft {names[0]} has an auxiliary loss, but {problem}: give every row a column `domain`, 0 for "
                 "old text and 1 for new, and put graftlm.training.trainers.DomainTrainer before the trainer's class; "
                 "or configure the graft without that loss."
+            )
+
+    def _check_documents(self, call: Call) -> None:
+        if call.document_numbers() is not None:
+            raise GraftError(
+                f"A row holds several documents, which a {self.config.model_type} model can't keep apart: set "
+                "data.boundaries to joined, or give each document a row."
             )
 
     def predict(
@@ -278,12 +290,18 @@ class GraftedModel(PreTrainedModel):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
+        mode = self.training
+        self.train()
+        layers = (module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer))
+        frozen: list[Any] = [layer for layer in layers if not layer.training]
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._tap_hooks.checkpoint_contexts}
         )
         self.model.disable_input_require_grads()  # transformers' hook on the embedding, for reentrant checkpoints alone
         self._checkpoints_layers = True
-        self.train(self.training)
+        for layer in frozen:
+            layer._gradient_checkpointing_func = _in_evaluation(layer, layer._gradient_checkpointing_func)
+        self.train(mode)
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
         """What trainers call for `enable_gradient_checkpointing`; `GraftError` if they ask for another way."""
@@ -375,6 +393,19 @@ class GraftedModel(PreTrainedModel):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _in_evaluation(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's checkpoint function with evaluation mode inside: some layers apply dropout by their own mode."""
+
+    def evaluated(function: Callable[..., Any], *inputs: Any) -> Any:
+        mode, layer.training = layer.training, False
+        try:
+            return function(*inputs)
+        finally:
+            layer.training = mode
+
+    return lambda function, *args, **options: checkpoint(partial(evaluated, function), *args, **options)
 
 
 def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:

@@ -52,7 +52,7 @@ FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "bert": ("BertConfig", "BertForMaskedLM", COMMON),
 }
-ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
+ENCODERS = ("bert", "roberta", "distilbert", "modernbert", "xlm-roberta", "deberta-v2", "electra", "eurobert")
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -47,28 +49,31 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
     def __init__(self, config: LoRABaselineConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        linears = set(_ffn_linears(backbone))
-        self._names = [name for name, module in backbone.model.named_modules() if module in linears]
         self._rank = config.rank or rank_for(config.capacity, backbone)
-        self._expected = _factors(self._names, self._rank, backbone)
-        self._conv = any(isinstance(module, Conv1D) for module in linears)
+        weights, sites = _ffn_weights(backbone), backbone.sites
+        paths = {module: path for path, module in backbone.model.named_modules()}
+        modules, parameters = [paths[module] for module, _ in weights], []
+        if any(sites.is_mixture(layer) for layer in range(sites.n_layers)):
+            # PEFT takes the Linears of a mixture for those of older checkpoints, so parameters are named instead.
+            modules, parameters = [], [f"{paths[module]}.{name}" for module, name in weights]
+        self._peft = LoraConfig(
+            r=self._rank,
+            lora_alpha=config.scale * self._rank,  # type: ignore[arg-type]  # PEFT takes fractions as well
+            target_modules=modules,
+            target_parameters=parameters or None,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module, _ in weights),
+        )
+        self._expected = _factors(self._peft, backbone.model)
         self._live: list[LoraModel] = []
         self._pending: dict[str, Tensor] | None = None
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        config: LoRABaselineConfig = self.config  # type: ignore[assignment]
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(
                 "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together "
                 "with it: merge or unload that adapter first."
             )
-        peft = LoraConfig(
-            r=self._rank,
-            lora_alpha=config.scale * self._rank,  # type: ignore[arg-type]  # PEFT takes fractions as well
-            target_modules=self._names,
-            fan_in_fan_out=self._conv,
-        )
-        self._live = [LoraModel(model, peft, _ADAPTER)]
+        self._live = [LoraModel(model, copy.deepcopy(self._peft), _ADAPTER)]
         cast_adapter_dtype(self._live[0], _ADAPTER)  # to float32, as PEFT trains on half-precision models
         if self._pending is not None:
             set_peft_model_state_dict(self._live[0], self._pending, adapter_name=_ADAPTER)
@@ -99,22 +104,19 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
 def rank_for(capacity: float, backbone: Backbone) -> int:
     """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
     weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
-    return max(1, round(weights / sum(sum(module.weight.shape) for module in _ffn_linears(backbone))))
+    shapes = [getattr(module, name).shape for module, name in _ffn_weights(backbone)]
+    return max(1, round(weights / sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)))
 
 
-def _ffn_linears(backbone: Backbone) -> list[Any]:
-    return [module for layer in range(backbone.sites.n_layers) for module in backbone.sites.ffn_linears(layer)]
+def _ffn_weights(backbone: Backbone) -> list[tuple[Any, str]]:
+    return [weight for layer in range(backbone.sites.n_layers) for weight in backbone.sites.ffn_weights(layer)]
 
 
-def _factors(names: list[str], rank: int, backbone: Backbone) -> dict[str, Tensor]:
+def _factors(peft: LoraConfig, model: PreTrainedModel) -> dict[str, Tensor]:
     """The factors that PEFT will create, as tensors without storage."""
-    shapes: dict[str, tuple[Any, Any]] = {}
-    for name in names:
-        module = backbone.model.get_submodule(name)
-        rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
-        outputs, inputs = (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
-        shapes |= {f"model.{name}.lora_A.weight": (rank, inputs), f"model.{name}.lora_B.weight": (outputs, rank)}
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with torch.device("meta"):
+        adapted = LoraModel(type(model)(copy.deepcopy(model.config)), copy.deepcopy(peft), _ADAPTER)
+    return get_peft_model_state_dict(adapted, adapter_name=_ADAPTER)
 
 
 class FineTuningConfig(GraftConfig):

@@ -236,11 +236,12 @@ class NeutralResidues(Graft, Traceable):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`spectrum`: the singular values of each layer's gating matrix over the largest, beside the backbone's."""
+        first = (backbone.sites.ffn_weights(layer)[0] for layer in range(backbone.sites.n_layers))
         matrices: dict[str, list[Any]] = {
-            "graft": [block.w_i if block.w_g is None else block.w_g for block in self.blocks],
-            "backbone": [backbone.sites.ffn_linears(layer)[0] for layer in range(backbone.sites.n_layers)],
+            "graft": [block.get_submodule("w_i" if block.w_g is None else "w_g").weight for block in self.blocks],
+            "backbone": [getattr(module, name) for module, name in first],
         }
-        return {"spectrum": {name: [spectrum(linear.weight) for linear in group] for name, group in matrices.items()}}
+        return {"spectrum": {name: [spectrum(matrix) for matrix in group] for name, group in matrices.items()}}
 
 
 class VanillaAdapter(NeutralResidues):
@@ -260,9 +261,9 @@ def width_for(capacity: float, backbone: Backbone) -> int:
 
 
 def spectrum(weight: Tensor) -> list[float]:
-    """Singular values of a matrix, largest first, divided by the largest."""
+    """Singular values of a matrix, largest first, divided by the largest; of stacked matrices their mean."""
     values = torch.linalg.svdvals(weight.detach().float())
-    return (values / values[0].clamp(min=1e-12)).tolist()
+    return (values / values[..., :1].clamp(min=1e-12)).view(-1, values.shape[-1]).mean(0).tolist()
 
 
 def _tokens_of(call: Call, domain: int) -> Tensor:

@@ -106,6 +106,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
                     f"{', '.join(map(str, ranks))}: use experts of one rank, or combination: exact."
                 )
             if own:
+                _check_tokens(path, backbone)
                 mixture = MixedProjection(own, ExpertTarget.of(module, path), combination, trained)
                 self.mixtures[path.replace(".", "/")] = mixture
 
@@ -320,6 +321,15 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         if absent:
             self.mixtures.clear()
             self._build_mixtures(factors)
+
+
+def _check_tokens(path: str, backbone: Backbone) -> None:
+    """Raise `GraftError` if a module also reads what belongs to no token, and so has no route."""
+    if any(path.endswith(f".{name}") for name in backbone.sites.family.reads_positions):
+        raise GraftError(
+            f"An expert changes {path}, which in a {backbone.sites.model_type} model also reads relative positions "
+            "without a route: use experts of other modules, such as the target ffn."
+        )
 
 
 def _placed(factors: Factors, backbone: Backbone) -> Factors:
