@@ -125,18 +125,6 @@ FAMILIES: dict[str, Family] = {
         text_config="text_config",
     ),
     "gemma3n_text": replace(_GEMMA, norms=(*_GEMMA.norms, "post_per_layer_input_norm"), one_stream=False),
-    "gpt2": replace(
-        _LLAMA,
-        layers="h",
-        embedding="wte",
-        norm="ln_f",
-        attention=Sublayer("attn"),
-        ffn_in=("mlp.c_fc",),
-        ffn_out="mlp.c_proj",
-        gated=False,
-        activation="activation_function",
-        norms=("ln_1", "ln_2"),
-    ),
     **dict.fromkeys(("bert", "electra"), _BERT),
     **dict.fromkeys(("roberta", "xlm-roberta"), replace(_BERT, counts_positions=True)),
     "deberta-v2": replace(_BERT, reads_positions=("attention.self.query_proj", "attention.self.key_proj")),
@@ -157,17 +145,11 @@ _PROVEN = dict(FAMILIES)  # tests prove these rows; others are checked by a pass
 def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -> None:
     """Add an architecture to `FAMILIES`; `model_type` is the one in its config.
 
-    Args:
-        family: a row, a dict of a row's fields in which a path stands for a sublayer, or a model type with that row.
-
-    Raises:
-        UnknownFamilyError: the dict has other fields than a row, or the model type has no row.
+    `family` is a row, a dict of its fields where a path stands for a sublayer, or another model type that has the row.
     """
     if isinstance(family, str) and family not in FAMILIES:
-        raise UnknownFamilyError(
-            f"There is no row for the model type {family!r} (known: {', '.join(sorted(FAMILIES))}): name one of these, "
-            "or give the fields of a row."
-        )
+        known = ", ".join(sorted(FAMILIES))
+        raise UnknownFamilyError(f"There is no row for the model type {family!r}: name one of {known}, or give fields.")
     FAMILIES[model_type] = FAMILIES[family] if isinstance(family, str) else _row(family)
 
 
@@ -239,23 +221,16 @@ class Sites:
         return has_experts(self.module(Site("ffn", layer))[0])
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
-        """The Linears of a layer's FFN: those that read its input, the activated one first, then the last.
-
-        Raises:
-            TapError: the FFN is a mixture of experts.
-        """
+        """The Linears of a dense FFN: those that read its input, the activated one first, then the last."""
         if self.is_mixture(layer):
             raise TapError(
-                f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts, which has no "
-                "Linears of its own: choose the attention, or a graft that stands beside the whole FFN."
+                f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts: choose the "
+                "attention, or a graft that stands beside the whole FFN."
             )
         return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
 
     def ffn_weights(self, layer: int) -> list[tuple[nn.Module, str]]:
-        """The matrices of a layer's FFN, as modules and names of their parameters; the first one is activated.
-
-        Those of a mixture are its experts', stacked (experts, ., .), and its shared experts', without the router.
-        """
+        """The matrices of a layer's FFN as modules and parameters' names, the activated one first, without a router."""
         if not self.is_mixture(layer):
             return [(linear, "weight") for linear in self.ffn_linears(layer)]
         ffn = self.module(Site("ffn", layer))[0]
@@ -295,10 +270,6 @@ class Sites:
         """Position ids (B, T) that count the real tokens of a mask (B, T); None where the model derives its own."""
         return None if self.family.counts_positions else (mask.long().cumsum(-1) - 1).clamp(min=0)
 
-    def has_attention(self, layer: int) -> bool:
-        """Whether a layer has an attention; in some families, others take its place in some layers."""
-        return has_module(self.layers[layer], self.family.attention.entry)
-
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """The entry and exit modules of a site.
 
@@ -325,13 +296,13 @@ class Sites:
             )
         if site.kind == "layer" and not self.family.one_stream:
             raise TapError(
-                f"The layers of a {self.model_type} model pass several streams of hidden states, and {site} is to pass "
-                "one: choose a graft that stands beside the attention or the FFN."
+                f"The layers of a {self.model_type} model pass several streams of hidden states: choose a graft that "
+                "stands beside the attention or the FFN."
             )
-        if site.kind == "attention" and not self.has_attention(site.layer):
+        if site.kind == "attention" and not has_module(self.layers[site.layer], self.family.attention.entry):
             raise TapError(
-                f"Layer {site.layer} of this {self.model_type} model has no attention: choose layers that have one, or "
-                "a graft that stands beside the FFN."
+                f"Layer {site.layer} of this {self.model_type} model has no attention: choose other layers, or a graft "
+                "that stands beside the FFN."
             )
         layer = self.layers[site.layer]
         sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)

@@ -185,9 +185,7 @@ def load_backbone(
     return backbone
 
 
-def _check_structure(
-    name: str, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, Any] | None
-) -> None:
+def _check_structure(name: str, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
     """Find the sites of a model without weights, made from its config."""
     import transformers
 

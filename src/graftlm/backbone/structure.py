@@ -28,7 +28,6 @@ _ROWS, _TOKENS = 2, 3
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 _OTHER_MIXER = re.compile("linear_?attn|linear_?attention|delta|mamba|conv|recurrent|rwkv", re.IGNORECASE)
 _SEPARATE = "find_packed_sequence_indices"  # the function by which transformers' masks keep documents apart
-_LARGEST = 0.9  # share of the parameters of a layer's candidates that its FFN has at least
 
 
 class _Visit(NamedTuple):
@@ -45,12 +44,7 @@ class _MisfitError(Exception):
 
 
 class Structure:
-    """The modules of one architecture, and the tensors that they pass on.
-
-    Args:
-        model_class: a class of transformers models.
-        config: its config.
-    """
+    """The modules of one architecture, and the tensors that they pass on."""
 
     def __init__(self, model_class: Callable[[Any], PreTrainedModel], config: Any) -> None:
         self._error: str | None = None
@@ -88,11 +82,7 @@ class Structure:
             self._visits[module] = self._visits[module]._replace(leaving=leaving)
 
     def family(self, row: Family | None) -> Family:
-        """A row after a check, or the row that is found.
-
-        Raises:
-            UnknownFamilyError: nothing is found, or the row does not fit.
-        """
+        """A row after a check, or the row that is found; `UnknownFamilyError` if there is none."""
         if row is not None and self._error is not None:
             return row  # widths and activation are checked in the live model
         try:
@@ -111,11 +101,9 @@ class Structure:
         whole = all(has_module(layer, family.attention.entry) for layer in layers)
         return replace(family, separates_documents=family.separates_documents and self._separates and whole)
 
-    # Finding
-
     def _find(self) -> Family:
         layers = self._layers()
-        attention, ffn = self._attention(layers), self._common([self._ffn(layer) for layer in layers])
+        attention, ffn = self._attention(layers), _common([self._ffn(layer) for layer in layers])
         dense = next((m for m in layers if not families.has_experts(m.get_submodule(ffn.entry))), None)
         ffn_in, ffn_out, gated = ((), "", True) if dense is None else self._linears(dense, ffn)
         owner = next(m for m in layers if has_module(m, attention.entry)).get_submodule(attention.entry)
@@ -142,20 +130,19 @@ class Structure:
     def _layers(self) -> Any:
         """The outermost list of as many modules as the config names layers, all of which ran."""
         count = getattr(self._text, "num_hidden_layers", 0)
-        lists = (m for m in self._base.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-        layers = next((layers for layers in lists if all(layer in self._visits for layer in layers)), None)
-        if layers is None:
-            raise _MisfitError(f"no list of {count} layers runs")
-        return layers
+        for module in self._base.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count and all(m in self._visits for m in module):
+                return module
+        raise _MisfitError(f"no list of {count} layers runs")
 
     def _attention(self, layers: Any) -> Sublayer:
         """The attention that most layers have."""
         counts = Counter(self._children(layer, self._is_attention) for layer in layers)
         names = Counter({names[0]: count for names, count in counts.items() if len(names) == 1})
         if not names:
-            raise _MisfitError(f"its layers have the modules {_listed(layers[0])}, and one attention is expected")
+            raise _MisfitError(f"its layers have {', '.join(layers[0]._modules)}, and one attention is expected")
         name = names.most_common(1)[0][0]
-        return self._common([self._span(layer, name) for layer in layers if has_module(layer, name)])
+        return _common([self._span(layer, name) for layer in layers if has_module(layer, name)])
 
     def _is_attention(self, name: str, module: nn.Module) -> bool:
         names = f"{name} {type(module).__name__}"
@@ -168,14 +155,12 @@ class Structure:
         """The largest module that reads and writes hidden states and is no attention, or two Linears in the layer."""
         names = self._children(layer, self._may_be_ffn)
         sizes = {name: sum(p.numel() for p in layer.get_submodule(name).parameters()) for name in names}
-        if names and max(sizes.values()) >= _LARGEST * sum(sizes.values()):
+        if names and max(sizes.values()) >= 0.9 * sum(sizes.values()):
             return self._span(layer, max(sizes, key=lambda name: sizes[name]))
         linears = self._children(layer, lambda name, module: linear_sizes(module) is not None)
         if not names and len(linears) == 2:
             return Sublayer(linears[0], linears[1])
-        raise _MisfitError(
-            f"its layers have the modules {_listed(layer)}, and one FFN beside the attention is expected"
-        )
+        raise _MisfitError(f"its layers have {', '.join(layer._modules)}, and one FFN is expected")
 
     def _may_be_ffn(self, name: str, module: nn.Module) -> bool:
         names, visit = f"{name} {type(module).__name__}", self._visits[module]
@@ -191,11 +176,6 @@ class Structure:
             raise _MisfitError(f"{name} of its layers normalises what it writes")
         paths = {m: path for path, m in layer.named_modules()}
         return Sublayer(name, "" if self._maps(module) or not linears else paths[linears[-1]])
-
-    def _common(self, spans: list[Sublayer]) -> Sublayer:
-        if len(set(spans)) > 1:
-            raise _MisfitError(f"its layers differ ({', '.join(sorted({span.entry for span in spans}))})")
-        return spans[0]
 
     def _linears(self, layer: nn.Module, ffn: Sublayer) -> tuple[tuple[str, ...], str, bool]:
         """The Linears that read an FFN's input, the one that writes its output, and whether the FFN is gated."""
@@ -231,8 +211,6 @@ class Structure:
         after = (m for m, v in self._visits.items() if v.number > last and m not in inside and m in self._names)
         return next((self._names[m] for m in after if _is_norm(m) and self._is_hidden(self._visits[m].leaving)), None)
 
-    # Checking
-
     def _check(self, row: Family) -> Any:
         """The list of layers, if the row fits."""
         for name in ("body", "embedding", "norm", "layers"):
@@ -246,9 +224,8 @@ class Structure:
             raise _MisfitError(f"layers names {row.layers}, which is not a list of layers that run")
         for layer in layers:
             self._check_span(layer, row.ffn, "ffn")
-            if layer is layers[0] or has_module(layer, row.attention.entry):
-                owner = next((m for m in layers if has_module(m, row.attention.entry)), layer)
-                self._check_span(owner if layer is layers[0] else layer, row.attention, "attention")
+        for layer in [m for m in layers if has_module(m, row.attention.entry)] or layers[:1]:
+            self._check_span(layer, row.attention, "attention")
         if row.one_stream and not self._maps(layers[0]):
             raise _MisfitError(f"{row.layers}.0 does not map one hidden state to another")
         if row.norm and self._visits[self._base.get_submodule(row.norm)].number < self._visits[layers[-1]].number:
@@ -274,16 +251,18 @@ class Structure:
         return self._is_hidden(visit.entering, visit.leaving) and not any(map(self._is_hidden, visit.others))
 
 
+def _common(spans: list[Sublayer]) -> Sublayer:
+    if len(set(spans)) > 1:
+        raise _MisfitError(f"its layers differ ({', '.join(sorted({span.entry for span in spans}))})")
+    return spans[0]
+
+
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
 def _has_matrices(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters())
-
-
-def _listed(layer: nn.Module) -> str:
-    return ", ".join(name for name, _ in layer.named_children())
 
 
 _STRUCTURES: dict[tuple[type, str], Structure] = {}

@@ -316,11 +316,10 @@ class TapHooks:
 
     def _no_additive_mask(self, tap: Tap) -> TapError:
         config = self._model.config
-        implementation = getattr(config, "_attn_implementation", None)
         return TapError(
-            f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention"
-            f"{f' ({implementation})' if implementation else ''} takes no additive mask: load it with "
-            "attn_implementation sdpa or eager, or leave out what adds to scores."
+            f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention "
+            f"({config._attn_implementation}) takes no additive mask: load it with attn_implementation sdpa or "
+            "eager, or leave out what adds to scores."
         )
 
     def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:

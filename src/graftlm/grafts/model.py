@@ -140,8 +140,12 @@ class GraftedModel(PreTrainedModel):
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        if not self.backbone.sites.family.separates_documents:
-            self._check_documents(Call(input_ids, attention_mask, position_ids, kwargs.get("past_key_values")))
+        call = Call(input_ids, attention_mask, position_ids, kwargs.get("past_key_values"))
+        if not self.backbone.sites.family.separates_documents and call.document_numbers() is not None:
+            raise GraftError(
+                f"A row holds several documents, which a {self.config.model_type} model can't keep apart: set "
+                "data.boundaries to joined, or give each document a row."
+            )
         if targets is not None:
             heads = self._graft_with_heads()
             call, hidden = self._last_hidden(extras, call_values, **inputs, **kwargs)
@@ -175,13 +179,6 @@ class GraftedModel(PreTrainedModel):
                 f"The graft {names[0]} has an auxiliary loss, but {problem}: give every row a column `domain`, 0 for "
                 "old text and 1 for new, and put graftlm.training.trainers.DomainTrainer before the trainer's class; "
                 "or configure the graft without that loss."
-            )
-
-    def _check_documents(self, call: Call) -> None:
-        if call.document_numbers() is not None:
-            raise GraftError(
-                f"A row holds several documents, which a {self.config.model_type} model can't keep apart: set "
-                "data.boundaries to joined, or give each document a row."
             )
 
     def predict(
