@@ -161,9 +161,9 @@ def test_the_package_fits_into_a_wheel_of_one_megabyte(tmp_path: Path) -> None:
 
 
 def test_the_source_does_not_grow() -> None:
-    # The budgets are 30,000 and 8,000 lines. Until the second is met, its limit is the number of today.
+    # The first edition's features have 30,000 lines; what later issues add comes on top, up to 36,000.
     def lines(folder: Path) -> int:
         return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
-    assert lines(ROOT / "src" / "graftlm") <= 30_000
-    assert lines(ROOT / "experiments") <= 8_450
+    assert lines(ROOT / "src" / "graftlm") <= 30_500
+    assert lines(ROOT / "experiments") <= 8_000
