@@ -60,8 +60,12 @@ class Example:
         return {"kind": self.kind, **self.config}
 
     def backbones(self) -> tuple[str, ...]:
-        """The backbones of the laws; one example of a kind is enough where the structure is found."""
-        return (*BACKBONES, *MORE_FAMILIES) if self is _all_examples(self.kind)[0] else BACKBONES
+        """The backbones of the laws; a family whose structure is found gets neutral residues and one other kind."""
+        if self is not _all_examples(self.kind)[0]:
+            return BACKBONES
+        others = [kind for kind in kinds() if kind != "neutral-residues"]
+        turn = {family: others[number % len(others)] for number, family in enumerate(MORE_FAMILIES)}
+        return (*BACKBONES, *(name for name in MORE_FAMILIES if self.kind in ("neutral-residues", turn[name])))
 
     def marks(self, name: str) -> list[Any]:
         """The marks of a test on a backbone: the default run takes few families, and further examples on one alone."""
