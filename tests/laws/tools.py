@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts import Graft, GraftedModel
@@ -18,23 +15,9 @@ def graft_onto(backbone: Backbone, example: Example) -> GraftedModel:
     return attach_graft(backbone, example.values())
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """Every forward hook of one module."""
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
 def active_calls(model: GraftedModel) -> list[Call]:
     """The forward passes that this thread has not ended."""
     return model._tap_hooks._stack.calls
-
-
-def gradients(model: GraftedModel, **inputs: Any) -> dict[str, Tensor]:
-    """The gradients of the training loss of one pass, without the parameters that it does not reach."""
-    model.zero_grad(set_to_none=True)
-    model(**inputs).loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.trainable_parameters().items() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return grads
 
 
 class FailingGraft(Graft):

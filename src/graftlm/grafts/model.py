@@ -377,6 +377,8 @@ class GraftedModel(PreTrainedModel):
         self._replacing.clear()
         if self._checkpoints_layers:
             self.model.gradient_checkpointing_disable()
+            for module in self.model.modules():  # transformers leaves the function, which holds the grafts
+                vars(module).pop("_gradient_checkpointing_func", None)
         for name, parameter in self.backbone.model.named_parameters():
             parameter.requires_grad_(self._flags.get(name, parameter.requires_grad))
         for module, mode in self._modes.items():

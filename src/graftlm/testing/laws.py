@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,12 +21,15 @@ from torch.nn import functional
 from graftlm.artifact import graft_tensors, load_graft, save_graft
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafts import GraftedModel, HasHeads, build_graft, graft_config
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-5}  # for logits of about 5, computed in another order in float32
+LONG = 130  # tokens, on the first family: more than any window or stride that a graft is likely to have
 LENGTHS = (24, 13, 19)
-NEW_TOKENS = 6
+NEW_TOKENS = 5
+PASSES = 10
+CHUNKS = (70, 1, 59)  # of a prompt of LONG tokens
 DOMAIN = torch.tensor([0, 1])
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -43,6 +47,8 @@ def decoders_only(law: Callable[..., None]) -> Callable[..., None]:
 class GraftLaws:
     """The laws that every graft keeps, as tests; a subclass sets `config`.
 
+    After every law, the backbone must be as it was before it, see `backbone_stays`.
+
     Attributes:
         config: the graft's config as a recipe writes it.
         families: the families of tiny models to test on.
@@ -58,8 +64,35 @@ class GraftLaws:
     exceptions: ClassVar[Mapping[str, str]] = {}
 
     def backbone(self, family: str) -> Backbone:
-        """The backbone that stands for a family; the same object at every call."""
+        """The backbone that stands for a family; the same object until `renew_backbones`."""
         return tiny_backbone_of(family)
+
+    def renew_backbones(self) -> None:
+        """Let `backbone` build fresh ones, since a law's test has changed one."""
+        tiny_backbone_of.cache_clear()
+
+    @pytest.fixture(autouse=True)
+    def _backbone_stays(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        family = request.getfixturevalue("family") if "family" in request.fixturenames else self.families[0]
+        with self.backbone_stays(family):
+            yield
+
+    @contextmanager
+    def backbone_stays(self, family: str) -> Iterator[None]:
+        """Fail where the block changes anything of the backbone; the laws after it get a fresh backbone."""
+        before = state_of(self.backbone(family).model)
+        try:
+            yield
+        finally:
+            after = state_of(self.backbone(family).model)
+            changed = [name for name in before if after[name] != before[name]]
+            if changed:
+                self.renew_backbones()
+        assert not changed, f"the graft has changed the backbone's {', '.join(changed)}"
+
+    def lengths(self, family: str) -> tuple[int, ...]:
+        """The lengths of rows; the first family has a long one, for effects that begin late."""
+        return (LONG if family == self.families[0] else LENGTHS[0], *LENGTHS[1:])
 
     def exception(self, law: str, family: str) -> str | None:
         """The reason why a law is skipped on a family; None where it holds."""
@@ -77,21 +110,20 @@ class GraftLaws:
             metafunc.parametrize("family", [self.param(law, name) for name in self.families if name not in excluded])
 
     def attach(self, family: str, *, trained: bool = True) -> GraftedModel:
-        """The graft on its backbone in eval mode, trained or not; a `with` block detaches it."""
-        bare = logits(self.backbone(family).model, tiny_ids())
+        """The graft on its backbone in eval mode, with noise in place of training; a `with` block detaches it."""
         model = attach_graft(self.backbone(family), self.config).eval()
-        if trained:
-            change = (logits(randomise(model, self.spread), tiny_ids()) - bare).abs().max()
-            if not change > 0.1:
-                model.detach()
-                pytest.fail(f"Noise of {self.spread} changes logits by {change:.2g}, not by 0.1: raise `spread`.")
-        return model
+        return randomise(model, self.spread) if trained else model
+
+    def skip_copies(self, model: GraftedModel) -> None:
+        """Skip a law on what a graft leaves to the backbone, for a graft that trains a copy of it."""
+        if model.model is not model.backbone.model:
+            pytest.skip("a graft that trains a copy of the model trains it in float32, and with its dropout")
 
     # 1: the backbone's weights, gradients, flags and modes never change
 
     def test_training_never_changes_the_backbone(self, family: str) -> None:
-        live = self.backbone(family).model
-        own, before = tensors_of(live), digest(tensors_of(live))
+        own = tensors_of(self.backbone(family).model)
+        before = digest(own)
         with self.attach(family) as model:
             parameters = list(model.train().trainable_parameters().values())
             optimiser = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
@@ -101,40 +133,74 @@ class GraftLaws:
                 optimiser.step()
             assert all(tensor.grad is None for tensor in own.values())
             assert digest(own) == before
-        assert list(tensors_of(live)) == list(own)
-        assert all(tensor is own[name] for name, tensor in tensors_of(live).items())
 
     def test_only_the_graft_trains_and_flags_and_modes_are_restored(self, family: str) -> None:
         live = self.backbone(family).model
-        flags = {name: number % 2 == 0 for number, (name, _) in enumerate(live.named_parameters())}
-        own = {id(parameter) for parameter in live.parameters()}
-        for name, parameter in live.named_parameters():
-            parameter.requires_grad_(flags[name])
+        own, modules = list(live.parameters()), list(live.modules())
+        flags = [parameter.requires_grad for parameter in own]
+        for number, parameter in enumerate(own):
+            parameter.requires_grad_(number % 2 == 0)
         live.base_model.train()
-        modes = {module: module.training for module in live.modules()}
-        with attach_graft(self.backbone(family), self.config) as model:
-            trainable = model.trainable_parameters().values()
-            assert trainable
-            assert own.isdisjoint(map(id, trainable))
-            assert not any(p.requires_grad for p in live.parameters() if id(p) in own)
-            assert not any(module.training for module in modes)
-        assert {name: parameter.requires_grad for name, parameter in live.named_parameters()} == flags
-        assert {module: module.training for module in live.modules()} == modes
-        live.eval()
+        try:
+            with self.backbone_stays(family), attach_graft(self.backbone(family), self.config) as model:
+                trainable = model.trainable_parameters().values()
+                assert trainable
+                assert {id(parameter) for parameter in own}.isdisjoint(map(id, trainable))
+                assert not any(parameter.requires_grad for parameter in own)
+                assert not any(module.training for module in modules)
+        finally:
+            live.eval()
+            for parameter, flag in zip(own, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def test_frozen_backbone_has_no_dropout_in_training_mode(self, family: str) -> None:
+        with self.attach(family) as model:
+            self.skip_copies(model)
+            model.train().grafts.eval()  # without dropout of the graft's own
+            first, second = (seeded_logits(model, tiny_ids(), seed) for seed in range(2))
+            assert not any(module.training for module in self.backbone(family).model.modules())
+        assert torch.equal(first, second)
 
     # 2 and 3: an untrained graft and a detached graft change no bit
 
     def test_untrained_graft_changes_no_bit(self, family: str) -> None:
         bare = logits(self.backbone(family).model, tiny_ids())
         with self.attach(family, trained=False) as model:
+            # The backbone's very same operations, and exact zeros are added; so wherever a law says equal.
             assert torch.equal(logits(model, tiny_ids()), bare)
 
-    def test_detached_graft_leaves_no_bit(self, family: str) -> None:
+    def test_untrained_graft_changes_nothing_in_training_mode(self, family: str) -> None:
+        bare = logits(self.backbone(family).model, tiny_ids())
+        with self.attach(family, trained=False) as model:
+            self.skip_copies(model.train())
+            # Other kernels may run where gradients are kept.
+            torch.testing.assert_close(seeded_logits(model, tiny_ids()), bare, **CLOSE)
+
+    def test_logits_keep_the_backbones_dtype(self) -> None:
+        backbone = Backbone.wrap(tiny_model(self.families[0], dtype=torch.bfloat16).bfloat16(), tiny_tokenizer())
+        with attach_graft(backbone, self.config).eval() as model:
+            self.skip_copies(model)
+            assert logits(randomise(model, self.spread), tiny_ids()).dtype == torch.bfloat16
+
+    def test_detached_graft_leaves_no_bit_and_can_be_attached_again(self, family: str) -> None:
         live = self.backbone(family).model
         bare = logits(live, tiny_ids())
-        self.attach(family).detach()
+        with self.attach(family) as model:
+            graft, expected = model.grafts["graft"], logits(model, tiny_ids())
+        change = (expected - bare).abs().max()
+        assert change > 0.1, f"noise of {self.spread} changes logits by {change:.2g}, not by 0.1: raise `spread`"
         assert torch.equal(logits(live, tiny_ids()), bare)
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in live.modules())
+        with GraftedModel(self.backbone(family), {"graft": graft}) as model:  # type: ignore[dict-item]
+            assert torch.equal(logits(model.eval(), tiny_ids()), expected)
+
+    def test_passes_leave_nothing_behind(self, family: str) -> None:
+        ids = tiny_ids(length=5)
+        with self.attach(family) as model:
+            expected = logits(model, ids)
+            for step in range(PASSES):
+                logits(model, tiny_ids(1, length=2, seed=step))
+            model.train()(ids, labels=ids, domain=DOMAIN).loss.backward()
+            assert torch.equal(logits(model.eval(), ids), expected)
 
     def test_exception_in_a_pass_leaves_no_bit(self, family: str) -> None:
         live = self.backbone(family).model
@@ -164,6 +230,35 @@ class GraftLaws:
                 losses.append(loss.item())
         assert losses[-1] < losses[0] - 0.05, losses
 
+    def test_every_parameter_gets_a_gradient(self, family: str) -> None:
+        with self.attach(family) as model:
+            parameters = model.train().trainable_parameters()
+            for seed in range(4):
+                torch.stack(list(losses_of(model, tiny_ids(seed=seed)))).sum().backward()
+                grads = {name: parameter.grad for name, parameter in parameters.items()}
+                dead = [name for name, grad in grads.items() if grad is None or not grad.count_nonzero()]
+                if not dead:
+                    break
+        assert not dead, "these parameters are trained, but no loss reaches them"
+
+    @decoders_only
+    def test_losses_of_micro_batches_add_up(self, family: str) -> None:
+        rows = [tiny_ids(1, length, seed=length)[0] for length in (24, 17)]
+        ids, mask = pad_rows(rows, "right")
+        labels, totals = ids.masked_fill(mask == 0, -100), torch.tensor([23.0 + 16, 24, 17])
+        with self.attach(family) as model:
+            expected = gradients(model, input_ids=ids, attention_mask=mask, labels=labels, domain=DOMAIN)
+            parts = [
+                gradients(model, input_ids=row[None], labels=row[None], domain=DOMAIN[i : i + 1], totals=totals)
+                for i, row in enumerate(rows)
+            ]
+        assert expected
+        for key, gradient in expected.items():
+            total = sum(part.get(key, torch.zeros_like(gradient)) for part in parts)
+            torch.testing.assert_close(
+                total, gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
     # 5 and 11: a saved graft gives the same logits again, and a mistake gets one sentence
 
     def test_saved_graft_gives_the_same_logits(self, family: str, tmp_path: Path) -> None:
@@ -172,6 +267,7 @@ class GraftLaws:
             expected, graft = logits(model, tiny_ids()), model.grafts["graft"]
             save_graft(graft, backbone, tmp_path / "attached")  # type: ignore[arg-type]  # a ModuleDict holds modules
         save_graft(graft, backbone, tmp_path / "detached")  # type: ignore[arg-type]
+        torch.manual_seed(1)  # what is drawn and not saved differs
         for saved in (load_graft(tmp_path / name, backbone) for name in ("attached", "detached")):
             with GraftedModel(backbone, {"graft": saved}) as model:
                 assert torch.equal(logits(model.eval(), tiny_ids()), expected)
@@ -200,7 +296,7 @@ class GraftLaws:
     @decoders_only
     @pytest.mark.parametrize("decoding", DECODING)
     def test_cached_decoding_equals_recomputation(self, family: str, decoding: str) -> None:
-        ids, mask = prompts()
+        ids, mask = prompts(LONG if decoding == "greedy" else 2 * WINDOW)
         with self.attach(family) as model:
             output = generate(model, ids, mask, **DECODING[decoding])
             steps = torch.stack(output.logits, 1)  # (running rows, NEW_TOKENS, V)
@@ -210,27 +306,44 @@ class GraftLaws:
             expected = recompute(model, output.sequences, mask)
         torch.testing.assert_close(steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
 
+    @decoders_only
+    def test_passes_on_one_cache_equal_one_pass(self, family: str) -> None:
+        ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in (LONG, LONG - 30)], "left")
+        positions = positions_of(mask)
+        outputs, end = [], 0
+        with self.attach(family) as model, torch.no_grad():
+            expected = logits(model, ids, attention_mask=mask, position_ids=positions)
+            for chunk, position in zip(ids.split(CHUNKS, 1), positions.split(CHUNKS, 1), strict=True):
+                end += chunk.shape[1]
+                cache = outputs[-1].past_key_values if outputs else None
+                outputs.append(model(chunk, mask[:, :end], position, past_key_values=cache, use_cache=True))
+        actual = torch.cat([output.logits for output in outputs], 1)
+        # Squared activations, as in Nemotron, make more of the rounding.
+        torch.testing.assert_close(actual[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-3)
+
     # 7 and 8: no token sees a later one, and neither padding, other rows nor packed documents matter
 
     @decoders_only
-    @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-    def test_no_logit_depends_on_a_later_token(self, family: str, training: bool) -> None:
-        ids = tiny_ids()
+    def test_no_logit_depends_on_a_later_token(self, family: str) -> None:
         with self.attach(family) as model:
-            torch.manual_seed(0)  # the same dropout twice, for grafts that train with it
-            before = logits(model.train(training), ids)
-            for position in (23, 12):
-                changed = ids.clone()
-                changed[:, position] = (changed[:, position] + 1) % 250 + 4
-                torch.manual_seed(0)
-                after = logits(model, changed)
-                torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
-                difference = (after[:, position:] - before[:, position:]).abs().amax((0, 2))
-                assert difference.gt(1e-3).all(), "the change must show from its position on"
+            check_causality(model, self.lengths(family)[0])
+
+    @decoders_only
+    def test_no_logit_depends_on_a_later_token_in_training(self, family: str) -> None:
+        with self.attach(family) as model:
+            check_causality(model.train(), self.lengths(family)[0])
+
+    def test_no_row_depends_on_another_in_training(self, family: str) -> None:
+        ids, other = tiny_ids(), tiny_ids(seed=1)
+        other[0] = ids[0]
+        with self.attach(family) as model:
+            before, after = (seeded_logits(model.train(), rows) for rows in (ids, other))
+        torch.testing.assert_close(after[0], before[0], **CLOSE)
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding_and_other_rows_change_nothing(self, family: str, side: str) -> None:
-        rows = [tiny_ids(1, length, seed=length)[0] for length in LENGTHS]
+        lengths = self.lengths(family) if side == "left" else LENGTHS
+        rows = [tiny_ids(1, length, seed=length)[0] for length in lengths]
         ids, mask = pad_rows(rows, side)
         first = 1 if "roberta" in family else 0  # RoBERTa counts from the padding token's id + 1
         positions = torch.where(mask == 1, positions_of(mask) + first, 0)
@@ -241,11 +354,11 @@ class GraftLaws:
 
     @decoders_only
     def test_packed_documents_do_not_meet(self, family: str) -> None:
-        rows = [tiny_ids(1, length, seed=length)[0] for length in LENGTHS]
+        rows = [tiny_ids(1, length, seed=length)[0] for length in self.lengths(family)]
         positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
         with self.attach(family) as model:
             together = logits(model, torch.cat(rows)[None], position_ids=positions)[0]
-            for row, part in zip(rows, together.split(LENGTHS), strict=True):
+            for row, part in zip(rows, together.split(self.lengths(family)), strict=True):
                 torch.testing.assert_close(part, logits(model, row[None])[0], **CLOSE)
 
 
@@ -281,6 +394,43 @@ def logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
     return model(input_ids=ids, use_cache=False, **inputs).logits
 
 
+def seeded_logits(model: GraftedModel, ids: Tensor, seed: int = 0) -> Tensor:
+    """(B, T, V) of one pass in the model's mode; the seed fixes the dropout of grafts that train with it."""
+    torch.manual_seed(seed)
+    return model(ids, domain=DOMAIN).logits.detach()
+
+
+def check_causality(model: GraftedModel, length: int) -> None:
+    """Fail unless another token changes the logits from its position on, and none before it."""
+    ids = tiny_ids(length=length)
+    before = seeded_logits(model, ids)
+    for position in (length - 1, length // 2):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % 250 + 4
+        after = seeded_logits(model, changed)
+        torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
+        difference = (after[:, position:] - before[:, position:]).abs().amax((0, 2))
+        assert difference[:WINDOW].gt(1e-3).all(), "the change must show from its position on"
+
+
+def losses_of(model: GraftedModel, ids: Tensor) -> Iterator[Tensor]:
+    """The training loss of one batch, and a loss of each task of a graft with heads."""
+    yield model(ids, labels=ids, domain=DOMAIN).loss
+    for graft in model.grafts.values():
+        for task in range(len(graft.tasks()) if isinstance(graft, HasHeads) else 0):
+            predictions = model.predict(ids, extras={"task": torch.full((len(ids),), task)})
+            yield torch.stack([prediction.square().sum() for prediction in predictions]).sum()
+
+
+def gradients(model: GraftedModel, **inputs: Any) -> dict[str, Tensor]:
+    """The gradients of the training loss of one pass, without the parameters that it does not reach."""
+    model.zero_grad(set_to_none=True)
+    model(**inputs).loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.trainable_parameters().items() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, the live objects."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -288,8 +438,36 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, shapes and bytes, also of quantised tensors."""
-    torch.save({name: tensor.detach() for name, tensor in tensors.items()}, buffer := io.BytesIO())
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
+    result = hashlib.sha256()
+    for name, tensor in tensors.items():
+        result.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        result.update(_bytes(tensor.detach()))
+    return result.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    if type(tensor) is Tensor:
+        return tensor.cpu().flatten().view(torch.uint8).numpy()
+    torch.save(tensor, buffer := io.BytesIO())  # a quantised tensor has several parts
+    return buffer.getvalue()
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What a graft may not change for good, by its name: equal values mean an equal model."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    own = [(key, name, value) for key, module in modules.items() for name, value in vars(module).items()]
+    return {
+        "modules": {key: (module, type(module)) for key, module in modules.items()},
+        "training modes": {key: module.training for key, module in modules.items()},
+        "hooks": [(key, name, list(value.items())) for key, name, value in own if "hooks" in name and value],
+        "methods": [(key, name, value) for key, name, value in own if callable(value)],
+        "weights": digest(tensors_of(model)),
+        "tensors": {name: id(tensor) for name, tensor in tensors_of(model).items()},
+        "gradients": [name for name, parameter in parameters.items() if parameter.grad is not None],
+        "requires_grad flags": [name for name, parameter in parameters.items() if parameter.requires_grad],
+        "config": model.config.to_dict(),
+        "generation_config": model.generation_config.to_dict() if model.can_generate() else None,
+    }
 
 
 def pad_rows(rows: Iterable[Tensor], side: str) -> tuple[Tensor, Tensor]:
@@ -304,9 +482,9 @@ def pad_rows(rows: Iterable[Tensor], side: str) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def prompts() -> tuple[Tensor, Tensor]:
-    """Two prompts padded on the left, and their mask: one fills a sliding window twice, one is mostly padding."""
-    return pad_rows([tiny_ids(1, length, seed=length)[0] for length in (2 * WINDOW, 5)], "left")
+def prompts(longest: int = 2 * WINDOW) -> tuple[Tensor, Tensor]:
+    """Two prompts padded on the left, and their mask: one fills sliding windows, one is mostly padding."""
+    return pad_rows([tiny_ids(1, length, seed=length)[0] for length in (longest, 5)], "left")
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None, **decoding: Any) -> Any:
