@@ -96,6 +96,17 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
     assert len(losses["quick"]) == 2  # type: ignore[index, arg-type, call-overload]
 
 
+def test_a_comparison_on_a_backbone_in_half_precision(tmp_path: Path, tiny_backbone) -> None:
+    methods = {name: {"graft": {"kind": name}} for name in ("neutral-residues", "lora", "finetune")}
+    backbone = {"name": str(tiny_backbone("llama")), "dtype": "bfloat16"}
+    recipe = Recipe.parse(values(tmp_path, backbone["name"], methods=methods) | {"backbone": backbone})
+    results = compare_recipe(recipe, progress=False, log=lambda _: None)
+    assert [row.id for row in results.rows] == ["backbone", *methods]
+    for name in methods:
+        losses = results.details["losses"][name]  # type: ignore[index, call-overload]
+        assert losses[-1][1] < losses[0][1]  # type: ignore[operator, index]
+
+
 def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> None:
     runs = recipe.comparison()
     assert runs[0].id == "neutral-residues"
