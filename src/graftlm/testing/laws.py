@@ -461,10 +461,10 @@ def state_of(model: Any) -> dict[str, Any]:
         "training modes": {key: module.training for key, module in modules.items()},
         "hooks": [(key, name, list(value.items())) for key, name, value in own if "hooks" in name and value],
         "methods": [(key, name, value) for key, name, value in own if callable(value)],
-        "weights": digest(tensors_of(model)),
+        "weights": digest(dict(sorted(tensors_of(model).items()))),  # their order is not kept by PEFT
         "tensors": {name: id(tensor) for name, tensor in tensors_of(model).items()},
         "gradients": [name for name, parameter in parameters.items() if parameter.grad is not None],
-        "requires_grad flags": [name for name, parameter in parameters.items() if parameter.requires_grad],
+        "requires_grad flags": {name for name, parameter in parameters.items() if parameter.requires_grad},
         "config": model.config.to_dict(),
         "generation_config": model.generation_config.to_dict() if model.can_generate() else None,
     }
