@@ -61,9 +61,9 @@ class Example:
         return {"kind": self.kind, **self.config}
 
     def backbones(self) -> tuple[str, ...]:
-        """The backbones of the laws; a family whose structure is found gets neutral residues and one other kind."""
+        """The backbones of the laws: few for further examples, and two kinds for each family without a row."""
         if self is not _all_examples(self.kind)[0]:
-            return BACKBONES
+            return FEW_BACKBONES
         others = [kind for kind in kinds() if kind != "neutral-residues"]
         turn = {family: others[number % len(others)] for number, family in enumerate(MORE_FAMILIES)}
         return (*BACKBONES, *(name for name in MORE_FAMILIES if self.kind in ("neutral-residues", turn[name])))
@@ -267,6 +267,7 @@ _HOSTS = {"": lambda model: model, "adapted": _adapted, "int8": _int8}
 HOSTED = ("llama+int8", "gemma3+int8", "qwen3+adapted", "gpt2+adapted")
 CAUSAL = (*DECODERS, *HOSTED)
 BACKBONES = (*CAUSAL, *ENCODERS)
+FEW_BACKBONES = ("llama", "gemma3", "gpt2", "qwen3", "block-state", "llama+int8", "qwen3+adapted", "bert", "modernbert")
 DEFAULT_FAMILIES = ("llama", "gemma3", "gpt2", "bert")  # of a default run; the others run with -m ""
 
 
