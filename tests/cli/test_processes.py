@@ -60,6 +60,7 @@ def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start,
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
     process = new_process("schema")

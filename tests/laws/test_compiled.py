@@ -48,6 +48,7 @@ def grafted(compiled: Any, example: Example) -> GraftedModel:
     return randomise(graft_onto(host, example), example.spread).eval()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("example", "family", "way"),
     [

@@ -137,6 +137,7 @@ def examples(path: Path, answer: str) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone) -> None:
     file = examples(tmp_path / "words.jsonl", "vieux jardin")
     tasks = {
