@@ -44,9 +44,8 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
         )
         mask = torch.cat([PADDED, torch.ones(2, 5, dtype=torch.long)], 1)
         again = logits(live, output.sequences, attention_mask=mask, position_ids=backbone.sites.positions(mask))
-    torch.testing.assert_close(
-        torch.stack(output.logits, 1), again[:, -6:-1], rtol=1e-3, atol=1e-3
-    )  # BitNet rounds to eight bits
+    # BitNet rounds activations to eight bits, so a small difference grows.
+    torch.testing.assert_close(torch.stack(output.logits, 1), again[:, -6:-1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("gemma3n", "conditional-tasks"), ("mpt", "conditional-tasks")])

@@ -71,8 +71,7 @@ READS_PROMPT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
 def test_the_prompt_is_that_of_the_generation(config: dict[str, Any], padding: str, mode: dict[str, Any]) -> None:
     ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in PADDINGS[padding]], "left")
-    with attach_graft(backbone("llama"), config).eval() as model:
-        randomise(model, 0.2) if model.trainable_parameters() else None
+    with randomise(attach_graft(backbone("llama"), config).eval(), 0.2) as model:
         output = generate(model, ids, mask, do_sample=False, **mode)
         full = torch.cat([mask, torch.ones(2, NEW_TOKENS, dtype=torch.long)], 1)
         prompt = (torch.arange(full.shape[1]) < ids.shape[1]).expand_as(full)
@@ -83,7 +82,7 @@ def test_the_prompt_is_that_of_the_generation(config: dict[str, Any], padding: s
 
 def test_drafts_are_no_part_of_the_prompt() -> None:
     ids = tiny_ids(1, 6).repeat(1, 3)
-    with attach_graft(backbone("llama"), READS_PROMPT["token routing"]).eval() as model:
+    with randomise(attach_graft(backbone("llama"), READS_PROMPT["token routing"]).eval(), 0.2) as model:
         plain = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         drafted = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=3)
     assert drafted.tolist() == plain.tolist()

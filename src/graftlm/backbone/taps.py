@@ -219,8 +219,8 @@ class TapHooks:
             self._stack.announced = outer
 
     @contextmanager
-    def generation(self, prompt: GenerationPrompt) -> Iterator[None]:
-        """Mark the prompt in the `Call`s of this thread's next forward passes, which are those of one generation."""
+    def generation(self, prompt: GenerationPrompt | None) -> Iterator[None]:
+        """Mark the prompt, if it is known, in the `Call`s of this thread's next passes, those of one generation."""
         outer, self._stack.generation = self._stack.generation, prompt
         try:
             yield

@@ -246,18 +246,16 @@ class GraftedModel(PreTrainedModel):
             self.model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
-    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' own `generate` on the grafted model; grafts know which tokens are the prompt.
 
         `model.generate` works as well, but there the prompt is what the first pass reads.
         """
-        ids = kwargs.get("input_ids", inputs)
-        if ids is None:
-            return self.model.generate(inputs, **kwargs)  # type: ignore[operator]  # a mixin's method
-        cache = kwargs.get("past_key_values")
+        ids, cache = kwargs.get("input_ids", inputs), kwargs.get("past_key_values")
         read = 0 if cache is None else int(cache.get_seq_length())
-        with self._tap_hooks.generation(GenerationPrompt(ids.shape[1], read)):
-            return self.model.generate(inputs, **kwargs)  # type: ignore[operator]
+        prompt = None if ids is None else GenerationPrompt(ids.shape[1], read)
+        with self._tap_hooks.generation(prompt):
+            return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mixin's method
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
         """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""
