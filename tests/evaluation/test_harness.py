@@ -15,7 +15,8 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import EvaluationError, MissingExtraError
 from graftlm.evaluation import harness, run_lm_eval
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from tiny import tiny_model, tiny_tokenizer
+from graftlm.testing import randomise
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
 TASK = """
 task: tiny_choice
@@ -92,6 +93,48 @@ def test_the_harness_knows_a_graft_by_its_folder(tasks: Path, tmp_path: Path) ->
     )
     assert output["results"]["tiny_choice"]["acc,none"] == expected["tiny_choice"]["acc"]
     assert expected["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
+
+
+def test_an_answer_is_scored_by_the_routes_that_write_it() -> None:
+    from graftlm.evaluation.lm_eval_model import GraftedHFLM
+
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
+    experts = {
+        "english": {"rank": 4, "targets": ["attention", "ffn"], "texts": ["The quick brown fox"]},
+        "code": {"rank": 4, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
+    }
+    graft = build_graft(graft_config({"kind": "token-routing", "experts": experts, "every": 2}), backbone)
+    with GraftedModel(backbone, {"graft": graft}).eval() as model:
+        randomise(model, 0.3)
+        harness_model = GraftedHFLM(model, batch_size=3, max_length=24)
+        requests, expected = [], []
+        for length in (7, 12, 5, 12):
+            ids = tiny_ids(1, length, seed=length + len(requests))
+            output = model.generate(
+                ids,
+                max_new_tokens=6,
+                min_new_tokens=6,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            answer = output.sequences[0, length:].tolist()
+            log_p = torch.stack(output.logits, 1)[0].log_softmax(-1)
+            expected.append(log_p[torch.arange(6), answer].sum().item())
+            requests.append((("", str(len(requests))), ids[0].tolist(), answer))
+        scores = [score for score, _ in harness_model._loglikelihood_tokens(requests, disable_tqdm=True)]
+        # A context of which only the end is read has the scores of that end.
+        context, answer = requests[1][1:]
+        long, short = [
+            harness_model._loglikelihood_tokens([(("", key), tokens, answer)], disable_tqdm=True)[0][0]
+            for key, tokens in (("long", [7] * 30 + context + [9] * 8), ("short", ([7] * 30 + context + [9] * 8)[-19:]))
+        ]
+        causal = model(torch.tensor([requests[0][1] + requests[0][2]])).logits[0, 6:12].log_softmax(-1)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+    assert long == pytest.approx(short, abs=1e-4)
+    assert abs(causal[torch.arange(6), requests[0][2]].sum().item() - expected[0]) > 1e-2, (
+        "the prompt makes no difference"
+    )
 
 
 def chosen(model: Any, question: int) -> int:

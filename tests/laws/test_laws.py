@@ -70,9 +70,7 @@ class ExampleLaws(GraftLaws):
         assert len(runs) == 2, "the last layer did not run again in the backward pass"
         assert actual.keys() == expected.keys()
         for key, gradient in expected.items():
-            torch.testing.assert_close(
-                actual[key], gradient, rtol=1e-5, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            self.assert_close(family, actual[key], gradient, key, rtol=1e-5, atol=1e-7)
 
     @decoders_only
     def test_checkpointing_ends_with_the_graft(self, family: str) -> None:

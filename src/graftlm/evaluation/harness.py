@@ -11,6 +11,7 @@ from typing import Any
 
 from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean, first_line
 from graftlm.evaluation.metrics import evaluation_mode
+from graftlm.grafts import GraftedModel
 
 
 def run_lm_eval(
@@ -42,7 +43,7 @@ def run_lm_eval(
     try:
         # Typed as Any: the harness decorates its functions in ways that hide their parameters.
         evaluator: Any = import_module("lm_eval.evaluator")
-        adapters: Any = import_module("lm_eval.models.huggingface")
+        adapters: Any = import_module("graftlm.evaluation.lm_eval_model")
         task_index: Any = import_module("lm_eval.tasks")
     except ImportError:
         raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
@@ -52,7 +53,9 @@ def run_lm_eval(
     level = logger.level
     logger.setLevel(logging.ERROR)  # the harness warns about every model object that it is given
     with evaluation_mode(model):
-        adapter = adapters.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        own: Any = {"tokenizer": copy.deepcopy(tokenizer), "batch_size": batch_size}
+        grafted = isinstance(model, GraftedModel)
+        adapter = adapters.GraftedHFLM(model, **own) if grafted else adapters.HFLM(pretrained=model, **own)
         try:
             output = evaluator.simple_evaluate(
                 adapter,

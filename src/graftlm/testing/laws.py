@@ -31,6 +31,7 @@ NEW_TOKENS = 5
 PASSES = 10
 CHUNKS = (70, 1, 59)  # of a prompt of LONG tokens
 DOMAIN = torch.tensor([0, 1])
+ROUNDINGS = 8  # errors of half precision that may add up, each of the largest value times the dtype's precision
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5},
@@ -40,7 +41,7 @@ DECODING: dict[str, dict[str, Any]] = {
 
 def decoders_only(law: Callable[..., None]) -> Callable[..., None]:
     """Mark a law that does not hold for encoders."""
-    law.excluded = ENCODERS
+    law.decoders_only = True
     return law
 
 
@@ -51,14 +52,14 @@ class GraftLaws:
 
     Attributes:
         config: the graft's config as a recipe writes it.
-        families: the families of tiny models to test on.
+        families: the families of tiny models to test on, also in half precision: `llama+bfloat16`, `llama+float16`.
         spread: standard deviation of the noise that replaces training; larger breaks a law more visibly.
         learning_rate: a rate at which the loss on one batch falls within 8 steps.
         exceptions: a law without `test_`, a family or `encoders` -> the reason why it is skipped.
     """
 
     config: ClassVar[Mapping[str, Any]]
-    families: ClassVar[Sequence[str]] = ("llama", "gemma3", "gpt2", "bert")
+    families: ClassVar[Sequence[str]] = ("llama", "gemma3", "gpt2", "bert", "llama+bfloat16")
     spread: ClassVar[float] = 0.2
     learning_rate: ClassVar[float] = 1e-2
     exceptions: ClassVar[Mapping[str, str]] = {}
@@ -96,7 +97,7 @@ class GraftLaws:
 
     def exception(self, law: str, family: str) -> str | None:
         """The reason why a law is skipped on a family; None where it holds."""
-        keys = (law, family, "encoders" if family in ENCODERS else "")
+        keys = (law, family, "encoders" if is_encoder(family) else "")
         return next((f"{key}: {self.exceptions[key]}" for key in keys if key in self.exceptions), None)
 
     def param(self, law: str, family: str) -> Any:
@@ -106,13 +107,37 @@ class GraftLaws:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "family" in metafunc.fixturenames:
-            law, excluded = metafunc.function.__name__.removeprefix("test_"), getattr(metafunc.function, "excluded", ())
-            metafunc.parametrize("family", [self.param(law, name) for name in self.families if name not in excluded])
+            law = metafunc.function.__name__.removeprefix("test_")
+            causal = getattr(metafunc.function, "decoders_only", False)
+            names = [name for name in self.families if not (causal and is_encoder(name))]
+            metafunc.parametrize("family", [self.param(law, name) for name in names])
 
     def attach(self, family: str, *, trained: bool = True) -> GraftedModel:
         """The graft on its backbone in eval mode, with noise in place of training; a `with` block detaches it."""
         model = attach_graft(self.backbone(family), self.config).eval()
         return randomise(model, self.spread) if trained else model
+
+    def is_half(self, family: str) -> bool:
+        """Whether the backbone computes in bfloat16 or float16."""
+        return self.backbone(family).model.dtype.itemsize < 4
+
+    def assert_close(
+        self,
+        family: str,
+        actual: Tensor,
+        expected: Tensor,
+        name: str = "",
+        rtol: float = CLOSE["rtol"],
+        atol: float = CLOSE["atol"],
+    ) -> None:
+        """Compare two computations of one thing; a backbone in half precision allows `ROUNDINGS` errors of its own."""
+        actual, expected = actual.float(), expected.float()
+        if self.is_half(family):
+            precision = torch.finfo(self.backbone(family).model.dtype).eps
+            rtol, atol = 0.0, ROUNDINGS * precision * expected.abs().max().item()
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}" if name else text
+        )
 
     def skip_copies(self, model: GraftedModel) -> None:
         """Skip a law on what a graft leaves to the backbone, for a graft that trains a copy of it."""
@@ -166,6 +191,8 @@ class GraftLaws:
     def test_untrained_graft_changes_no_bit(self, family: str) -> None:
         bare = logits(self.backbone(family).model, tiny_ids())
         with self.attach(family, trained=False) as model:
+            if self.is_half(family):
+                self.skip_copies(model)
             # The backbone's very same operations, and exact zeros are added; so wherever a law says equal.
             assert torch.equal(logits(model, tiny_ids()), bare)
 
@@ -174,7 +201,7 @@ class GraftLaws:
         with self.attach(family, trained=False) as model:
             self.skip_copies(model.train())
             # Other kernels may run where gradients are kept.
-            torch.testing.assert_close(seeded_logits(model, tiny_ids()), bare, **CLOSE)
+            self.assert_close(family, seeded_logits(model, tiny_ids()), bare)
 
     def test_logits_keep_the_backbones_dtype(self) -> None:
         backbone = Backbone.wrap(tiny_model(self.families[0], dtype=torch.bfloat16).bfloat16(), tiny_tokenizer())
@@ -222,8 +249,8 @@ class GraftLaws:
             for _ in range(8):
                 output = model(ids, labels=ids, domain=DOMAIN)
                 # An encoder sees the token that it predicts, so it learns to repeat the token.
-                encoder = family in ENCODERS
-                loss = functional.cross_entropy(output.logits.flatten(0, 1), ids.flatten()) if encoder else output.loss
+                logits_V = output.logits.float().flatten(0, 1)
+                loss = functional.cross_entropy(logits_V, ids.flatten()) if is_encoder(family) else output.loss
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
@@ -254,10 +281,8 @@ class GraftLaws:
             ]
         assert expected
         for key, gradient in expected.items():
-            total = sum(part.get(key, torch.zeros_like(gradient)) for part in parts)
-            torch.testing.assert_close(
-                total, gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            total = torch.stack([part.get(key, torch.zeros_like(gradient)) for part in parts]).sum(0)
+            self.assert_close(family, total, gradient, key, rtol=1e-3, atol=1e-5)
 
     # 5 and 11: a saved graft gives the same logits again, and a mistake gets one sentence
 
@@ -304,7 +329,7 @@ class GraftLaws:
             if decoding == "beam":
                 rows = output.beam_indices[:, :NEW_TOKENS]
             expected = recompute(model, output.sequences, mask)
-        torch.testing.assert_close(steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
+        self.assert_close(family, steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
 
     @decoders_only
     def test_passes_on_one_cache_equal_one_pass(self, family: str) -> None:
@@ -319,26 +344,26 @@ class GraftLaws:
                 outputs.append(model(chunk, mask[:, :end], position, past_key_values=cache, use_cache=True))
         actual = torch.cat([output.logits for output in outputs], 1)
         # Squared activations, as in Nemotron, make more of the rounding.
-        torch.testing.assert_close(actual[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-3)
+        self.assert_close(family, actual[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-3)
 
     # 7 and 8: no token sees a later one, and neither padding, other rows nor packed documents matter
 
     @decoders_only
     def test_no_logit_depends_on_a_later_token(self, family: str) -> None:
         with self.attach(family) as model:
-            check_causality(model, self.lengths(family)[0])
+            self.check_causality(family, model)
 
     @decoders_only
     def test_no_logit_depends_on_a_later_token_in_training(self, family: str) -> None:
         with self.attach(family) as model:
-            check_causality(model.train(), self.lengths(family)[0])
+            self.check_causality(family, model.train())
 
     def test_no_row_depends_on_another_in_training(self, family: str) -> None:
         ids, other = tiny_ids(), tiny_ids(seed=1)
         other[0] = ids[0]
         with self.attach(family) as model:
             before, after = (seeded_logits(model.train(), rows) for rows in (ids, other))
-        torch.testing.assert_close(after[0], before[0], **CLOSE)
+        self.assert_close(family, after[0], before[0])
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding_and_other_rows_change_nothing(self, family: str, side: str) -> None:
@@ -350,7 +375,7 @@ class GraftLaws:
         with self.attach(family) as model:
             together = logits(model, ids, attention_mask=mask, position_ids=positions)
             for number, row in enumerate(rows):
-                torch.testing.assert_close(together[number][mask[number] == 1], logits(model, row[None])[0], **CLOSE)
+                self.assert_close(family, together[number][mask[number] == 1], logits(model, row[None])[0])
 
     @decoders_only
     def test_packed_documents_do_not_meet(self, family: str) -> None:
@@ -359,7 +384,25 @@ class GraftLaws:
         with self.attach(family) as model:
             together = logits(model, torch.cat(rows)[None], position_ids=positions)[0]
             for row, part in zip(rows, together.split(self.lengths(family)), strict=True):
-                torch.testing.assert_close(part, logits(model, row[None])[0], **CLOSE)
+                self.assert_close(family, part, logits(model, row[None])[0])
+
+    def check_causality(self, family: str, model: GraftedModel) -> None:
+        """Fail unless another token changes the logits from its position on, and none before it."""
+        length = self.lengths(family)[0]
+        ids = tiny_ids(length=length)
+        before = seeded_logits(model, ids)
+        for position in (length - 1, length // 2):
+            changed = ids.clone()
+            changed[:, position] = (changed[:, position] + 1) % 250 + 4
+            after = seeded_logits(model, changed)
+            self.assert_close(family, after[:, :position], before[:, :position])
+            difference = (after[:, position:] - before[:, position:]).abs().amax((0, 2))
+            assert difference[:WINDOW].gt(1e-3).all(), "the change must show from its position on"
+
+
+def is_encoder(family: str) -> bool:
+    """Whether every token of a family sees all tokens."""
+    return family.partition("+")[0] in ENCODERS
 
 
 def _fail(*_: Any) -> None:
@@ -369,7 +412,9 @@ def _fail(*_: Any) -> None:
 @functools.cache
 def tiny_backbone_of(family: str) -> Backbone:
     """The tiny backbone of a family; one for the whole session, since no law may change it."""
-    return Backbone.wrap(tiny_model(family), tiny_tokenizer(), family)
+    name, _, dtype = family.partition("+")
+    model = tiny_model(name)
+    return Backbone.wrap(model.to(getattr(torch, dtype)) if dtype else model, tiny_tokenizer(), family)
 
 
 def attach_graft(backbone: Backbone, config: Mapping[str, Any]) -> GraftedModel:
@@ -398,19 +443,6 @@ def seeded_logits(model: GraftedModel, ids: Tensor, seed: int = 0) -> Tensor:
     """(B, T, V) of one pass in the model's mode; the seed fixes the dropout of grafts that train with it."""
     torch.manual_seed(seed)
     return model(ids, domain=DOMAIN).logits.detach()
-
-
-def check_causality(model: GraftedModel, length: int) -> None:
-    """Fail unless another token changes the logits from its position on, and none before it."""
-    ids = tiny_ids(length=length)
-    before = seeded_logits(model, ids)
-    for position in (length - 1, length // 2):
-        changed = ids.clone()
-        changed[:, position] = (changed[:, position] + 1) % 250 + 4
-        after = seeded_logits(model, changed)
-        torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
-        difference = (after[:, position:] - before[:, position:]).abs().amax((0, 2))
-        assert difference[:WINDOW].gt(1e-3).all(), "the change must show from its position on"
 
 
 def losses_of(model: GraftedModel, ids: Tensor) -> Iterator[Tensor]:
