@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, TapError
 from graftlm.testing import logits, randomise
 from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, positions_of, recompute
 from laws.examples import EXPERTS, Example, augmenting_folder, backbone, examples
-from tiny import WINDOW, tiny_ids
+from tiny import WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 MODES: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
@@ -53,6 +54,50 @@ def test_generation_equals_recomputation(example: Example, family: str, mode: st
             rows = output.beam_indices[:, :NEW_TOKENS]
         expected = recompute(model, output.sequences, mask)
     torch.testing.assert_close(steps[rows, torch.arange(NEW_TOKENS)], expected, rtol=1e-4, atol=1e-4)
+
+
+def attention_cases() -> list[Any]:
+    """By default two examples run; -m "" runs all."""
+    return [
+        pytest.param(
+            example,
+            family,
+            attention,
+            marks=[] if str(example) == "token-routing" and family == "llama" else pytest.mark.exhaustive,
+            id=f"{example}-{family}-{attention}",
+        )
+        for example in examples()
+        for family in ("llama", "gemma3")
+        for attention in ("eager", "flex_attention")
+        if not example.exception(family)
+    ]
+
+
+@pytest.mark.parametrize(("example", "family", "attention"), attention_cases())
+def test_every_attention_gives_the_logits_of_sdpa(
+    example: Example, family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # flex as it is written, without a C++ compiler
+    ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in (2 * WINDOW, 5)], "left")
+    other = Backbone.wrap(tiny_model(family, attn_implementation=attention), tiny_tokenizer())
+    if example.kind == "conditional-tasks" and str(example) != "all-frozen" and attention == "flex_attention":
+        with pytest.raises(TapError, match=r"\(flex_attention\) takes no additive mask: load it with"):
+            attach_graft(other, example.values())
+        return
+    with randomise(attach_graft(other, example.values()).eval(), example.spread) as model:
+        output = generate(model, ids, mask, do_sample=False)
+    with randomise(attach_graft(backbone(family), example.values()).eval(), example.spread) as model:
+        expected = recompute(model, output.sequences, mask)
+    torch.testing.assert_close(torch.stack(output.logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_another_model_may_write_drafts() -> None:
+    ids = tiny_ids(1, 12)
+    assistant = tiny_model("llama", seed=3)
+    with randomise(attach_graft(backbone("llama"), READS_PROMPT["token routing"]).eval(), 0.2) as model:
+        plain = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        drafted = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=assistant)
+    assert drafted.tolist() == plain.tolist()
 
 
 READS_PROMPT: dict[str, dict[str, Any]] = {
