@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from graftlm.artifact import load_graft, save_graft
     from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
+    from graftlm.export import export_graft
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 
@@ -23,6 +24,7 @@ _MODULES = {
     "GraftedModel": "graftlm.grafts",
     "build_graft": "graftlm.grafts",
     "compare_recipe": "graftlm.runs.recipe",
+    "export_graft": "graftlm.export",
     "graft_config": "graftlm.grafts",
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
@@ -40,6 +42,7 @@ __all__ = [
     "__version__",
     "build_graft",
     "compare_recipe",
+    "export_graft",
     "graft_config",
     "load_backbone",
     "load_graft",

@@ -103,6 +103,11 @@ CASES = {
         "bad/truncated/graft.safetensors is not a whole safetensors file (Error while deserializing header: incomplete "
         "metadata, file not fully covered): copy or train the graft again.",
     ),
+    "an export of what a plain model lacks": (
+        ("export", "GRAFT", "--to", "runs/plain"),
+        "A graft of the kind neutral-residues adds modules that LlamaForCausalLM of transformers lacks: load it with "
+        "graftlm, or serve it with graft serve.",
+    ),
     "a graft of an unknown kind": (
         ("inspect", "bad/foreign"),
         "The graft was written by graftlm 0.1.0, and this is 0.1.0: There is no graft of the kind "

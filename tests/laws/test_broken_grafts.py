@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.nn import functional
 from examples.my_graft import LowRankBias, LowRankBiasConfig
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import GraftError
+from graftlm.grafts import Exportable
 from graftlm.grafts.registry import REGISTRY
 from graftlm.testing import GraftLaws
 
@@ -249,6 +251,12 @@ class ReadsPadding(ReadsTheColumnBefore):
 @breaks("packed_documents_do_not_meet")
 class ReadsTheDocumentBefore(ReadsTheColumnBefore):
     pass
+
+
+@breaks("exported_graft_gives_the_same_logits")
+class ExportsTheBareBackbone(Broken, Exportable):
+    def merged(self, backbone: Backbone) -> Any:
+        return copy.deepcopy(backbone.model)
 
 
 def run_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graft: type, law: str, arguments: dict[str, Any]) -> None:

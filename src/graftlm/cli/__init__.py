@@ -69,7 +69,7 @@ def _root(
 
 
 _VERBS = [training.train, training.compare, grafts.evaluate, grafts.generate, grafts.predict, grafts.inspect]
-_VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
+_VERBS += [grafts.export, summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
     app.command("eval" if _verb is grafts.evaluate else None)(_verb)

@@ -228,6 +228,24 @@ def inspect(
     return print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
 
 
+def export(
+    graft: GraftFolder,
+    to: Annotated[Path, Option(metavar="FOLDER", help="A new or empty folder for the model.", show_default=False)],
+    backbone: BackboneName = None,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write backbone and graft as one plain model for transformers."""
+    configure_logging()
+    from graftlm.artifact import backbone_of, load_graft
+    from graftlm.export import export_graft
+
+    loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
+    folder = export_graft(load_graft(graft, loaded), loaded, to)
+    print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))
+
+
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft with their config keys."""
     configure_logging()

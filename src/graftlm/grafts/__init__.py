@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graftlm.grafts.base import (
+    Exportable,
     FitsOnText,
     Graft,
     GraftConfig,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from graftlm.grafts.model import GraftedModel, GraftedOutput
 
 __all__ = [
+    "Exportable",
     "FitsOnText",
     "Graft",
     "GraftConfig",

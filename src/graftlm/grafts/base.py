@@ -1,7 +1,7 @@
 """The contract of a graft.
 
 A method subclasses `Graft`. What only some methods do is a mix-in beside it, which shared code asks for by
-`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `HasTensors`.
+`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `Exportable`, `HasTensors`.
 """
 
 from __future__ import annotations
@@ -177,6 +177,17 @@ class ReplacesModel(ABC):
     def changes_all_rows(self) -> bool:
         """Whether the graft, as configured, acts on every row of a batch, so that it can't share a batch."""
         return True
+
+
+class Exportable(ABC):
+    """A graft whose effect fits into the weights of the backbone's own architecture."""
+
+    @abstractmethod
+    def merged(self, backbone: Backbone) -> PreTrainedModel:
+        """A new model of the backbone's class with the same logits as the grafted one; the graft is detached.
+
+        It is in evaluation mode and shares no weights with the backbone.
+        """
 
 
 class HasTensors(ABC):

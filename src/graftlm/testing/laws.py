@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.nn import functional
 from graftlm.artifact import graft_tensors, load_graft, save_graft
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel, HasHeads, build_graft, graft_config
+from graftlm.export import export_graft
+from graftlm.grafts import Exportable, Graft, GraftedModel, HasHeads, build_graft, graft_config
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-5}  # for logits of about 5, computed in another order in float32
@@ -315,6 +317,24 @@ class GraftLaws:
         (folder / "graft.safetensors").write_bytes((folder / "graft.safetensors").read_bytes()[:-1])
         with pytest.raises(ArtifactError, match="copy or train the graft again"):
             load_graft(folder, self.backbone(family))
+
+    # 12: an exported graft is a plain model with the same logits, or a sentence says why there is none
+
+    def test_exported_graft_gives_the_same_logits(self, family: str, tmp_path: Path) -> None:
+        backbone = self.backbone(family)
+        with self.attach(family) as model:
+            expected, graft = logits(model, tiny_ids()), model.grafts["graft"]
+        assert isinstance(graft, Graft)
+        try:
+            folder = export_graft(graft, backbone, tmp_path / "model")
+        except ArtifactError as error:
+            refusal = str(error)
+        else:
+            plain = type(backbone.model).from_pretrained(folder)
+            return self.assert_close(family, logits(plain, tiny_ids()), expected, rtol=1e-4, atol=1e-4)
+        reasons = "is quantised|carries a PEFT adapter" if isinstance(graft, Exportable) else "adds modules that"
+        assert re.search(reasons, refusal), refusal
+        return None
 
     # 6: cached decoding equals full recomputation
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
 from graftlm.errors import TapConflictError
-from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import TrainsCopy
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LoRABaselineConfig(GraftConfig):
     scale: float = Field(1.0, gt=0)
 
 
-class LoRABaseline(Graft, ReplacesModel, HasTensors):
+class LoRABaseline(Graft, ReplacesModel, Exportable, HasTensors):
     """LoRA on every Linear of the FFNs. PEFT adds its modules to the live model, and unloads them again."""
 
     Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
@@ -85,6 +85,13 @@ class LoRABaseline(Graft, ReplacesModel, HasTensors):
             self._pending = {name: tensor.clone() for name, tensor in self.tensors().items()}
             self._live.pop().unload()
 
+    def merged(self, backbone: Backbone) -> PreTrainedModel:
+        adapted = LoraModel(copy.deepcopy(backbone.model), copy.deepcopy(self._peft), _ADAPTER)
+        cast_adapter_dtype(adapted, _ADAPTER)
+        set_peft_model_state_dict(adapted, self.tensors(), adapter_name=_ADAPTER)
+        model: Any = adapted.eval().merge_and_unload()
+        return model
+
     def tensors(self) -> dict[str, Tensor]:
         if not self._live:
             return dict(self._pending or {})
@@ -125,7 +132,7 @@ class FineTuningConfig(GraftConfig):
     kind: Literal["finetune"] = "finetune"
 
 
-class FineTuning(TrainsCopy):
+class FineTuning(TrainsCopy, Exportable):
     """Training of all weights of a copy of the backbone. The tensors are the full model's."""
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig
@@ -135,3 +142,10 @@ class FineTuning(TrainsCopy):
         super().__init__()
         self.config = config
         self.copy_weights(backbone.model, [name for name, _ in backbone.model.named_parameters()])
+
+    def merged(self, backbone: Backbone) -> PreTrainedModel:
+        trained = self.tensors()
+        dtype = next(iter(trained.values())).dtype  # a backbone in half precision is trained in float32
+        model: Any = copy.deepcopy(backbone.model).to(dtype)  # type: ignore[arg-type]  # its decorator hides it
+        model.load_state_dict(trained, strict=False)
+        return model.eval()
