@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, QuantizedCache
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, TapError
@@ -148,6 +149,18 @@ def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() 
         pytest.raises(TapError, match="with a dynamic cache where every layer has a sliding window"),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
+def test_a_cache_that_moves_or_rounds_its_layers_is_refused(config: dict[str, Any]) -> None:
+    offloaded, quantised = DynamicCache(), QuantizedCache.__new__(QuantizedCache)
+    offloaded.offloading = True  # its constructor needs an accelerator, and that of the other a library
+    quantised.__dict__.update(vars(DynamicCache()))
+    with attach_graft(backbone("llama"), config).eval() as model:
+        for cache, way in ((offloaded, "offloads"), (quantised, "quantises")):
+            with pytest.raises(GraftError, match=f"The cache {way} its layers"):
+                model(tiny_ids(), past_key_values=cache, use_cache=True)
+            assert cache.get_seq_length() == 0, "refused before a token is read"
 
 
 def test_a_mask_of_four_dimensions_is_refused() -> None:

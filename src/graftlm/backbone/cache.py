@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    QuantizedCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -41,7 +42,16 @@ def slots(
         count: number of layers that the owner needs.
         backbone_layers: number of layers that the backbone fills; a lazy cache may not have made them yet.
         make: builds one layer.
+
+    Raises:
+        GraftError: the cache moves or rounds its layers, which would not reach those of a graft.
     """
+    if getattr(cache, "offloading", False) or isinstance(cache, QuantizedCache):
+        way = "quantises" if isinstance(cache, QuantizedCache) else "offloads"
+        raise GraftError(
+            f"The cache {way} its layers, and a graft's own layers in it can't follow: generate with a dynamic or "
+            "static cache."
+        )
     slots_by_owner: dict[str, range] = cache.__dict__.setdefault(_SLOTS, {})
     if owner not in slots_by_owner:
         replicate = getattr(cache, "layer_class_to_replicate", None)
