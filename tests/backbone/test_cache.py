@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, slots
+from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, TokenCount, slots, taps
 from graftlm.errors import GraftError
 from graftlm.grafts import Graft, GraftedModel
 from tiny import LAW_DECODERS, tiny_ids, tiny_model
@@ -201,3 +201,26 @@ def test_a_cache_made_on_the_way_holds_the_grafts_layers_too(kind: Any) -> None:
         first = model(tiny_ids()[:, :20], use_cache=True)
         second = model(tiny_ids()[:, 20:], past_key_values=first.past_key_values).logits
     torch.testing.assert_close(torch.cat([first.logits, second], 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_of_a_static_cache_are_known_until_something_else_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taps, "may_read", lambda tensor: False)  # as on an accelerator
+    live = tiny_model("llama")
+    cache = StaticCache(config=live.config, max_cache_len=32)
+
+    @torch.no_grad()
+    def read(length: int, *, counted: bool = True) -> TokenCount:
+        count = TokenCount(cache, length)
+        live(tiny_ids(1, length), past_key_values=cache, use_cache=True)
+        if counted:
+            count.keep()
+        return count
+
+    counts = [read(length) for length in (4, 1, 2)]
+    assert [(count.is_known, count.read()) for count in counts] == [(True, 0), (True, 4), (True, 5)]
+    read(3, counted=False)
+    later = read(1)
+    assert (later.is_known, later.read()) == (False, 10), "the count is that before the pass, though read after it"
+    assert not read(1).is_known, "a count that nobody read is not kept"
+    cache.reset()
+    assert (TokenCount(cache, 1).is_known, TokenCount(cache, 1).read()) == (False, 0)

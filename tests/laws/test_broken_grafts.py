@@ -259,6 +259,39 @@ class ExportsTheBareBackbone(Broken, Exportable):
         return copy.deepcopy(backbone.model)
 
 
+# Mistakes that an accelerator alone would show, by its waiting
+
+
+@breaks("decode_step_waits_for_no_accelerator", cache="dynamic")
+class SkipsSmallUpdates(Broken):
+    def mistake(self, call: Call, update: Tensor, outputs: Tensor) -> Tensor:
+        return update if update.abs().max() > 0 else torch.zeros_like(update)
+
+
+@breaks("decode_step_waits_for_no_accelerator", cache="static")
+class SelectsTokens(Broken):
+    def mistake(self, call: Call, update: Tensor, outputs: Tensor) -> Tensor:
+        return update.index_put((call.input_ids == 0,), update[call.input_ids == 0])
+
+
+@breaks("decode_step_waits_for_no_accelerator", cache="static")
+class AsksTheCache(Broken):
+    def mistake(self, call: Call, update: Tensor, outputs: Tensor) -> Tensor:
+        return update if call.cache is None else update * (1 + 0 * int(call.cache.get_seq_length()))
+
+
+@breaks("decode_step_waits_for_no_accelerator", cache="dynamic")
+class CopiesAConstant(Broken):
+    def mistake(self, call: Call, update: Tensor, outputs: Tensor) -> Tensor:
+        return update * torch.tensor([1.0], device=update.device)
+
+
+@breaks("decode_step_waits_for_no_accelerator", cache="dynamic")
+class ComputesOnTheHost(Broken):
+    def mistake(self, call: Call, update: Tensor, outputs: Tensor) -> Tensor:
+        return update.cpu().to(update.device)
+
+
 def run_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graft: type, law: str, arguments: dict[str, Any]) -> None:
     """Run one law on a class of grafts, as pytest does."""
     monkeypatch.setitem(REGISTRY, "low-rank-bias", graft)

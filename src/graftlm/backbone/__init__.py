@@ -14,7 +14,7 @@ from graftlm.backbone.load import (
     max_sequence_length,
     padding_id,
 )
-from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks
+from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, may_read
 
 __all__ = [
     "FAMILIES",
@@ -32,11 +32,13 @@ __all__ = [
     "Sublayer",
     "Tap",
     "TapHooks",
+    "TokenCount",
     "default_device",
     "fingerprint",
     "leading_bos",
     "load_backbone",
     "max_sequence_length",
+    "may_read",
     "padding_id",
     "register_family",
     "slots",

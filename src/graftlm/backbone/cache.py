@@ -70,6 +70,12 @@ def is_static_layer(layer: Any, *, window: bool = True) -> bool:
     return isinstance(layer, StaticLayer) and (window or not isinstance(layer, StaticSlidingWindowLayer))
 
 
+def counted_tokens(cache: Cache) -> int | None:
+    """The number of tokens in the first layer of a graft that `counts_tokens`; None without one."""
+    layers: list[Any] = [cache.layers[indices[0]] for indices in getattr(cache, _SLOTS, {}).values()]
+    return next((layer.get_seq_length() for layer in layers if getattr(layer, "counts_tokens", False)), None)
+
+
 class StateLayer(RecurrentCacheLayer):
     """A cache layer for a recurrent state of fixed size, batch first, such as a state-space model's.
 

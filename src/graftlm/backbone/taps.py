@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,12 +21,87 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from graftlm.backbone.cache import is_static_layer
+from graftlm.backbone.cache import counted_tokens, is_static_layer
 from graftlm.backbone.families import Site, Sites
 from graftlm.errors import TapConflictError, TapError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+COUNT_KEY = "_graft_count"
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether Python may branch on values of a tensor: on a CPU, outside compiled code.
+
+    On an accelerator, a read waits for all work that is queued there.
+    """
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class TokenCount:
+    """The number of tokens that a cache holds when a pass of `new` tokens begins; the host reads it when it is needed.
+
+    A static cache counts its tokens on its device. So that decoding does not wait for it, a count that was read is kept
+    in the cache with the new tokens of the pass, and is valid until something else changes the cache. Compiled code
+    takes the length of a graft's layer that `counts_tokens`.
+    """
+
+    def __init__(self, cache: Cache | None, new: int) -> None:
+        self._cache, self._new, self._version = cache, new, 0
+        self._count: Any = 0 if cache is None else cache.get_seq_length()
+        if cache is None or not isinstance(self._count, Tensor):
+            return
+        if torch.compiler.is_compiling():
+            known = counted_tokens(cache)
+        else:
+            self._version = _version(self._count)
+            noted, version = getattr(cache, COUNT_KEY, (None, None))
+            known = noted if version == self._version else None
+        if may_read(self._count):
+            known = int(self._count)
+        self._count = self._count.clone() if known is None else known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return not isinstance(self._count, Tensor)
+
+    def read(self) -> int:
+        """The number of tokens."""
+        self._count = int(self._count)
+        return self._count
+
+    def keep(self) -> None:
+        """Keep the count in the cache at the end of the pass, if it is known."""
+        count: Any = None if self._cache is None or torch.compiler.is_compiling() else self._cache.get_seq_length()
+        if self.is_known and isinstance(count, Tensor) and _version(count) == self._version + 1:  # the pass alone did
+            setattr(self._cache, COUNT_KEY, (self._count + self._new, self._version + 1))
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not tell."""
+    return -2 if tensor.is_inference() else tensor._version
+
+
+class _Deferred:
+    """A field of a dataclass that may be given a function; the first read calls it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Tensor | None:
+        if instance is None:
+            return None  # the field's default
+        value: Any = getattr(instance, self._key)
+        if callable(value):
+            value = value()
+            setattr(instance, self._key, value)
+        return value
+
+    def __set__(self, instance: Any, value: Tensor | Callable[[], Tensor | None] | None) -> None:
+        setattr(instance, self._key, value)
 
 
 @dataclass
@@ -47,14 +123,15 @@ class Call:
         training: whether this pass will be differentiated for training.
         observing: whether this pass runs for `Observable.observe`, which may cost more.
         row_scopes: which owner's taps act on which rows; see `row_hooks.py`.
+        count: the tokens in the cache before this pass, which `past` reads.
     """
 
     input_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
+    attention_mask: _Deferred = _Deferred()
     position_ids: Tensor | None = None
     cache: Cache | None = None
     domain: Tensor | None = None
-    token_mask: Tensor | None = None
+    token_mask: _Deferred = _Deferred()
     totals: Tensor | None = None
     prompt: Tensor | None = None
     extras: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +139,11 @@ class Call:
     training: bool = False
     observing: bool = False
     row_scopes: tuple[Any, ...] = ()
+    count: TokenCount | None = None
+
+    def past(self) -> int:
+        """The number of tokens in the cache before this pass."""
+        return (self.count or TokenCount(self.cache, 0)).read()
 
     def working_dtype(self, graft: nn.Module) -> torch.dtype:
         """The dtype that a graft computes in: autocast's, or that of its weights.
@@ -100,14 +182,6 @@ class Call:
         columns = torch.arange(document_BT.shape[1], device=document_BT.device).expand_as(document_BT)
         is_first = torch.diff(document_BT, prepend=document_BT[:, :1] - 1, dim=-1) != 0
         return columns - torch.where(is_first, columns, 0).cummax(-1).values
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a hook from torch.compile: it reads Python state of the running pass.
-
-    The first call imports torch._dynamo, which takes seconds, so no function is decorated at import.
-    """
-    return torch.compiler.disable(function)
 
 
 @dataclass(frozen=True)
@@ -191,12 +265,11 @@ class TapHooks:
             return
         try:
             body = sites.body
-            self._handles.append(body.register_forward_pre_hook(_untraced(self._open_call), with_kwargs=True))
+            self._handles.append(body.register_forward_pre_hook(self._open_call, with_kwargs=True))
             for owner, owner_taps in taps.items():
                 for tap in owner_taps:
                     self._connect(sites, owner, tap)
-            close = _untraced(self._close_call)
-            self._handles.append(body.register_forward_hook(close, always_call=True))
+            self._handles.append(body.register_forward_hook(self._close_call, always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -246,11 +319,14 @@ class TapHooks:
         ids, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get("past_key_values")
         inputs = ids if ids is not None else kwargs.get("inputs_embeds")
         length = 0 if inputs is None else inputs.shape[1]
+        count = TokenCount(cache, length)
+        call = Call(ids, position_ids=kwargs.get("position_ids"), cache=cache, count=count, **values)
         if "attention_mask" not in values:
-            values = {**values, "attention_mask": token_mask_of(kwargs.get("attention_mask"), cache, length)}
-        call = Call(ids, position_ids=kwargs.get("position_ids"), cache=cache, **values)
-        if call.token_mask is None and call.attention_mask is not None:
-            call.token_mask = call.attention_mask[:, -length:].bool()
+            call.attention_mask = partial(token_mask_of, kwargs.get("attention_mask"), call, length)
+        if values.get("token_mask") is None:
+            call.token_mask = partial(_new_columns, call, length)
+        if count.is_known:  # otherwise a static cache waits until a graft reads the masks
+            _ = call.token_mask
         if self._stack.generation is not None and inputs is not None and not self._stack.calls:
             prompt_1T = self._stack.generation.mark(length, inputs.device, cached=cache is not None)
             call.prompt = None if prompt_1T is None else prompt_1T.expand(len(inputs), -1)
@@ -259,6 +335,9 @@ class TapHooks:
         self._prepare(call)
 
     def _close_call(self, *_: Any) -> None:
+        for call in self._stack.calls[-1:]:
+            if call.count is not None:
+                call.count.keep()
         del self._stack.calls[-1:]
 
     def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
@@ -267,7 +346,6 @@ class TapHooks:
         entry, exit_ = sites.module(tap.site)
         input_key = ("input of", id(exit_), id(tap))
 
-        @_untraced
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = self._in_rows(_hidden(args, kwargs))
             if tap.when == "after":
@@ -283,7 +361,6 @@ class TapHooks:
             new = (hidden + result if tap.act == "add" else result).view_as(_hidden(args, kwargs))
             return ((new, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": new})
 
-        @_untraced
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             inputs = self._in_rows(_hidden(args, kwargs)) if entry is exit_ else self._current().scratch.pop(input_key)
             written = output[0] if isinstance(output, tuple) else output
@@ -364,7 +441,12 @@ def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
                 )
 
 
-def token_mask_of(mask: Any, cache: Cache | None, length: int) -> Tensor | None:
+def _new_columns(call: Call, length: int) -> Tensor | None:
+    """(B, T) True for the real ones of the pass's `length` = T tokens; None when all are real."""
+    return None if call.attention_mask is None else call.attention_mask[:, -length:].bool()
+
+
+def token_mask_of(mask: Any, call: Call, length: int) -> Tensor | None:
     """(B, T_past + T) 1 for real tokens, from the mask that a model is given for `length` = T tokens; None without one.
 
     For a static cache, transformers' `generate` makes a mask of four dimensions, or one for each type of layer. In a
@@ -375,12 +457,12 @@ def token_mask_of(mask: Any, cache: Cache | None, length: int) -> Tensor | None:
     """
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return mask
-    if cache is not None and any(is_static_layer(layer, window=False) for layer in cache.layers):
+    if call.cache is not None and any(is_static_layer(layer, window=False) for layer in call.cache.layers):
         mask = mask.get("full_attention") if isinstance(mask, dict) else mask
         if mask is None:
             return None
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            last = mask[:, 0, -1, : int(cache.get_seq_length()) + length]
+            last = mask[:, 0, -1, : call.past() + length]
             return (last if last.dtype == torch.bool else last == 0).long()
     form = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
     raise TapError(

@@ -5,6 +5,7 @@ Shape suffixes: B rows, T tokens, V the vocabulary.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import io
@@ -18,12 +19,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import create_masks_for_generate
 
 from graftlm.artifact import graft_tensors, load_graft, save_graft
-from graftlm.backbone import Backbone, Site, Sites
+from graftlm.backbone import Backbone, GenerationPrompt, Site, Sites
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
 from graftlm.export import export_graft
 from graftlm.grafts import Exportable, Graft, GraftedModel, HasHeads, build_graft, graft_config
+from graftlm.testing.accelerator import DEVICE, pretended_accelerator, waits
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-5}  # for logits of about 5, computed in another order in float32
@@ -406,6 +410,16 @@ class GraftLaws:
             for row, part in zip(rows, together.split(self.lengths(family)), strict=True):
                 self.assert_close(family, part, logits(model, row[None])[0])
 
+    # 13: the host does not wait for an accelerator in a decode step
+
+    @decoders_only
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_decode_step_waits_for_no_accelerator(self, family: str, cache: str) -> None:
+        own = self.backbone(family)
+        copied = Backbone.wrap(copy.deepcopy(own.model), own.tokenizer, family)  # it stays on the pretended device
+        model = randomise(attach_graft(copied, self.config), self.spread).eval()
+        assert not decode_step_waits(model, static=cache == "static")
+
     def check_causality(self, family: str, model: GraftedModel) -> None:
         """Fail unless another token changes the logits from its position on, and none before it."""
         length = self.lengths(family)[0]
@@ -553,6 +567,31 @@ def recompute(model: Any, sequences: Tensor, mask: Tensor) -> Tensor:
     new = torch.ones(len(sequences), NEW_TOKENS, dtype=mask.dtype)
     full = torch.cat([mask.repeat_interleave(rows, 0), new], 1)
     return logits(model, sequences, attention_mask=full, position_ids=positions_of(full))[:, -NEW_TOKENS - 1 : -1]
+
+
+@torch.no_grad()
+def decode_step_waits(model: GraftedModel, *, static: bool, rows: int = 20) -> list[str]:
+    """The lines at which the second decode step of a padded batch waits, see `testing.accelerator`.
+
+    The prompt is read on the CPU; the first step copies constants to the device.
+    """
+    ids, mask = pad_rows([tiny_ids(1, length, seed=length)[0] for length in range(5, 5 + rows)], "left")
+    config, columns = model.config, ids.shape[1]
+    cache = StaticCache(config=config, max_cache_len=columns + 4) if static else DynamicCache(config=config)
+    with model._tap_hooks.generation(GenerationPrompt(columns)):
+        model(ids, mask, positions_of(mask), past_key_values=cache, use_cache=True)
+        with pretended_accelerator(model, cache) as move:
+            new, full, lines = move(ids[:, :1]), move(mask), []
+            for _ in range(2):
+                full = torch.cat([full, torch.ones_like(new)], 1)
+                positions = positions_of(full)[:, -1:]
+                given: Any = full
+                if static:  # as `generate` makes it
+                    embedded = torch.empty(rows, 1, 1, device=DEVICE)
+                    given = create_masks_for_generate(config, embedded, full, cache, positions)
+                step = functools.partial(model, new, given, positions, past_key_values=cache, use_cache=True)
+                lines = waits(step)
+    return lines
 
 
 def positions_of(mask: Tensor) -> Tensor:

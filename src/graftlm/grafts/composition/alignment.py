@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from graftlm.backbone import Call, leading_bos
+from graftlm.backbone import Call, leading_bos, may_read
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
 from graftlm.grafts.composition.attention import AttentionPositions, Visibility
@@ -122,7 +122,7 @@ def token_columns(call: Call, length: int) -> Tensor | None:
     if mask is None:
         return None
     mask = mask[:, :length].bool()
-    return None if bool(mask.all()) else mask
+    return None if may_read(mask) and bool(mask.all()) else mask
 
 
 class CharacterAlignment:

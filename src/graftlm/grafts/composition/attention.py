@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
+from graftlm.backbone import may_read
+
 Norm = Literal["none", "pre"]
 Init = Literal["zero", "paper"]
 Positions = Literal["none", "rotary", "local"]
@@ -46,7 +48,7 @@ class Visibility:
     def of(cls, mask_BTS: Tensor) -> Visibility:
         """From a mask (B or 1, T, S). Tokens with an empty mask attend everywhere to avoid NaN; their output is 0."""
         non_empty = mask_BTS.any(-1)
-        if bool(non_empty.all()):
+        if may_read(non_empty) and bool(non_empty.all()):
             return cls(mask_BTS[:, None])
         return cls((mask_BTS | ~non_empty[..., None])[:, None], non_empty)
 

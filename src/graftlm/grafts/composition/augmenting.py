@@ -112,7 +112,7 @@ class AugmentingModel:
             raise GraftError(
                 "A composition needs token ids, as the augmenting model reads them too: pass input_ids, not embeddings."
             )
-        past = 0 if call.cache is None else int(call.cache.get_seq_length())
+        past = call.past()
         if past and self._prompt_only and call.prompt is not None:
             raise GraftError(
                 "With refresh: prompt the augmenting model reads the prompt at once, but a pass was given only a part: "

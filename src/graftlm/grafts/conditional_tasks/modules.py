@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graftlm.backbone import Call
+from graftlm.backbone import Call, may_read
 from graftlm.errors import GraftError
 
 
@@ -111,10 +111,10 @@ class TokenPositions:
             GraftError: a row has more than `limit` tokens.
         """
         mask, positions = call.attention_mask, call.position_ids
-        past = 0 if call.cache is None else int(call.cache.get_seq_length())
+        past = call.past()
         keys: Tensor | int = past + queries
         if mask is not None:
-            padded_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
+            padded_right = may_read(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all())
             keys = mask.shape[1] if padded_right else (mask.long().cumsum(-1) - 1).clamp(min=0)
         elif positions is not None and past == 0 and bool((positions[:, 1:] <= positions[:, :-1]).any()):
             keys = positions  # packed documents

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graftlm.backbone import Backbone, Call, Site, Tap
+from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
 
 GateKind = Literal["relu", "sigmoid", "none"]
@@ -132,13 +132,13 @@ class GatedAdapter(nn.Module):
             return self.w_o(self.activation(inner))
         return self.w_o(self.activation(self.w_g(x_ND)) * inner)
 
-    def residue(self, x_ND: Tensor, scores_N: Tensor | None) -> Tensor:
-        """r(x), (N, D)."""
+    def residue(self, x_ND: Tensor, scores_N: Tensor | None, *, select: bool = True) -> Tensor:
+        """r(x), (N, D); with `select`, closed tokens of many are left out, which synchronises with a GPU."""
         if scores_N is None:
             return self.adapt(x_ND)
         if self.kind == "sigmoid":
             return torch.sigmoid(scores_N)[:, None] * self.adapt(x_ND)
-        if len(scores_N) <= _FEW_TOKENS:
+        if not select or len(scores_N) <= _FEW_TOKENS:
             return scores_N.relu()[:, None] * self.adapt(x_ND)
         open_O = (scores_N > 0).nonzero().squeeze(-1)
         if len(open_O) == len(scores_N):
@@ -182,9 +182,11 @@ class NeutralResidues(Graft, Traceable):
         block: Any = self.blocks[layer]
         x = inputs.to(call.working_dtype(self))
         scores_N = call.scratch[self, "scores", layer] = block.scores(x)
-        if block.is_closed(scores_N):
+        readable = may_read(x)
+        if readable and block.is_closed(scores_N):
             return None
-        out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N)
+        select = readable or (x.shape[1] > 1 and not torch.compiler.is_compiling())
+        out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N, select=select)
         old = call.scratch.get((self, "old tokens"))
         if old is not None and len(old):  # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss
             call.scratch[self, "l1", layer] = out_ND.index_select(0, old).float().abs().sum() / out_ND.shape[-1]

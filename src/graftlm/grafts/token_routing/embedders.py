@@ -59,6 +59,11 @@ class _BackboneEmbedder:
         """(B, T, d) the mean over the prefix of each update, of one matrix (S, d) per row."""
         columns = torch.arange(spans.ids.shape[1], device=spans.ids.device)
         content_BS = self._not_special(spans.ids)
+        if spans.end.shape[1] == 1:  # a decode step, which selects no tokens: that would wait for a GPU
+            first = spans.start.clamp(min=columns.numel() - (spans.window or columns.numel()))
+            mask_BS = ((columns >= first) & content_BS).float()
+            sums_Bd = torch.stack([mask_S @ row.float() for mask_S, row in zip(mask_BS, vectors_BSd, strict=True)])
+            return (sums_Bd / mask_BS.sum(-1, keepdim=True).clamp(min=1))[:, None]
         rows = []
         for row, (updates_T, vectors_Sd) in enumerate(zip(spans.updates, vectors_BSd, strict=True)):
             last = columns[spans.past :][updates_T]

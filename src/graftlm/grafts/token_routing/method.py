@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, Site, Tap
+from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
@@ -154,7 +154,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         return self.config.cache == "recompute" and self._causal
 
     def _routes(self, weights_BTE: Tensor) -> RouteWeights:
-        sparse = self.config.top is not None or self.config.threshold is not None
+        sparse = (self.config.top is not None or self.config.threshold is not None) and may_read(weights_BTE)
         return RouteWeights.of(weights_BTE[..., :-1], sparse=sparse)
 
     def _token_weights(
@@ -169,10 +169,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     def _updated_weights(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         """(B, T, E + 1) new weights at the ends of spans; in training, 1 for the nearest expert."""
         updates_BT, experts = spans.updates, len(self.names)
-        if not updates_BT.any():
+        if may_read(updates_BT) and not updates_BT.any():
             return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
         if experts == 1 and (self.config.threshold is None or call.training):
-            return torch.tensor([1.0, 0.0], device=updates_BT.device).expand(*updates_BT.shape, 2)
+            return (torch.arange(2, device=updates_BT.device) == 0).float().expand(*updates_BT.shape, 2)
         if not len(self.centroids):
             self.fit({})
         vectors = self._need_embedder().prefixes(call, spans, running_sum)

@@ -50,7 +50,7 @@ class RouteWeights:
 
     @classmethod
     def of(cls, weights_BTE: Tensor, *, sparse: bool) -> RouteWeights:
-        """From weights; with `sparse`, experts without any weight are skipped, which synchronises with a GPU."""
+        """From weights; with `sparse`, experts without any weight are skipped, which reads the weights."""
         if not sparse:
             return cls(weights_BTE)
         used = (weights_BTE != 0).flatten(0, 1).any(0).nonzero().flatten().tolist()
@@ -60,11 +60,12 @@ class RouteWeights:
         """(B, T, R): w_e s_e, or its square root, repeated by rank; computed once per pass and layout."""
         key = (layout, like.dtype, like.device, root)
         if key not in self._scaled:
-            weights = self.weights.to(like.device)[..., list(layout.experts)]
-            weights = weights * torch.tensor(layout.scales, device=like.device)
-            ranks = torch.tensor(layout.ranks, device=like.device)
-            weights = (weights.sqrt() if root else weights).to(like.dtype)
-            self._scaled[key] = weights.repeat_interleave(ranks, dim=-1, output_size=sum(layout.ranks))
+            weights = self.weights.to(like.device)
+            parts = []  # no tensor of scales or ranks, whose copy to a GPU would wait for it
+            for expert, rank, scale in zip(*layout, strict=True):
+                own = weights[..., expert, None] * scale
+                parts.append((own.sqrt() if root else own).to(like.dtype).expand(*weights.shape[:-1], rank))
+            self._scaled[key] = torch.cat(parts, -1)
         return self._scaled[key]
 
 
@@ -138,7 +139,9 @@ class MixedProjection(nn.Module):
         if self._trains and torch.is_grad_enabled():
             return self._stack(self.layout.experts)
         first, full = self.a[0], self._full_stack
-        if full is None or first.data_ptr() != full.a.data_ptr() or first.dtype != full.a.dtype:
+        if torch.compiler.is_compiling():  # without the check below, which compiled code can't make
+            return full or self._stack(self.layout.experts)
+        if full is None or first.untyped_storage()._cdata != full.a.untyped_storage()._cdata:
             self._subset_stacks.clear()  # parameters were moved or replaced
             full = self._full_stack = self._stack(self.layout.experts)
             self._make_views(full)

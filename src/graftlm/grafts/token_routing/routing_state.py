@@ -58,6 +58,8 @@ class RoutingCacheLayer(DynamicLayer):
     Keys are ids, (B, 1, S, 1). Values are weights and the prompt length, (B, 1, S, E + 2).
     """
 
+    counts_tokens = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running_sum = RunningSum()
@@ -103,14 +105,13 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     """
     if call.cache is None:
         return None
-    past = int(call.cache.get_seq_length())
     (index,) = slots(call.cache, cache_owner(graft), 1, backbone_layers, RoutingCacheLayer)
     layer = call.cache.layers[index]
     assert isinstance(layer, RoutingCacheLayer)
-    if layer.get_seq_length() != past:
+    if layer.get_seq_length() != call.past():
         raise GraftError(
-            f"The cache holds {past} tokens that the routing has not read: start the generation again with the graft "
-            "attached."
+            f"The cache holds {call.past()} tokens that the routing has not read: start the generation again with the "
+            "graft attached."
         )
     return layer
 
