@@ -187,6 +187,63 @@ def test_taps_act_on_a_module_called_on_its_own() -> None:
     assert seen[0].input_ids is None
 
 
+class HeadProbe(Probe):
+    """Looks at calls at the output layer and in an FFN."""
+
+    def taps(self) -> list[Tap]:
+        return [*super().taps(), Tap(Site("head"), "after", "add", self._tap)]
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_head_has_the_call_of_its_pass(family: str) -> None:
+    seen: list[Call] = []
+    backbone = Backbone.wrap(tiny_model(family))
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in backbone.model.modules()]
+    model = GraftedModel(backbone, {"probe": HeadProbe(lambda call, _: seen.append(call))}).eval()
+    stack = model._tap_hooks._stack
+    with torch.no_grad():
+        for ids in (tiny_ids(), tiny_ids(seed=1)):
+            seen.clear()
+            model(ids)
+            assert [call is seen[0] for call in seen] == [True, True]
+            assert torch.equal(seen[0].input_ids, ids)
+        seen.clear()
+        model.encode(tiny_ids())  # without the head
+        assert len(seen) == 1
+        seen.clear()
+        model.generate(tiny_ids(), max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+        assert [seen[n] is seen[n + 1] for n in range(0, 6, 2)] == [True] * 3
+        assert (stack.calls, stack.outer) == ([], [])
+    model.detach()
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in backbone.model.modules()]
+
+
+@pytest.mark.parametrize("broken", ["head", "body"])
+def test_a_pass_that_fails_leaves_no_call(broken: str) -> None:
+    """Also a pass within a pass, through the whole model."""
+    model: GraftedModel
+    fails, numbers, seen = True, [], []
+
+    def look(call: Call, hidden: Tensor) -> None:
+        seen.append(call.input_ids)
+        if fails and hidden.shape[1] == 5:
+            raise ValueError(broken)
+        if hidden.shape[1] == 24 and not numbers:
+            numbers.append(0)
+            with pytest.raises(ValueError, match=broken):
+                model.model(tiny_ids(1, 5))
+
+    probe = Probe(look) if broken == "body" else HeadProbe(look)
+    model = GraftedModel(Backbone.wrap(tiny_model("llama")), {"probe": probe}).eval()
+    with torch.no_grad():
+        model(tiny_ids())
+        fails = False
+        seen.clear()
+        model(tiny_ids(1, 5))
+    assert all(torch.equal(ids, tiny_ids(1, 5)) for ids in seen)
+    assert (model._tap_hooks._stack.calls, model._tap_hooks._stack.outer) == ([], [])
+
+
 def test_taps_of_several_owners_act_in_order() -> None:
     live, order = tiny_model("llama"), []
     taps = {

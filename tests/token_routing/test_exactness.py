@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
@@ -73,6 +74,8 @@ def test_a_single_expert_on_a_quantised_backbone_equals_peft(weights: str, tmp_p
         return model
 
     folder = write_adapters("llama", tmp_path)["two"]
+    path = Path(folder) / "adapter_model.safetensors"  # without the copy of the head, which PEFT can't load quantised
+    save_file({key: value for key, value in load_file(path).items() if "base_layer" not in key}, path)
     with torch.no_grad():
         bare = quantised()(tiny_ids(2), use_cache=False).logits
         expected = PeftModel.from_pretrained(quantised(), folder).eval()(tiny_ids(2), use_cache=False).logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
-from token_routing.tools import backbone, peft_logits, randomise, routing, write_adapters
+from token_routing.tools import backbone, change_config, peft_logits, randomise, routing, write_adapters
 
 
 @pytest.fixture
@@ -25,20 +24,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
     return write_adapters("llama", tmp_path / "adapters")
 
 
-def change_config(folder: str, **values: Any) -> None:
-    path = Path(folder) / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
-    "DoRA": (lambda f: change_config(f, use_dora=True), r"has DoRA \(use_dora\), which is not a sum of LoRA products"),
-    "biases": (lambda f: change_config(f, bias="all"), r"has biases \(bias=all\), .* train it with bias='none'"),
-    "whole modules": (lambda f: change_config(f, modules_to_save=["lm_head"]), "has whole modules beside the factors"),
-    "PiSSA": (
-        lambda f: change_config(f, init_lora_weights="pissa"),
-        "an initialisation that changed the base's weights",
-    ),
-    "another method": (lambda f: change_config(f, peft_type="IA3"), "is of the type IA3, but LORA is expected"),
     "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
     "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not readable JSON"),

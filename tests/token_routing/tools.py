@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,23 @@ from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
-# Module names of attention, FFN and embedding, for PEFT.
+# Module names of attention, FFN, embedding and output layer, for PEFT.
 NAMES = {
-    "llama": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"]),
-    "gemma3": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"]),
-    "gpt2": (["c_attn"], ["c_fc"], ["wte"]),
-    "gpt_neox": (["query_key_value"], ["dense_h_to_4h"], ["embed_in"]),
-    "qwen3": (["k_proj", "o_proj"], ["up_proj"], ["embed_tokens"]),
+    "llama": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"], ["lm_head"]),
+    "gemma3": (["q_proj", "v_proj"], ["down_proj"], ["embed_tokens"], ["lm_head"]),
+    "gpt2": (["c_attn"], ["c_fc"], ["wte"], ["lm_head"]),
+    "gpt_neox": (["query_key_value"], ["dense_h_to_4h"], ["embed_in"], ["lm_head"]),
+    "qwen3": (["k_proj", "o_proj"], ["up_proj"], ["embed_tokens"], ["lm_head"]),
 }
 FAMILIES = tuple(NAMES)
 
 
 def settings(family: str) -> dict[str, dict[str, Any]]:
     """Three adapters of several ranks, scales and targets; one uses patterns, one is rank-stabilised."""
-    attention, ffn, embedding = NAMES[family]
+    attention, ffn, embedding, head = NAMES[family]
     return {
         "one": {"r": 4, "lora_alpha": 16, "target_modules": attention},
-        "two": {"r": 3, "lora_alpha": 2, "target_modules": attention + ffn, "use_rslora": True},
+        "two": {"r": 3, "lora_alpha": 2, "target_modules": attention + ffn + head, "use_rslora": True},
         "three": {
             "r": 2,
             "lora_alpha": 3,
@@ -60,6 +61,12 @@ def write_adapters(family: str, root: Path, chosen: Mapping[str, Mapping[str, An
         model.save_pretrained(str(root / name))
         folders[name] = str(root / name)
     return folders
+
+
+def change_config(folder: str, **values: Any) -> None:
+    """Change the config of an adapter's folder."""
+    path = Path(folder) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @torch.no_grad()

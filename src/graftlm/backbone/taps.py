@@ -234,6 +234,7 @@ class _CallStack(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.outer: list[int] = []  # the number of calls before each running pass of a whole model with its head
         self.announced: tuple[dict[str, Any], list[Call]] | None = None
         self.generation: GenerationPrompt | None = None
 
@@ -265,6 +266,7 @@ class TapHooks:
             return
         try:
             body = sites.body
+            self._watch_head(sites, taps)
             self._handles.append(body.register_forward_pre_hook(self._open_call, with_kwargs=True))
             for owner, owner_taps in taps.items():
                 for tap in owner_taps:
@@ -338,7 +340,28 @@ class TapHooks:
         for call in self._stack.calls[-1:]:
             if call.count is not None:
                 call.count.keep()
-        del self._stack.calls[-1:]
+        if not self._stack.outer or len(self._stack.calls) != self._stack.outer[-1] + 1:
+            del self._stack.calls[-1:]
+
+    def _watch_head(self, sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
+        """Keep the call of a pass open for the modules that run behind the body, where a tap acts on one of them."""
+        inside = set(sites.body.modules())
+        if all(module in inside for own in taps.values() for tap in own for module in sites.module(tap.site)):
+            return
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._stack.outer.append(len(self._stack.calls))
+            if isinstance(kwargs.get("logits_to_keep"), Tensor):
+                raise TapError(
+                    "A graft acts on the output layer, and the tensor logits_to_keep picks tokens that it can't tell "
+                    "apart: give the number of last tokens instead."
+                )
+
+        def leave(*_: Any) -> None:
+            del self._stack.calls[self._stack.outer.pop() :]
+
+        self._handles.append(self._model.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(self._model.register_forward_hook(leave, always_call=True))
 
     def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
         if tap.act == "bias":

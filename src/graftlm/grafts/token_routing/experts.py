@@ -28,23 +28,62 @@ from graftlm.grafts.token_routing.config import ExpertConfig
 
 CONFIG_NAME, TENSORS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
-# LoraConfig fields whose adapters are not of the form s B A x.
+# What a user types instead. FOLDER is the adapter's, and model a fresh backbone in transformers.
+_TRAIN = "train it as plain LoRA"
+_MERGE = (
+    "merge it into a backbone of its own (PeftModel.from_pretrained(model, FOLDER).merge_and_unload()"
+    f".save_pretrained(NEW)), or {_TRAIN}"
+)
+_CONVERT = "convert it (peft.save_as_lora(NEW, PeftModel.from_pretrained(model, FOLDER), rank=R)), and name NEW as path"
+_SUBTRACT = (
+    "convert it (peft_model.save_pretrained(NEW, path_initial_model_for_weight_conversion=START), where START is the "
+    f"adapter as saved before training), or {_MERGE}"
+)
+# Fields of LoraConfig that leave the update s B A x, and those that are read here. All others must have their defaults.
+_PLAIN = (
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+    "exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora init_lora_weights layers_to_transform "
+    "layers_pattern rank_pattern alpha_pattern megatron_core loftq_config eva_config corda_config lora_ga_config "
+    "qalora_group_size runtime_config ensure_weight_tying"
+)
+PLAIN_FIELDS = frozenset(_PLAIN.split())
 _VARIANTS = {
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "BD-LoRA",
-    "lora_bias": "a bias in B",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-    "modules_to_save": "whole modules beside the factors",
-    "trainable_token_indices": "trained rows of the embedding",
-    "layer_replication": "replicated layers",
-    "target_parameters": "parameters instead of modules",
+    "use_dora": ("DoRA", _MERGE),
+    "use_qalora": ("QALoRA", _CONVERT),
+    "use_bdlora": ("BD-LoRA", _MERGE),
+    "lora_bias": ("a bias in B", _TRAIN),
+    "bias": ("trained biases", _MERGE),
+    "alora_invocation_tokens": ("activated LoRA", _TRAIN),
+    "arrow_config": ("Arrow", "name the adapters that it routes as experts"),
+    "kasa_config": ("KaSA", _MERGE),
+    "velora_config": ("VeLoRA", _CONVERT),
+    "monteclora_config": ("MonteCLoRA", _CONVERT),
+    "modules_to_save": ("whole modules beside the factors", _MERGE),
+    "trainable_token_indices": ("trained rows of the embedding", _MERGE),
+    "layer_replication": ("replicated layers", _TRAIN),
+    "target_parameters": ("parameters instead of modules", _MERGE),
+    "megatron_config": ("Megatron's layers", _TRAIN),
 }
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initialisations by the remedy where they changed the base's weights, and those that did not.
+_BASE_CHANGING_INITS = {
+    "pissa": _SUBTRACT,
+    "olora": _SUBTRACT,
+    "corda": _SUBTRACT,
+    "lora_ga": _SUBTRACT,
+    "loftq": _MERGE,
+}
+_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
+# Other types of PEFT adapters by their remedy; where there is none, as for prompts, a new adapter is trained.
+_CONVERTED = "C3A DELORA FOURIERFT GRALORA LOHA LOKR MISS PSOFT RANDLORA TINYLORA UNILORA VBLORA VERA WAVEFT"
+_MERGED = (
+    "ADALORA ADAMSS BOFT DEFT FROD GLORA HIRA HRA IA3 LN_TUNING OFT OSF PEANUT PVERA ROAD SHIRA SUPERTUNING "
+    "TRAINABLE_TOKENS"
+)
+_TYPES = {
+    **dict.fromkeys(_CONVERTED.split(), _CONVERT),
+    **dict.fromkeys(_MERGED.split(), _MERGE),
+    "XLORA": "name the LoRA adapters that it mixes as experts",
+}
 
 
 @dataclass(frozen=True)
@@ -153,7 +192,7 @@ def _target_paths(target: str, backbone: Backbone) -> list[str]:
     return [path for path, module in backbone.model.named_modules() if id(module) in chosen]
 
 
-def write_adapter(factors: Mapping[str, Factors], folder: Path, base: str) -> Path:
+def write_adapter(factors: Mapping[str, Factors], folder: Path, backbone: Backbone) -> Path:
     """Write an expert in PEFT's format; returns the folder."""
     ranks = {path: len(expert.a) for path, expert in factors.items()}
     alphas = {path: expert.scale * ranks[path] for path, expert in factors.items()}
@@ -164,14 +203,15 @@ def write_adapter(factors: Mapping[str, Factors], folder: Path, base: str) -> Pa
         target_modules=sorted(ranks),
         rank_pattern={re.escape(path): rank for path, rank in ranks.items() if rank != max_rank},
         alpha_pattern={re.escape(path): alpha for path, alpha in alphas.items() if alpha != max_alpha},
-        base_model_name_or_path=base,
+        base_model_name_or_path=backbone.name,
         inference_mode=True,
     )
     tensors = {}
     for path, expert in factors.items():
-        key = f"base_model.model.{path}.lora_"
-        tensors[f"{key}A.weight"] = expert.a.detach().cpu().contiguous()
-        tensors[f"{key}B.weight"] = expert.b.detach().cpu().T.contiguous()
+        is_embedding = ExpertTarget.of(backbone.model.get_submodule(path), path).is_embedding
+        key = f"base_model.model.{path}.lora_" + ("embedding_{}" if is_embedding else "{}.weight")
+        tensors[key.format("A")] = expert.a.detach().cpu().contiguous()
+        tensors[key.format("B")] = expert.b.detach().cpu().T.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     config.save_pretrained(str(folder))
@@ -188,21 +228,23 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
         ) from None
     except (UnicodeDecodeError, ValueError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the expert {name} is damaged: copy it again.") from None
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        kind = values.get("peft_type") if isinstance(values, dict) else type(values).__name__
-        raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected.")
-    for key in (key for key in (*_VARIANTS, *values) if values.get(key)):
-        if key in _VARIANTS:
-            raise _unmixable(name, folder, f"{_VARIANTS[key]} ({key})", "train it as plain LoRA")
+    kind = values.get("peft_type") if isinstance(values, dict) else type(values).__name__
+    if not isinstance(values, dict) or kind != "LORA":
+        remedy = _remedy(_TYPES.get(str(kind), _TRAIN), folder)
+        raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected: {remedy}.")
+    default = LoraConfig()
+    for key in (key for key in (*_VARIANTS, *values) if values.get(key) and key not in PLAIN_FIELDS):
         if key not in LoraConfig.__dataclass_fields__:
-            raise _unmixable(name, folder, f"the unknown setting {key}", "upgrade peft, or train it as plain LoRA")
+            raise _unmixable(name, folder, f"the unknown setting {key}", f"upgrade peft, or {_TRAIN}")
+        if values[key] != getattr(default, key):
+            variant, remedy = _VARIANTS.get(key, ("a setting that GraftLM does not know", _TRAIN))
+            raise _unmixable(name, folder, f"{variant} ({key})", remedy)
+    init = values.get("init_lora_weights", True)
+    if str(init).lower() not in _PLAIN_INITS:
+        known_inits = (remedy for start, remedy in _BASE_CHANGING_INITS.items() if str(init).lower().startswith(start))
+        variant = f"an initialisation that may have changed the base's weights (init_lora_weights={init})"
+        raise _unmixable(name, folder, variant, next(known_inits, _TRAIN))
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}
-    if known.get("bias", "none") != "none":
-        raise _unmixable(name, folder, f"biases (bias={known['bias']})", "train it with bias='none'")
-    if str(known.get("init_lora_weights")).lower().startswith(_BASE_CHANGING_INITS):
-        variant = f"an initialisation that changed the base's weights (init_lora_weights={known['init_lora_weights']})"
-        remedy = "convert it with save_pretrained(path_initial_model_for_weight_conversion=…)"
-        raise _unmixable(name, folder, variant, remedy)
     try:
         return LoraConfig(**known)
     except (TypeError, ValueError) as error:
@@ -210,7 +252,12 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
+    remedy = _remedy(remedy, folder)
     return ArtifactError(f"The expert {name} in {folder} has {variant}, which is not a sum of LoRA products: {remedy}.")
+
+
+def _remedy(remedy: str, folder: Path) -> str:
+    return remedy.replace("FOLDER", repr(str(folder)))
 
 
 def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:

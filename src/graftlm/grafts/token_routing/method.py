@@ -118,14 +118,21 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
     # One pass
 
     def taps(self) -> list[Tap]:
-        taps = [
-            Tap(Site("module", path=path), "after", "add", partial(self._add, mixture))
-            for path, mixture in self._mixtures_by_path()
-        ]
+        model = self._backbone[0].model
+        body = set(model.base_model.modules())
+        taps = []
+        for path, mixture in self._mixtures_by_path():
+            key = self if model.get_submodule(path) in body else self._head_key
+            taps.append(Tap(Site("module", path=path), "after", "add", partial(self._add, mixture, key)))
         return [*taps, self._recompute.tap()] if self._recomputes else taps
 
-    def _add(self, mixture: MixedProjection, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
-        routes: RouteWeights | None = call.scratch.get(self)
+    @property
+    def _head_key(self) -> Any:
+        """Of the routes behind the body, which `cache: recompute` does not run again for earlier tokens."""
+        return (self, "head")
+
+    def _add(self, mixture: MixedProjection, key: Any, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+        routes: RouteWeights | None = call.scratch.get(key)
         delta = None if routes is None else mixture(inputs, routes)
         return None if delta is None else delta.to(outputs.dtype)
 
@@ -144,9 +151,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         weights_BTE = self._token_weights(call, spans, state, running_sum)
         if layer is not None:
             layer.append(spans, weights_BTE)
+        call.scratch[self] = call.scratch[self._head_key] = self._routes(weights_BTE)
         if self._recomputes and not call.training:
             weights_BTE = self._recompute(call, spans, weights_BTE, state)
-        call.scratch[self] = self._routes(weights_BTE)
+            call.scratch[self] = self._routes(weights_BTE)
         call.scratch[self, "weights"] = weights_BTE
 
     @property
@@ -267,7 +275,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
 
     def write_adapter(self, name: str, folder: str | Path) -> Path:
         """Write one expert as a folder that PEFT reads."""
-        return write_adapter(self.factors(name), Path(folder), self._backbone[0].name)
+        return write_adapter(self.factors(name), Path(folder), self._backbone[0])
 
     def tensors(self) -> dict[str, Tensor]:
         """Centroids, the whitener if used, and the factors of new or bundled experts."""
