@@ -19,6 +19,7 @@ from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError, TapError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafts.graft_set import GraftSet, MultiGraftModel
 from graftlm.grafts.token_routing.experts import PLAIN_FIELDS
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import change_config
@@ -246,6 +247,28 @@ def test_a_half_precision_backbone_keeps_float32_factors_as_peft_does(tmp_path: 
         assert {parameter.dtype for parameter in model.grafts.parameters()} == {torch.float32}
         ours = (logits_of(model, ids) - truth).square().mean().sqrt()
     assert ours < 1.2 * (logits_of(theirs, ids) - truth).square().mean().sqrt()
+
+
+def test_rows_of_one_batch_have_their_own_heads(tmp_path: Path) -> None:
+    """The engine's batches: each row's logits are those of its expert alone, and of the bare backbone without one."""
+    case, ids = PLACES["`lm_head`"], tiny_ids(2, 9)
+    case.adapter(tmp_path)
+    prompts = ids.tolist()
+    with routed(case, tmp_path) as model, torch.no_grad():
+        expected = model(ids).logits[:, -2:]
+        bare = logits_of(case.model(), ids)[:, -2:]
+        graft: Any = model.grafts["graft"]
+    multi = MultiGraftModel(Backbone.wrap(case.model(), tiny_tokenizer(), "tiny"))
+    expert, none = GraftSet((("one", graft),)), GraftSet()
+    multi.wire([expert, none])
+    batch, first = multi.prefill(expert, [prompt[:-1] for prompt in prompts], ["a", "b"])
+    assert_close(first, expected[:, 0])
+    other, first = multi.prefill(none, [prompts[0][:-1]], ["c"])
+    assert_close(first[0], bare[0, 0])
+    assert batch.join(other)
+    logits = multi.decode(batch, [prompts[0][-1], prompts[1][-1], prompts[0][-1]])
+    assert_close(logits, torch.stack([*expected[:, 1], bare[0, 1]]))
+    multi.detach()
 
 
 def test_the_tensor_logits_to_keep_is_refused_and_a_number_is_the_last_tokens(tmp_path: Path) -> None:
