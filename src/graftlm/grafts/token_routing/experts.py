@@ -297,8 +297,10 @@ def _pair_factors(
             continue
         path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
         own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
-        if own is None or own.shape != tensor.shape or not torch.equal(own.cpu(), tensor.to(own.dtype)):
-            raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", "train it as plain LoRA")
+        is_plain = own is not None and own.shape == tensor.shape and type(own.data) is Tensor  # not quantised
+        if own is None or not is_plain or not torch.equal(own.cpu(), tensor.to(own.dtype)):
+            remedy = "save it with save_embedding_layers=False if this is a copy of the backbone's, or " + _TRAIN
+            raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", remedy)
     for path, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
             raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
