@@ -147,6 +147,16 @@ _INERT = (
 )
 
 
+# Rows like others, which only `-m ''` runs.
+_LONGER = re.compile(
+    "Distil|ELECTRA|ModernBERT|RoBERTa|scaled|gaussian|orthogonal|false|dropout|exclude|lora_only|pissa|velora|qalora"
+)
+
+
+def params(rows: Any) -> list[Any]:
+    return [pytest.param(row, marks=[pytest.mark.exhaustive] if _LONGER.search(row) else []) for row in rows]
+
+
 def logits_of(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return model(input_ids=ids).logits.float()
@@ -175,7 +185,7 @@ def factor_gradients(parameters: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("row", ACTS)
+@pytest.mark.parametrize("row", params(ACTS))
 def test_one_expert_equals_peft(row: str, tmp_path: Path) -> None:
     case, ids = ACTS[row], tiny_ids()
     case.adapter(tmp_path)
@@ -199,7 +209,7 @@ def test_one_expert_equals_peft(row: str, tmp_path: Path) -> None:
             assert_close(own[name], gradient, 1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "bert"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.exhaustive), "bert"])
 def test_a_new_expert_of_the_head_trains_as_in_peft_and_is_read_by_peft(family: str, tmp_path: Path) -> None:
     """One expert of head and embedding: PEFT reads what was written, with equal logits and gradients."""
     head = "cls.predictions.transform.dense" if family == "bert" else "lm_head"
@@ -289,7 +299,7 @@ def refusal(case: Case, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("row", REFUSED)
+@pytest.mark.parametrize("row", params(REFUSED))
 def test_a_refusal_names_a_remedy_that_works(row: str, tmp_path: Path) -> None:
     (case, remedy), ids = REFUSED[row], tiny_ids()
     expected = logits_of(adapted := case.adapter(tmp_path), ids)
