@@ -84,7 +84,7 @@ _PACKED, _CROPPED, _SAVED, _WAITS = (
     "only_the_trained_tensors_are_saved",
     "decode_step_waits_for_no_accelerator",
 )
-_WAITS_FAMILIES = ("llama", "gemma3", "gpt2", "qwen3", "mixtral")
+_WAITS_FAMILIES = ("llama", "gemma3", "gpt2")
 FAMILY_EXCEPTIONS = {
     ("block-state", _PACKED): "states would pass from one document into the next, so a GraftError says so",
     ("block-state", _CROPPED): "a state can't be cropped by some tokens, so a GraftError says so",

@@ -7,18 +7,33 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from transformers import StaticCache
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.testing.laws import digest, generate, gradients, logits, prompts, randomise, recompute, tensors_of
-from laws.examples import Example, examples
+from graftlm.testing.laws import (
+    digest,
+    generate,
+    gradients,
+    logits,
+    positions_of,
+    prompts,
+    randomise,
+    recompute,
+    tensors_of,
+)
+from laws.examples import EXPERTS, Example, examples
 from laws.tools import FailingGraft, active_calls, graft_onto
-from tiny import tiny_ids, tiny_model
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 GATED = next(example for example in examples() if example.kind == "neutral-residues")
 REPLACING = next(example for example in examples() if example.kind == "lora")  # it replaces modules
 DOMAIN = torch.tensor([0, 1])
+BY_PROMPT = Example("token-routing", {"experts": EXPERTS, "reads": "prompt"}, name="routed-by-prompt")
+WHOLE = [BY_PROMPT, *(e for e in examples() if e.kind == str(e) and e.kind not in ("finetune", "conditional-tasks"))]
+READS = ("item", "tolist", "nonzero")
 
 
 def in_place(model: Any, backend: str) -> Any:
@@ -44,7 +59,7 @@ def frozen(family: str) -> Any:
 
 
 def grafted(compiled: Any, example: Example) -> GraftedModel:
-    host = Backbone.wrap(compiled)
+    host = Backbone.wrap(compiled, tiny_tokenizer())
     return randomise(graft_onto(host, example), example.spread).eval()
 
 
@@ -139,3 +154,45 @@ def test_an_exception_in_a_tap_leaves_no_trace() -> None:
         assert torch.equal(logits(live, tiny_ids()), bare)
         assert not active_calls(live)
     assert torch.equal(logits(model, tiny_ids()), bare)
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.exhaustive) for e in WHOLE]
+)
+def test_decode_steps_compile_as_one_graph_that_reads_nothing(example: Example) -> None:
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graphs.append([node for node in module.graph.nodes if node.target in READS])
+        return module.forward
+
+    with grafted(frozen("llama"), example) as model:
+        expected = decode(model, model)
+        actual = decode(model, torch.compile(model, backend=backend, fullgraph=True))  # which raises at a break
+    torch.testing.assert_close(actual, expected, **CLOSE)  # closed gates are computed, and not skipped
+    assert graphs == [[]] * len(graphs), "the host would wait for an accelerator"
+    assert len(graphs) <= 2, "the second is for lengths that change"
+
+
+@pytest.mark.exhaustive
+def test_decode_steps_compile_to_machine_code() -> None:
+    with grafted(frozen("llama"), GATED) as model:
+        expected = decode(model, model)
+        actual = decode(model, torch.compile(model, backend="inductor", fullgraph=True))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # its kernels add in another order
+
+
+@torch.no_grad()
+def decode(model: GraftedModel, step: Any, prompt: int = 9, steps: int = 3) -> torch.Tensor:
+    """(B, steps, V) after a padded prompt, with a static cache and the masks that `generate` makes for it."""
+    ids, mask = tiny_ids(2, prompt + steps), torch.ones(2, prompt, dtype=torch.long)
+    mask[0, :3] = 0
+    size = 3 * prompt  # as large as no other size: torch.compile takes equal ones for the same
+    cache = StaticCache(config=model.config, max_cache_len=size)
+    outputs = [model(ids[:, :prompt], mask, positions_of(mask), past_key_values=cache, use_cache=True)]
+    for new in range(prompt, prompt + steps):
+        mask = functional.pad(mask, (0, 1), value=1)
+        columns = functional.pad(mask, (0, size - mask.shape[1])).bool()[:, None, None]
+        position = positions_of(mask)[:, -1:]
+        outputs.append(step(ids[:, new : new + 1], columns, position, past_key_values=cache, use_cache=True))
+    return torch.cat([output.logits for output in outputs[1:]], 1)

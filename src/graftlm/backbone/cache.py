@@ -71,9 +71,10 @@ def is_static_layer(layer: Any, *, window: bool = True) -> bool:
 
 
 def counted_tokens(cache: Cache) -> int | None:
-    """The number of tokens in the first layer of a graft that `counts_tokens`; None without one."""
+    """The number of tokens in the first filled layer of a graft that `counts_tokens`; None without one."""
     layers: list[Any] = [cache.layers[indices[0]] for indices in getattr(cache, _SLOTS, {}).values()]
-    return next((layer.get_seq_length() for layer in layers if getattr(layer, "counts_tokens", False)), None)
+    counts = (layer.get_seq_length() for layer in layers if getattr(layer, "counts_tokens", False))
+    return next((count for count in counts if count), None)
 
 
 class StateLayer(RecurrentCacheLayer):

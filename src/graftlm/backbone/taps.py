@@ -222,10 +222,10 @@ class GenerationPrompt:
     def mark(self, length: int, device: torch.device, *, cached: bool) -> Tensor | None:
         """(1, T) True at the prompt's columns in the next pass of `length` = T columns; None where it has none."""
         start = self.read if cached else 0
+        if self._continued or start >= self.columns:
+            return None  # and nothing changes any more, which compiled code would have to guard
         if cached:
             self.read += length
-        if self._continued or start >= self.columns:
-            return None
         return (torch.arange(start, start + length, device=device) < self.columns)[None]
 
 

@@ -174,6 +174,7 @@ class AugmentingModel:
         owner = f"{self.name} {id(self)}"
         indices = slots(cache, owner, own + pairs + has_state, self._anchor_layers, lambda: next(new_layers)())
         layers: list[Any] = [cache.layers[index] for index in indices]
+        layers[0].counts_tokens = layer_class is DynamicLayer
         return Cache(layers=layers[:own]) if own else None, layers[own : own + pairs], layers[-1] if has_state else None
 
 

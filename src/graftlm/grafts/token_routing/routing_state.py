@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +143,7 @@ class RouteSpans:
         """(B, T) the column in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
         return (self.end - self.past).clamp(min=-1) + 1
 
-    @cached_property
+    @property
     def updates(self) -> Tensor:
         """(B, T) True at tokens of this pass where new weights are computed: the ends of spans."""
         updates = torch.zeros(len(self.end), self.end.shape[1] + 1, dtype=torch.bool, device=self.end.device)
