@@ -23,6 +23,7 @@ ORDER = (
     "backbone",
     "grafts",
     "artifact",
+    "export",
     "testing",
     "data",
     "evaluation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -109,3 +111,33 @@ def test_an_unstructured_kernel_beyond_its_limit_is_an_error_with_a_remedy() -> 
         GraftError, match=r"257 tokens is longer than kernel_limit, the 256 .* train with kernel: s4d, which has none"
     ):
         unstructured().kernel(257)
+
+
+def test_s4d_starts_as_published() -> None:
+    """S4D-Lin: a = -1/2 + i pi n, step sizes log-uniform from 0.001 to 0.1, outputs of variance 1 in all."""
+    torch.manual_seed(0)
+    kernel = S4DKernel(2000, 1, 1, 8)
+    kernel.reset_parameters()
+    torch.testing.assert_close(kernel.log_decay.detach().exp(), torch.full((1, 2000, 4), 0.5))
+    torch.testing.assert_close(kernel.frequency.detach(), (torch.pi * torch.arange(4.0)).expand(1, 2000, 4))
+    log10_dt = kernel.log_dt.detach() / math.log(10)
+    assert float(log10_dt.min()) == pytest.approx(-3, abs=0.05)
+    assert float(log10_dt.max()) == pytest.approx(-1, abs=0.05)
+    assert float(log10_dt.mean()) == pytest.approx(-2, abs=0.1)
+    assert float(kernel.c.detach().std()) == pytest.approx(math.sqrt(0.5), rel=0.05)
+    assert float(kernel.d.detach().std()) == pytest.approx(1, rel=0.1)
+
+
+def test_unstructured_kernels_have_the_energy_of_their_network() -> None:
+    """A network that is 1 at all times gives exp(-alpha t) over the root of its energy: unit energy in all."""
+    torch.manual_seed(0)
+    kernel = UnstructuredKernel(64, 2, 4096, 4096)
+    kernel.reset_parameters()
+    inner = kernel.outer.in_features
+    assert float(kernel.outer.weight.detach().std()) == pytest.approx(inner**-0.5, rel=0.05)
+    with torch.no_grad():
+        kernel.inner.weight.zero_()
+        kernel.inner.bias.fill_(math.pi / 2)
+        kernel.outer.weight.fill_(1 / inner)
+        energy = kernel.kernel(4096).square().sum(-1)
+    torch.testing.assert_close(energy, torch.ones_like(energy), rtol=0.02, atol=0)

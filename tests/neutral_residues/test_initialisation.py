@@ -22,7 +22,7 @@ from graftlm.grafts.neutral_residues import (
     VanillaAdapter,
     VanillaAdapterConfig,
 )
-from tiny import tiny_ids, tiny_model
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
 D, LAYERS, INNER = 64, 5, 60
 
@@ -78,3 +78,12 @@ def test_lora_multiplies_its_factors_by_alpha_over_rank(backbone: Backbone, scal
         assert tensors[name.format("A")].shape == (rank, D)
         model(tiny_ids())
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # two orders of float32 products
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_capacity_is_a_share_of_the_backbones_weights(family: str) -> None:
+    """All matrices of the adapters together, within the rounding of the width; GPT-2 has no gated linear unit."""
+    host = Backbone.wrap(tiny_model(family), tiny_tokenizer())
+    graft = NeutralResidues(NeutralResiduesConfig(capacity=0.5, gate="none"), host)
+    weights = sum(parameter.numel() for parameter in host.model.parameters())
+    assert sum(parameter.numel() for parameter in graft.parameters()) == pytest.approx(0.5 * weights, rel=0.05)

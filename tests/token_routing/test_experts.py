@@ -15,6 +15,8 @@ from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafts.token_routing.config import ExpertConfig
+from graftlm.grafts.token_routing.experts import new_factors
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import backbone, change_config, peft_logits, randomise, routing, write_adapters
 
@@ -170,3 +172,17 @@ def test_the_factors_are_in_memory_once(folders: dict[str, str]) -> None:
         for _, mixture in model.grafts["graft"]._mixtures_by_path():  # type: ignore[operator]
             storages = {parameter.untyped_storage().data_ptr() for parameter in mixture.a}
             assert len(storages) == 1
+
+
+def test_a_new_expert_starts_as_in_peft() -> None:
+    """A uniform within 1/sqrt(inputs) on both sides, B zero, scale alpha over rank."""
+    host = Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
+    torch.manual_seed(0)
+    factors = new_factors("own", ExpertConfig(rank=16, alpha=8, targets=["ffn"]), host)
+    assert factors
+    for expert in factors.values():
+        bound = expert.a.shape[1] ** -0.5
+        assert 0.9 * bound < float(expert.a.abs().max()) <= bound
+        assert float(expert.a.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
+        assert not expert.b.count_nonzero()
+        assert expert.scale == pytest.approx(8 / 16)

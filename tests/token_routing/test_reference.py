@@ -13,8 +13,10 @@ from transformers import DynamicCache
 
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, reference
+from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
+from graftlm.grafts.token_routing.policy import expert_weights
 from tiny import SPECIAL, tiny_ids, tiny_model
 from token_routing.tools import backbone
 
@@ -182,3 +184,10 @@ def test_an_empty_text_has_equal_weights_or_no_expert() -> None:
             cache = DynamicCache()
             model(ids, past_key_values=cache)
             torch.testing.assert_close(model.cache_traces(cache)["graft"].values[0, -1], torch.tensor(expected))
+
+
+def test_the_nearest_expert_stays_the_first_where_all_cosines_are_negative() -> None:
+    config = TokenRoutingConfig.model_validate({"experts": EXPERTS, "policy": "nearest", "boost": 4.0})
+    weights = expert_weights(torch.tensor([[-0.2, -0.5, -0.9]]), config)[0, :3]
+    expected = torch.tensor([-0.2 / 4, -0.5, -0.9]).softmax(-1)
+    torch.testing.assert_close(weights, expected)

@@ -1,0 +1,35 @@
+"""The initialisation of cross-attention: every matrix has variance 1 over its inputs, and W_O is zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graftlm.grafts.composition.attention import AttentionPositions, CrossAttention, Visibility
+
+D, A, HEADS = 96, 200, 4
+
+
+@pytest.mark.parametrize("init", ["zero", "paper"])
+def test_matrices_have_variance_1_over_their_inputs(init: str) -> None:
+    torch.manual_seed(0)
+    block = CrossAttention(D, A, HEADS, "none", init)  # type: ignore[arg-type]
+    for name, inputs in (("project", A), ("w_q", D), ("w_k", D), ("w_v", D), ("w_o", D)):
+        expected = 0.0 if (name, init) == ("w_o", "zero") else 1 / math.sqrt(inputs)
+        assert float(block.get_parameter(f"{name}.weight").detach().std()) == pytest.approx(expected, rel=0.05)
+
+
+def test_half_of_the_local_heads_begin_on_the_current_token() -> None:
+    """Without content, a local head gives the token itself nearly all of its attention, and the others are uniform."""
+    block = CrossAttention(D, A, HEADS, "none", "zero", "local")
+    with torch.no_grad():
+        for name in ("w_q", "w_k"):
+            block.get_parameter(f"{name}.weight").zero_()
+    weights: list[torch.Tensor] = []
+    positions = AttentionPositions(torch.arange(6)[None], torch.arange(6)[None])
+    block(torch.zeros(1, 6, D), torch.zeros(1, 6, A), Visibility(), positions, None, weights)
+    here_HT = weights[0][0].diagonal(dim1=-2, dim2=-1)
+    assert here_HT[: HEADS // 2].min() > 0.9
+    torch.testing.assert_close(here_HT[HEADS // 2 :], (1 / torch.arange(1.0, 7)).expand(HEADS // 2, -1))
