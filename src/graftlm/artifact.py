@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
+from graftlm.backbone.families import user_row
 from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
@@ -32,22 +33,30 @@ JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.
 
 
 class BackboneRecord(Config):
-    """What a graft remembers of its backbone, or of another frozen model that it reads."""
+    """What a graft remembers of its backbone, or of another frozen model that it reads.
+
+    `family` is the row that a user gave the model type, see `register_family`.
+    """
 
     name: str
     model_type: str
     fingerprint: dict[str, str]
     kind: BackboneKind = "causal-lm"
+    family: dict[str, JsonValue] | None = None
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
         """The record of a live model."""
         model_type, read = backbone.sites.model_type, asdict(backbone.fingerprint)
-        return cls(name=backbone.name, model_type=model_type, fingerprint=read, kind=backbone.kind)
+        family = user_row(model_type)
+        return cls(name=backbone.name, model_type=model_type, fingerprint=read, kind=backbone.kind, family=family)
 
     def matches(self, backbone: Backbone) -> str | None:
         """What sets `backbone` apart, in words; None when it is the one."""
-        return Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
+        difference = Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
+        if difference is None and self.family not in (None, user_row(self.model_type)):
+            return f"its family has another row than the backbone.family in {JSON_NAME}, which it has to be loaded with"
+        return difference
 
 
 class Manifest(Config):
@@ -231,8 +240,9 @@ def backbone_of(
     """
     record = None if is_model(folder) else read_manifest(folder).backbone
     remembered, kind = (record.name, record.kind) if record else (str(folder), "causal-lm")
+    options = {"trust_remote_code": trust_remote_code, "family": record.family if record else None}
     try:
-        backbone = load_backbone(name or remembered, kind=kind, trust_remote_code=trust_remote_code)
+        backbone = load_backbone(name or remembered, kind=kind, **options)
     except BackboneError as error:
         if name is not None or is_model(folder):
             raise

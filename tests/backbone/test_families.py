@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
+from graftlm.backbone.families import _PROVEN
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
-from tiny import DECODERS, FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
+from tiny import DECODERS, FAMILIES, MORE_FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
 
 IDS = tiny_ids(2, 12)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -303,8 +304,20 @@ MISFITS = {
     "no path": ({"layers": "blocks"}, "layers names 'blocks', and there is no such module"),
     "span": ({"ffn": "feed"}, "ffn names 'feed', which does not run in each layer"),
     "norm": ({"norm": "rotary_emb"}, "norm names rotary_emb, which runs before the last layer"),
-    "widths": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, r"have the sizes \[\(48, 32\), \(80, 48\)\]"),
+    "outside": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, "'self_attn.k_proj', which is not in mlp"),
+    "no linear": ({"ffn_out": "mlp.out"}, "ffn_out name 'mlp.out', which is not in mlp"),
+    "order": ({"ffn_in": ["mlp.up_proj", "mlp.gate_proj"]}, r"shows \('mlp.gate_proj', 'mlp.up_proj'\)"),
+    "gated": ({"gated": False}, "gated is False, and a pass shows True"),
+    "embedding": ({"embedding": "norm"}, "embedding is 'norm', and a pass shows 'embed_tokens'"),
+    "body": ({"body": "layers.0"}, "body is 'layers.0', and a pass shows ''"),
+    "causal": ({"causal": False}, "causal is False, and a pass shows True"),
+    "positions": ({"counts_positions": True}, "counts_positions is True, and a pass shows False"),
+    "norms": ({"norms": ["input_layernorm"]}, "norms is .*shows .*'post_attention_layernorm'"),
+    "text": ({"text_config": "text_config"}, "text_config is 'text_config', and a pass shows None"),
+    "no attention": ({"attention": "mlp"}, "attention names mlp, which is no attention"),
+    "half an attention": ({"attention": "self_attn.o_proj"}, "attention .* does not map|is no attention"),
     "activation": ({"activation": "gelu"}, "its activation is gelu, and the FFN computes SiLU"),
+    "no activation": ({"activation": "hidden_function"}, "its activation is hidden_function, and the FFN computes"),
     "field": ({"act": "gelu"}, "describe no family .*unexpected keyword argument 'act'"),
 }
 
@@ -316,6 +329,31 @@ def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.Monke
     with pytest.raises(UnknownFamilyError, match=message):  # noqa: PT012
         register_family("qwen3", _fields() | changes)
         Sites(model("qwen3"))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (*FAMILIES[1:], *MORE_FAMILIES))]
+)
+def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = tiny_model(family)
+    row = Sites(live).family
+    monkeypatch.setitem(ROWS, live.config.model_type, row)  # a copy, which is therefore checked
+    monkeypatch.delitem(_PROVEN, live.config.model_type, raising=False)
+    assert dataclasses.replace(Sites(live).family, separates_documents=row.separates_documents) == row
+
+
+def test_swapped_sublayers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = {"attention": "mlp", "ffn": "self_attn", "ffn_in": ["self_attn.q_proj"], "ffn_out": "self_attn.o_proj"}
+    monkeypatch.setitem(ROWS, "olmo", ROWS["olmo"])
+    with pytest.raises(UnknownFamilyError, match="attention names mlp, and ffn self_attn"):  # noqa: PT012
+        register_family("olmo", _fields() | swapped | {"gated": False})
+        Sites(model("olmo"))
+
+
+def test_positions_that_begin_behind_the_padding_are_not_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "roberta", dataclasses.replace(ROWS["bert"]))
+    with pytest.raises(UnknownFamilyError, match="counts_positions is False, and a pass shows True"):
+        Sites(tiny_model("roberta"))
 
 
 def _fields() -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_masks_with_gaps_or_four_dimensions_are_refused() -> None:
     model, ids = tools.model("sh-s4d"), tools.ids(1, 5)
     with pytest.raises(GraftError, match="a gap between the tokens"):
         model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
-    with pytest.raises(GraftError, match="4 dimensions; one of"):
+    with pytest.raises(GraftError, match="4 dimensions, and windows need one of"):
         model(ids, attention_mask=torch.ones(1, 1, 5, 5))
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftlm.artifact import backbone_of, load_graft, read_manifest, save_graft
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import FAMILIES, Backbone, load_backbone, register_family
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.testing import logits, randomise
@@ -192,3 +192,19 @@ def test_the_backbone_comes_back_with_the_head_that_it_had(tmp_path: Path, tiny_
     del values["backbone"]["kind"]
     (tmp_path / "graft/graft.json").write_text(json.dumps(values))
     assert read_manifest(tmp_path / "graft").backbone.kind == "causal-lm", "as grafts before this was written"
+
+
+def test_a_users_row_of_the_family_comes_back_with_the_graft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_backbone(tmp_path / "backbone", "qwen3")
+    row = {"layers": "layers", "embedding": "embed_tokens", "norm": "norm", "attention": "self_attn", "ffn": "mlp"}
+    row |= {"ffn_in": ["mlp.gate_proj", "mlp.up_proj"], "ffn_out": "mlp.down_proj", "gated": True}  # without norms
+    monkeypatch.setitem(FAMILIES, "qwen3", FAMILIES["qwen3"])
+    host = load_backbone(folder, family=row)
+    graft = build_graft(graft_config({"kind": "neutral-residues"}), host)
+    kept = save_graft(graft, host, tmp_path / "graft")
+    register_family("qwen3", "llama")  # what another process would do, which does not know the row
+    with pytest.raises(WrongBackboneError, match=r"its family has another row than the backbone.family in graft.json"):
+        load_graft(kept, load_backbone(folder))
+    again = backbone_of(kept)
+    assert again.sites.family == host.sites.family
+    load_graft(kept, again)

@@ -21,18 +21,21 @@ MODES: dict[str, dict[str, Any]] = {
     "chunked-prefill": {"prefill_chunk_size": 5},
     "no-cache": {"use_cache": False},
 }
-FAMILIES = ("llama", "gemma3", "gpt2", "qwen3")
+FAMILIES = ("llama", "gemma3", "gpt2", "qwen3", "bloom")
 PADDINGS = {"no padding": (12, 12), "left padding": (2 * WINDOW, 5)}
 
 
 def cases() -> list[Any]:
-    """By default each example runs on llama with a static cache; -m "" runs all."""
+    """By default each example runs on llama with a static cache, and one on BLOOM's wide masks; -m "" runs all."""
+    default = {"static", "no-cache"}
     return [
         pytest.param(
             example,
             family,
             mode,
-            marks=[] if family == "llama" and mode in ("static", "no-cache") else pytest.mark.exhaustive,
+            marks=[]
+            if mode in default and (family == "llama" or (family, str(example)) == ("bloom", "token-routing"))
+            else pytest.mark.exhaustive,
             id=f"{example}-{family}-{mode}",
         )
         for example in examples()

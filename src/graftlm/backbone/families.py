@@ -153,6 +153,12 @@ def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -
     FAMILIES[model_type] = FAMILIES[family] if isinstance(family, str) else _row(family)
 
 
+def user_row(model_type: str) -> dict[str, Any] | None:
+    """The row that a user gave a model type, as a recipe writes it; None for a row of GraftLM's own and for no row."""
+    row = FAMILIES.get(model_type)
+    return None if row is None or row is _PROVEN.get(model_type) else json.loads(json.dumps(dataclasses.asdict(row)))
+
+
 def _row(family: Family | Mapping[str, Any]) -> Family:
     """A row from a dict of its fields."""
     if isinstance(family, Family):
@@ -253,8 +259,8 @@ class Sites:
                 paths = ", ".join((*self.family.ffn_in, self.family.ffn_out))
                 problem = f"{paths} of layer {layer} have the sizes {sizes} in a model of the width {self.width}"
         own = ffn_activation(self.layers[0], self.family.ffn)
-        if own is not None and (self.activation not in ACT2FN or not same_function(ACT2FN[self.activation], own)):
-            problem = f"its activation is {self.activation}, and the FFN computes {own}"
+        if self.activation not in ACT2FN or (own is not None and not same_function(ACT2FN[self.activation], own)):
+            problem = f"its activation is {self.activation}, and the FFN computes {own or 'no function of that name'}"
         if problem:
             raise UnknownFamilyError(
                 f"The row of the model type {self.model_type!r} does not fit: {problem}; correct it."

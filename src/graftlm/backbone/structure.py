@@ -90,6 +90,8 @@ class Structure:
                 raise _MisfitError(f"its pass without weights fails ({self._error})")
             family = row or self._find()
             layers = self._check(family)
+            if row is not None:
+                self._check_row(row, layers)
         except _MisfitError as error:
             kind = f"the model type {self._model.config.model_type!r} ({type(self._model).__name__})"
             no_row = f"GraftLM has no row for {kind}, and finds no structure: {error}; describe it"
@@ -108,8 +110,6 @@ class Structure:
         ffn_in, ffn_out, gated = ((), "", True) if dense is None else self._linears(dense, ffn)
         owner = next(m for m in layers if has_module(m, attention.entry)).get_submodule(attention.entry)
         norms = self._children(layers[-1], lambda name, m: _is_norm(m) and self._maps(m))
-        path = self._names[layers].split(".")
-        around = (".".join(path[:count]) for count in range(len(path)))
         return Family(
             layers=self._names[layers],
             embedding=self._names[self._model.get_input_embeddings()],
@@ -121,11 +121,21 @@ class Structure:
             gated=gated,
             activation=self._activation(layers[-1], ffn),
             text_config=next((k for k, v in vars(self._model.config).items() if v is self._text), None),
-            causal=bool(getattr(owner, "is_causal", self._model.can_generate())),
+            causal=self._is_causal(owner),
             norms=tuple(sorted(norms, key=lambda name: self._visits[layers[-1].get_submodule(name)].number)),
-            body=next(part for part in around if self._base.get_submodule(part) in self._visits),
+            body=self._body(layers),
             one_stream=self._maps(layers[0]),
+            counts_positions=self._reserves_positions(),
         )
+
+    def _is_causal(self, attention: nn.Module) -> bool:
+        return bool(getattr(attention, "is_causal", self._model.can_generate()))
+
+    def _body(self, layers: Any) -> str:
+        """The outermost module around the layers that runs."""
+        path = self._names[layers].split(".")
+        around = (".".join(path[:count]) for count in range(len(path)))
+        return next(part for part in around if self._base.get_submodule(part) in self._visits)
 
     def _layers(self) -> Any:
         """The outermost list of as many modules as the config names layers, all of which ran."""
@@ -232,6 +242,44 @@ class Structure:
             raise _MisfitError(f"norm names {row.norm}, which runs before the last layer")
         return layers
 
+    def _check_row(self, row: Family, layers: Any) -> None:
+        """Raise unless what a user's row says of embedding, head, attention, FFN and norms is what the pass shows."""
+        layer = next((m for m in layers if has_module(m, row.attention.entry)), layers[-1])
+        attention = layer.get_submodule(row.attention.entry)
+        actual: dict[str, Any] = {
+            "embedding": self._names[self._model.get_input_embeddings()],
+            "body": self._body(layers),
+            "text_config": next((k for k, v in vars(self._model.config).items() if v is self._text), None),
+            "causal": self._is_causal(attention),
+            "counts_positions": self._reserves_positions(),
+        }
+        if row.norms:
+            norms = [m for m in self._in_order(layers[-1]) if _is_norm(m) and self._maps(m)]
+            paths = {m: path for path, m in layers[-1].named_modules() if f"{row.attention.entry}." not in path}
+            actual["norms"] = tuple(paths[norm] for norm in norms if norm in paths)
+        dense = next((m for m in layers if not families.has_experts(m.get_submodule(row.ffn.entry))), None)
+        if dense is not None:
+            inside = _modules(dense, row.ffn)
+            for path in (*row.ffn_in, row.ffn_out):
+                if not has_module(dense, path) or dense.get_submodule(path) not in inside:
+                    raise _MisfitError(f"ffn_in and ffn_out name {path!r}, which is not in {row.ffn.entry}")
+            if families.ffn_activation(dense, row.ffn) in self._visits:
+                actual |= dict(zip(("ffn_in", "ffn_out", "gated"), self._linears(dense, row.ffn), strict=True))
+        for name, value in actual.items():
+            if getattr(row, name) != value:
+                raise _MisfitError(f"{name} is {getattr(row, name)!r}, and a pass shows {value!r}")
+        if sum(p.dim() > 1 for p in attention.parameters()) < 2 or attention in _modules(layer, row.ffn):
+            raise _MisfitError(f"attention names {row.attention.entry}, which is no attention")
+        if _ATTENTION.search(row.ffn.entry) and not _ATTENTION.search(row.attention.entry):
+            raise _MisfitError(f"attention names {row.attention.entry}, and ffn {row.ffn.entry}")
+
+    def _reserves_positions(self) -> bool:
+        """Whether an embedding of positions keeps a row for padding, as RoBERTa's does."""
+        own = self._model.get_input_embeddings()
+        embeddings = [m for m in self._base.modules() if isinstance(m, nn.Embedding) and m is not own]
+        size = getattr(self._text, "max_position_embeddings", None)
+        return any(m.padding_idx is not None and m.num_embeddings == size for m in embeddings)
+
     def _check_span(self, layer: nn.Module, span: Sublayer, name: str) -> None:
         paths = (span.entry, span.exit or span.entry)
         if any(not has_module(layer, path) or layer.get_submodule(path) not in self._visits for path in paths):
@@ -255,6 +303,11 @@ def _common(spans: list[Sublayer]) -> Sublayer:
     if len(set(spans)) > 1:
         raise _MisfitError(f"its layers differ ({', '.join(sorted({span.entry for span in spans}))})")
     return spans[0]
+
+
+def _modules(layer: nn.Module, span: Sublayer) -> set[nn.Module]:
+    """The modules of a sublayer."""
+    return {m for path in (span.entry, span.exit or span.entry) for m in layer.get_submodule(path).modules()}
 
 
 def _is_norm(module: nn.Module) -> bool:

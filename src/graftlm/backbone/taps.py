@@ -415,11 +415,13 @@ class TapHooks:
         return mask
 
     def _no_additive_mask(self, tap: Tap) -> TapError:
-        config = self._model.config
+        config, others = self._model.config, "sdpa or eager"
+        if config._attn_implementation in others:
+            others = "sdpa" if config._attn_implementation == "eager" and self._model._supports_sdpa else ""
+        remedy = f"load it with attn_implementation {others}, or leave" if others else "leave"
         return TapError(
             f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention "
-            f"({config._attn_implementation}) takes no additive mask: load it with attn_implementation sdpa or "
-            "eager, or leave out what adds to scores."
+            f"({config._attn_implementation}) takes no additive mask: {remedy} out what adds to scores."
         )
 
     def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
@@ -473,13 +475,15 @@ def token_mask_of(mask: Any, call: Call, length: int) -> Tensor | None:
     """(B, T_past + T) 1 for real tokens, from the mask that a model is given for `length` = T tokens; None without one.
 
     For a static cache, transformers' `generate` makes a mask of four dimensions, or one for each type of layer. In a
-    layer without a window, the last query sees all real tokens so far.
+    layer without a window, the last query sees all real tokens so far. BLOOM's has a column for each token to come.
 
     Raises:
         TapError: the mask does not tell which tokens are real.
     """
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
-        return mask
+        if mask is None or call.cache is None or not any(map(is_static_layer, call.cache.layers)):
+            return mask
+        return mask[:, : call.past() + length]
     if call.cache is not None and any(is_static_layer(layer, window=False) for layer in call.cache.layers):
         mask = mask.get("full_attention") if isinstance(mask, dict) else mask
         if mask is None:

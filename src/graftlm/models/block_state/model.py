@@ -238,8 +238,8 @@ def _build_grid(x: Tensor, mask: Tensor | None, cache: LayerCache | None, window
     if mask is not None:
         if mask.dim() != 2:
             raise GraftError(
-                f"attention_mask has {mask.dim()} dimensions; one of (rows, tokens) is expected: packed documents and "
-                "4D masks are not built for windows."
+                f"attention_mask has {mask.dim()} dimensions, and windows need one of (rows, tokens): decode with a "
+                "dynamic cache, and give each document a row."
             )
         mask = mask[:, -length:].bool().to(x.device)
         if length > 1 and bool(((mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):

@@ -1,0 +1,1 @@
+"""What each graft can do on each family of models (see README.md in this folder)."""
