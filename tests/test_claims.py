@@ -129,4 +129,5 @@ def test_the_front_page_quotes_committed_results(method: str) -> None:
 
 
 def test_every_experiment_has_its_figures_checked() -> None:
-    assert {*FIGURES} == {path.parent.name for path in ROOT.glob("experiments/*/results.json")}
+    compared = {"compatibility"}  # its page is compared with its cells, see tests/experiments
+    assert {*FIGURES} | compared == {path.parent.name for path in ROOT.glob("experiments/*/results.json")}

@@ -87,3 +87,12 @@ def test_capacity_is_a_share_of_the_backbones_weights(family: str) -> None:
     graft = NeutralResidues(NeutralResiduesConfig(capacity=0.5, gate="none"), host)
     weights = sum(parameter.numel() for parameter in host.model.parameters())
     assert sum(parameter.numel() for parameter in graft.parameters()) == pytest.approx(0.5 * weights, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loras_capacity_is_a_share_of_the_backbones_weights(family: str) -> None:
+    host = Backbone.wrap(tiny_model(family), tiny_tokenizer())
+    weights = sum(parameter.numel() for parameter in host.model.parameters())
+    with GraftedModel(host, {"graft": LoRABaseline(LoRABaselineConfig(capacity=0.5), host)}) as model:
+        factors = sum(parameter.numel() for parameter in model.trainable_parameters().values())
+    assert factors == pytest.approx(0.5 * weights, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 from cli.tools import invoke
 from graftlm.errors import ArtifactError, DataError, RecipeError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig, reference
+from graftlm.models.sentence_selector.model import _sinusoids
 from graftlm.pipelines.summarize import (
     Budget,
     SelectorExample,
@@ -267,3 +269,13 @@ def test_in_half_precision_it_learns_alike() -> None:
     assert [loss for _, *pair in half for loss in pair] == pytest.approx(
         [loss for _, *p in plain for loss in p], rel=0.1
     )
+
+
+def test_positions_are_sines_and_cosines_from_1_to_1_over_10_000() -> None:
+    """Column k of 6 has the frequency 10,000^(-2k/12); sines come first."""
+    positions = _sinusoids(5, 12, torch.device("cpu"))
+    for n in range(5):
+        for k in range(6):
+            angle = n * 10_000 ** (-2 * k / 12)
+            assert float(positions[n, k]) == pytest.approx(math.sin(angle), abs=1e-5)
+            assert float(positions[n, 6 + k]) == pytest.approx(math.cos(angle), abs=1e-5)

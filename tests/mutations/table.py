@@ -1,0 +1,202 @@
+"""Mutations: each breaks one initialisation, scale or mask of a method, and the named tests must fail for it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+
+class Suite(NamedTuple):
+    """The tests of a method: files and folders of a default run, in their order, and the laws of these classes."""
+
+    paths: tuple[str, ...]
+    laws: str = ""
+
+
+class Mutation(NamedTuple):
+    """One replacement of text in a file below `src/graftlm`; `old` occurs exactly once there."""
+
+    name: str
+    suite: str
+    file: str
+    old: str
+    new: str
+
+    def digest(self) -> str:
+        """A hash of the change, by which results are found again."""
+        return hashlib.sha256("\0".join(self).encode()).hexdigest()[:12]
+
+
+SUITES = {
+    "neutral": Suite(
+        (
+            "tests/neutral_residues/test_initialisation.py",
+            "tests/neutral_residues/test_reference.py",
+            "tests/neutral_residues",
+        ),
+        "(Test_neutral_residues or Test_adapter or Test_sigmoid) and llama",
+    ),
+    "composition": Suite(
+        ("tests/composition/test_initialisation.py", "tests/composition/test_reference.py", "tests/composition"),
+        "(Test_composition or Test_two_models) and llama",
+    ),
+    "routing": Suite(
+        ("tests/token_routing/test_reference.py", "tests/token_routing/test_experts.py", "tests/token_routing"),
+        "(Test_token_routing or Test_one_at_a_time or Test_by_states) and llama",
+    ),
+    "tasks": Suite(
+        (
+            "tests/conditional_tasks/test_initialisation.py",
+            "tests/conditional_tasks/test_reference.py",
+            "tests/conditional_tasks/test_heads.py",
+            "tests/conditional_tasks",
+        ),
+        "Test_conditional_tasks and (llama or bert)",
+    ),
+    "lora": Suite(
+        (
+            "tests/neutral_residues/test_initialisation.py",
+            "tests/token_routing/test_experts.py",
+            "tests/token_routing/test_adapters.py",
+        ),
+        "Test_lora and llama",
+    ),
+    "loss": Suite(("tests/neutral_residues/test_reference.py", "tests/training/test_loop.py")),
+    "samplers": Suite(("tests/data/test_samplers.py",)),
+    "block-state": Suite(
+        ("tests/block_state/test_state_space.py", "tests/block_state/test_reference.py", "tests/block_state")
+    ),
+    "selector": Suite(("tests/summarize/test_selector.py",)),
+    "gain": Suite(("tests/clarify/test_gain.py",)),
+    "taps": Suite(("tests/backbone/test_attention_bias.py",), "Test_conditional_tasks and llama"),
+}
+
+_NEUTRAL = "grafts/neutral_residues/method.py"
+_ATTENTION = "grafts/composition/attention.py"
+_POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
+_STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
+_EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
+_MODULES, _TASKS, _HEADS = (
+    "grafts/conditional_tasks/modules.py",
+    "grafts/conditional_tasks/method.py",
+    "grafts/heads.py",
+)
+_SSM, _WINDOWS = "models/block_state/state_space.py", "models/block_state/attention.py"
+_CONVOLUTION, _SELECTOR = "models/block_state/convolution.py", "models/sentence_selector/model.py"
+
+# fmt: off
+MUTATIONS = [
+    Mutation(*row)
+    for row in [
+        # Neutral residues
+        ("low variance is 9/d", "neutral", _NEUTRAL, "else 1 / (width * layers))", "else 9 / width)"),
+        ("He's variance is 1/d", "neutral", _NEUTRAL, "math.sqrt(2 / width if", "math.sqrt(1 / width if"),
+        ("gate of variance 1", "neutral", _NEUTRAL, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
+        ("output matrix not zero", "neutral", _NEUTRAL, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
+        ("gate's bias is 1", "neutral", _NEUTRAL, "self.gate.bias.zero_()", "self.gate.bias.fill_(1)"),
+        ("L1 without 1/D", "neutral", _NEUTRAL, ".float().abs().sum() / out_ND.shape[-1]", ".float().abs().sum()"),
+        ("L2 for L1", "neutral", _NEUTRAL, ".float().abs().sum()", ".float().square().sum()"),
+        ("local loss summed over layers", "neutral", _NEUTRAL, "(count * len(self.blocks)).clamp(min=1)", "count.clamp(min=1)"),
+        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * torch.stack(terms)", "return torch.stack(terms)"),
+        ("L1 on the new domain", "neutral", _NEUTRAL, "_tokens_of(call, 0).nonzero()", "_tokens_of(call, 1).nonzero()"),
+        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT if call.token_mask is None else mask_BT & call.token_mask", "mask_BT"),
+        ("sigmoid doubled", "neutral", _NEUTRAL, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
+        ("gate learns the other domain", "neutral", _NEUTRAL, "labels = new[known].float()", "labels = 1 - new[known].float()"),
+        ("linear unit gates the wrong product", "neutral", _NEUTRAL, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
+        ("another domain's total", "neutral", _NEUTRAL, "call.totals[[1 + domain for domain in domains]]", "call.totals[[2 - domain for domain in domains]]"),
+        ("capacity counts two matrices", "neutral", _NEUTRAL, "matrices = 3 if", "matrices = 2 if"),
+        # Composition
+        ("deviation doubled", "composition", _ATTENTION, "normal_(0, 1 / math.sqrt(linear.in_features))", "normal_(0, 2 / math.sqrt(linear.in_features))"),
+        ("output projection not zero", "composition", _ATTENTION, "self.w_o.weight.zero_()", "self.w_o.weight.mul_(0.1)"),
+        ("scores without 1/sqrt(K)", "composition", _ATTENTION, "attn_mask=mask, is_causal=causal)", "attn_mask=mask, is_causal=causal, scale=1.0)"),
+        ("attention not causal", "composition", _ATTENTION, "causal = mask is None and q_BHTK.shape[2] > 1", "causal = False"),
+        ("empty masks attend everywhere", "composition", _ATTENTION, "return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)", "return out_BTD"),
+        ("queries without their norm", "composition", _ATTENTION, "self.w_q(self.norm_q(anchor_BTD))", "self.w_q(anchor_BTD)"),
+        ("keys without their norm", "composition", _ATTENTION, "self.norm_kv(self.project(states_BSA))", "self.project(states_BSA)"),
+        ("keys rotated by one position more", "composition", _ATTENTION, "k = rotate(k, positions.augmenting)", "k = rotate(k, positions.augmenting + 1)"),
+        ("rotary base 1,000", "composition", _ATTENTION, "_ROTARY_BASE = 10_000.0", "_ROTARY_BASE = 1_000.0"),
+        ("local heads of bias 1", "composition", _ATTENTION, "_LOCAL_BIAS = 4.0", "_LOCAL_BIAS = 1.0"),
+        ("norm's epsilon is 0.1", "composition", _ATTENTION, "self.norm_q = nn.RMSNorm(width, eps=1e-6)", "self.norm_q = nn.RMSNorm(width, eps=1e-1)"),
+        ("states of pairs in another order", "composition", "grafts/composition/augmenting.py", '["states", layer] for layer in self._layers]', '["states", layer] for layer in sorted(self._layers)]'),
+        # Token routing
+        ("cosines times temperature", "routing", _POLICY, "cosines / config.temperature", "cosines * config.temperature"),
+        ("negative cosine boosted", "routing", _POLICY, "torch.where(best > 0, best * config.boost, best / config.boost)", "best * config.boost"),
+        ("bare above the threshold", "routing", _POLICY, "(best < config.threshold)", "(best > config.threshold)"),
+        ("top experts not normalised", "routing", _POLICY, "values / values.sum(-1, keepdim=True))", "values)"),
+        ("centroids shifted", "routing", _POLICY, "vectors - centre_d, centroids_Ed - centre_d", "vectors - centre_d, centroids_Ed"),
+        ("empty text routed", "routing", _POLICY, "return cosines.masked_fill(empty, 0.0)", "return cosines"),
+        ("whitening by the variance", "routing", _POLICY, "(a * t / (a * t + (1 - a) * s_K)).sqrt()", "(a * t / (a * t + (1 - a) * s_K))"),
+        ("variance over the width", "routing", _POLICY, "singular_K.square() / count", "singular_K.square() / width"),
+        ("expert's scale dropped", "routing", _MIXTURE, "own = weights[..., expert, None] * scale", "own = weights[..., expert, None]"),
+        ("linear combination without the root", "routing", _MIXTURE, "(own.sqrt() if root else own)", "own"),
+        ("update one token late", "routing", _STATE, "index - generated % config.every", "index - generated % (config.every + 1)"),
+        ("prompt one token longer", "routing", _STATE, "generated = index + 1 - n", "generated = index - n"),
+        ("reads: prompt ignored", "routing", _STATE, "torch.where((n > 1) & (generated > 0), n - 1, b)", "b"),
+        ("window one token wider", "routing", _EMBEDDERS, "last + 1 - (spans.window or columns.numel())", "last - (spans.window or columns.numel())"),
+        ("special tokens embedded", "routing", _EMBEDDERS, "torch.isin(ids, self._special, invert=True)", "torch.ones_like(ids, dtype=torch.bool)"),
+        ("running sum of earlier documents", "routing", _EMBEDDERS, "((columns >= spans.start[:, -1:]) & self._not_special(new)).float()", "self._not_special(new).float()"),
+        ("running sum not divided", "routing", _EMBEDDERS, "return sums / counts.clamp(min=1)", "return sums"),
+        ("training on the farthest expert", "routing", _ROUTING, "one_hot(cosines.argmax(-1), experts + 1)", "one_hot(cosines.argmin(-1), experts + 1)"),
+        ("training route from padding", "routing", _STATE, " & real[:, None, :]", ""),
+        # LoRA: experts and baseline
+        ("expert's alpha not over rank", "lora", _EXPERTS, "next(matches, peft_config.lora_alpha) / divisor", "next(matches, peft_config.lora_alpha)"),
+        ("rslora's root dropped", "lora", _EXPERTS, "rank**0.5 if peft_config.use_rslora else rank", "rank"),
+        ("baseline's alpha not times rank", "lora", "grafts/baselines/method.py", "lora_alpha=config.scale * self._rank", "lora_alpha=config.scale"),
+        ("baseline's rank from one side", "lora", "grafts/baselines/method.py", "sum(shape[-2:])", "max(shape[-2:])"),
+        ("new expert's A normal", "lora", _EXPERTS, "nn.init.kaiming_uniform_(a, a=5**0.5)", "nn.init.normal_(a)"),
+        ("new expert's B not zero", "lora", _EXPERTS, "torch.zeros(config.rank, sizes.outputs)", "torch.full((config.rank, sizes.outputs), 1e-3)"),
+        ("new expert's alpha not over rank", "lora", _EXPERTS, "(config.alpha or config.rank) / config.rank", "(config.alpha or config.rank) / 1"),
+        # Conditional tasks
+        ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
+        ("alignment modulates x alone", "tasks", _MODULES, "self.film.change(x_BTD + product, tasks)", "self.film.change(x_BTD, tasks)"),
+        ("bottleneck of variance 1", "tasks", _MODULES, "std=1 / math.sqrt(width))", "std=1.0)"),
+        ("bottleneck's output not zero", "tasks", _MODULES, "nn.init.zeros_(self.up.weight)", "nn.init.normal_(self.up.weight, std=1e-2)"),
+        ("bias across blocks", "tasks", _MODULES, "bias.masked_fill(query_block != key_block, 0)", "bias"),
+        ("blocks only by their gain", "tasks", _MODULES, "return blocks + blocks * gain + shift", "return blocks * gain + shift"),
+        ("task embeddings zero", "tasks", _TASKS, "torch.randn(z) for name", "torch.zeros(z) for name"),
+        ("skip path without the layer before", "tasks", _TASKS, "h if before is None else h + before", "h"),
+        ("loss summed over rows", "tasks", _TASKS, "losses.sum() / (len(losses) if", "losses.sum() / (1 if"),
+        ("mean pooling over padding", "tasks", _HEADS, "weights.sum(1, keepdim=True).clamp(min=1)", "weights.shape[1]"),
+        ("first token may be padding", "tasks", _HEADS, 'mask_RT.int().argmax(1) if pooling == "first"', 'mask_RT.int().argmax(1) * 0 if pooling == "first"'),
+        ("span on padding", "tasks", _HEADS, "return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)", "return out_RTC"),
+        ("labels summed", "tasks", _HEADS, 'reduction="none").mean(-1)', 'reduction="none").sum(-1)'),
+        ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)", "nats.mean(-1)"),
+        ("uncertainty in nats", "tasks", _HEADS, " / math.log(logits.shape[-1])", ""),
+        ("uncertainty of unlabelled tokens", "tasks", _HEADS, "(entropy * counted_T).sum() / counted_T.sum().clamp(min=1)", "entropy.mean()"),
+        ("temperature sampling by size", "samplers", "data/samplers.py", "size**alpha for", "size for"),
+        ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
+        # The training loss, and biases on attention
+        ("loss on the token itself", "loss", "grafts/model.py", "logits[:, :-1].reshape", "logits[:, 1:].reshape"),
+        ("loss over ignored targets", "loss", "grafts/model.py", "(targets != -100).sum() if totals", "(targets != 0).sum() if totals"),
+        ("bias without the causal offset", "taps", "backbone/taps.py", ".tril(keys - queries)", ".tril()"),
+        ("bias opens hidden keys", "taps", "backbone/taps.py", "return torch.where(mask, bias, torch.finfo(bias.dtype).min)", "return bias"),
+        # Block-state transformers
+        ("step sizes from 0.1 to 1", "block-state", _SSM, "math.log(1e-3), math.log(1e-1)", "math.log(1e-1), math.log(1.0)"),
+        ("decay of 2", "block-state", _SSM, "self.log_decay.fill_(math.log(0.5))", "self.log_decay.fill_(math.log(2.0))"),
+        ("frequencies without pi", "block-state", _SSM, "math.pi * torch.arange(self.shape[-1])", "torch.arange(self.shape[-1])"),
+        ("outputs of variance 1", "block-state", _SSM, "self.c.normal_(std=math.sqrt(0.5))", "self.c.normal_(std=1.0)"),
+        ("no zero-order hold", "block-state", _SSM, "b = (torch.exp(log_a) - 1) / a", "b = torch.exp(log_a) / a"),
+        ("half of the real part", "block-state", _SSM, 'y = 2 * torch.einsum("bmep,cmep->bmec"', 'y = torch.einsum("bmep,cmep->bmec"'),
+        ("no direct path", "block-state", _CONVOLUTION, "kernel[..., :1] + d_CE[..., None]", "kernel[..., :1]"),
+        ("initial state decays once", "block-state", _SSM, "torch.exp(log_a * lengths_B[:, None, None, None])", "torch.exp(log_a)"),
+        ("kernel's energy halved", "block-state", _SSM, "/ (2 * alpha)", "/ alpha"),
+        ("kernel network of variance 1", "block-state", _SSM, "normal_(std=self.outer.in_features**-0.5)", "normal_()"),
+        ("circular convolution", "block-state", _CONVOLUTION, "size = 2 * length", "size = length"),
+        ("scores without their scale", "block-state", _WINDOWS, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
+        ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),
+        ("states see one token ahead", "block-state", _WINDOWS, "position <= position[:, None]", "position <= position[:, None] + 1"),
+        ("span one token wider", "block-state", _WINDOWS, "visible = (distance < self.span)", "visible = (distance <= self.span)"),
+        ("a step sees an empty buffer", "block-state", _WINDOWS, "present = distance <= grid.per_row(grid.past_lengths)[:, None]", "present = distance <= grid.per_row(grid.past_lengths)[:, None] + self.span"),
+        ("recurrent gate reversed", "block-state", "models/block_state/context.py", "gate = torch.sigmoid(self.gate)", "gate = 1 - torch.sigmoid(self.gate)"),
+        ("weights of variance 1", "block-state", "models/block_state/model.py", "normal_(std=self.config.initializer_range)", "normal_(std=1.0)"),
+        ("a quarter of the buckets exact", "block-state", _WINDOWS, "exact = buckets // 2", "exact = buckets // 4"),
+        # Selecting and clarifying
+        ("document mean over padding", "selector", _SELECTOR, "/ weights.sum(1)", "/ weights.shape[1]"),
+        ("pointer on padding", "selector", _SELECTOR, 'self.query_proj(h_Bh), d_BNw).masked_fill(~mask_BN, float("-inf"))', "self.query_proj(h_Bh), d_BNw)"),
+        ("sinusoids to 1/1,000", "selector", _SELECTOR, "-math.log(10_000) / width", "-math.log(1_000) / width"),
+        ("sentences attend to padding", "selector", _SELECTOR, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
+        ("gain in nats", "gain", "pipelines/clarify/gain.py", "np.log2(given) - np.log2(mixture_Y)", "np.log(given) - np.log(mixture_Y)"),
+        ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "odds / odds.sum(axis=1, keepdims=True)", "odds / odds.sum()"),
+    ]
+]
+# fmt: on
