@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks
+from graftlm.backbone.taps import biased_mask
 from graftlm.errors import TapError
 from tiny import DECODERS, ENCODERS, FAMILIES, tiny_ids, tiny_model
 
@@ -99,3 +100,11 @@ def test_sites_and_models_without_a_bias_raise() -> None:
     own = tiny_model("block-state")
     with pytest.raises(TapError, match="takes no additive mask"):
         TapHooks(own, Sites(own), {"a": [Tap(Site("attention", 0), "before", "bias", print)]}, lambda call: None)
+
+
+def test_queries_after_cached_keys_see_all_of_these() -> None:
+    """Without a mask, query i of the last T of S keys sees the keys up to S - T + i."""
+    for queries in (1, 2):
+        mask = biased_mask(None, torch.zeros(1, 1, queries, 5), causal=True)
+        visible = [[key <= 5 - queries + query for key in range(5)] for query in range(queries)]
+        assert (mask[0, 0] == 0).tolist() == visible

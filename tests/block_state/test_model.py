@@ -216,3 +216,12 @@ def test_hidden_states_include_the_input_of_each_layer_and_the_output() -> None:
     assert len(actual.hidden_states) == model.config.num_hidden_layers + 1
     torch.testing.assert_close(model.lm_head(actual.hidden_states[-1]), actual.logits)
     assert model(ids).hidden_states is None
+
+
+@pytest.mark.parametrize(("context", "name"), [("mf", "context_ids"), ("mh", "kv_per_head")])
+def test_free_parameters_have_the_deviation_of_the_config(context: str, name: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "mixer_layers": [0]}
+    config = BlockStateConfig(**sizes, num_attention_heads=4, context=context, filters=32, initializer_range=0.05)
+    parameters = {key.rpartition(".")[2]: value for key, value in BlockStateForCausalLM(config).named_parameters()}
+    assert float(parameters[name].detach().std()) == pytest.approx(0.05, rel=0.05)

@@ -416,7 +416,7 @@ class TapHooks:
 
     def _no_additive_mask(self, tap: Tap) -> TapError:
         config, others = self._model.config, "sdpa or eager"
-        if config._attn_implementation in others:
+        if str(config._attn_implementation) in others:
             others = "sdpa" if config._attn_implementation == "eager" and self._model._supports_sdpa else ""
         remedy = f"load it with attn_implementation {others}, or leave" if others else "leave"
         return TapError(
