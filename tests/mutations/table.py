@@ -126,7 +126,6 @@ MUTATIONS = [
         ("centroids shifted", "routing", _POLICY, "vectors - centre_d, centroids_Ed - centre_d", "vectors - centre_d, centroids_Ed"),
         ("empty text routed", "routing", _POLICY, "return cosines.masked_fill(empty, 0.0)", "return cosines"),
         ("whitening by the variance", "routing", _POLICY, "(a * t / (a * t + (1 - a) * s_K)).sqrt()", "(a * t / (a * t + (1 - a) * s_K))"),
-        ("variance over the width", "routing", _POLICY, "singular_K.square() / count", "singular_K.square() / width"),
         ("expert's scale dropped", "routing", _MIXTURE, "own = weights[..., expert, None] * scale", "own = weights[..., expert, None]"),
         ("linear combination without the root", "routing", _MIXTURE, "(own.sqrt() if root else own)", "own"),
         ("update one token late", "routing", _STATE, "index - generated % config.every", "index - generated % (config.every + 1)"),

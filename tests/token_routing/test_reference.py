@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from graftlm.backbone import Call
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, reference
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import expert_weights
+from graftlm.grafts.token_routing.routing_state import route_spans
 from tiny import SPECIAL, tiny_ids, tiny_model
 from token_routing.tools import backbone
 
@@ -191,3 +193,26 @@ def test_the_nearest_expert_stays_the_first_where_all_cosines_are_negative() -> 
     weights = expert_weights(torch.tensor([[-0.2, -0.5, -0.9]]), config)[0, :3]
     expected = torch.tensor([-0.2 / 4, -0.5, -0.9]).softmax(-1)
     torch.testing.assert_close(weights, expected)
+
+
+def test_in_training_the_nearest_expert_has_all_weight() -> None:
+    host = backbone("llama")
+    graft: Any = build_graft(graft_config({"kind": "token-routing", "experts": EXPERTS}), host)
+    routes, weights = graft._routes, []
+    graft._routes = lambda weights_BTE: weights.append(weights_BTE) or routes(weights_BTE)
+    with GraftedModel(host, {"graft": graft}) as model:
+        for number, expert in enumerate(EXPERTS.values()):
+            ids = host.need_tokenizer()(expert["texts"][0], return_tensors="pt")["input_ids"]
+            model.train()(ids, labels=ids)
+            assert weights[-1].argmax(-1).unique().tolist() == [number]
+            assert (weights[-1].amax(-1) == 1).all()
+
+
+def test_in_training_a_route_ends_at_the_last_real_token() -> None:
+    config = TokenRoutingConfig.model_validate({"experts": EXPERTS})
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    for call in (Call(tiny_ids(2, 6), mask), Call(tiny_ids(2, 6), token_mask=mask.bool())):
+        call.training = True
+        spans = route_spans(call, config, None, causal=True)
+        assert spans.end[0].tolist() == [5] * 6
+        assert spans.end[1, :4].tolist() == [3] * 4
