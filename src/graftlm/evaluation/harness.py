@@ -11,7 +11,6 @@ from typing import Any
 
 from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean, first_line
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.grafts import GraftedModel
 
 
 def run_lm_eval(
@@ -39,6 +38,8 @@ def run_lm_eval(
         MissingExtraError: lm-eval is not installed.
         EvaluationError: a task is unknown, or its data can't be loaded.
     """
+    from graftlm.grafts import GraftedModel  # takes seconds to import
+
     names = list(tasks)
     try:
         # Typed as Any: the harness decorates its functions in ways that hide their parameters.
