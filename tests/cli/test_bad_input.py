@@ -155,7 +155,8 @@ CASES = {
     ),
     "windows that are too long": (
         ("eval", "GRAFT", "--text", "new/test.txt", "--length", "600"),
-        "Windows of 600 tokens do not fit the model, which has 512 positions: pass length=512 or less.",
+        "Windows of 600 tokens do not fit the model, which has 512 positions: "
+        "set length (--length, or data.length of a recipe) to 512 or less.",
     ),
     "an empty prompt": (
         ("generate", "GRAFT", ""),
@@ -198,6 +199,14 @@ def test_bad_input_gets_one_sentence(graft: Graft, trained: str, bad: Path, case
     assert outcome.err.startswith(f"error: {sentence.replace('GRAFT', trained)}")
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith(".\n")
+
+
+@pytest.mark.parametrize("part", ["new", "old"])
+def test_texts_are_read_before_the_backbone_is_measured(graft: Graft, bad: Path, part: str) -> None:
+    outcome = graft("train", "recipe.yaml", f"data.{part}.0.path=bad/binary.txt", "out=runs/unread")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: bad/binary.txt is a binary file")
+    assert not (bad.parent / "runs/unread").exists()
 
 
 def test_a_missing_recipe_is_refused_before_torch_is_imported() -> None:

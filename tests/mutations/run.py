@@ -38,23 +38,30 @@ def apply(mutation: Mutation, root: Path) -> None:
 
 
 def first_failure(suite: str, root: Path) -> str | None:
-    """The first test of a suite that fails below `root`; None if all pass. Runs in a forked process."""
+    """The first test of a suite that fails below `root`; None if all pass. Runs in a forked process.
+
+    A suite that can't be collected, or whose process dies, is a `RuntimeError`: no test has seen the mutation.
+    """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_run_suite, args=(suite, root, sender))
     process.start()
     sender.close()
     try:
-        return receiver.recv()
-    except EOFError:
-        return "the process died"
+        failure, is_test = receiver.recv()
+    except EOFError as error:
+        raise RuntimeError(f"the process of the suite {suite} died") from error
     finally:
         process.join()
+    if not is_test:
+        raise RuntimeError(f"the suite {suite} can't be collected: {failure}")
+    return failure
 
 
 class _Failures:
-    """A plugin of pytest that keeps the first failure."""
+    """A plugin of pytest that keeps the first failure, and whether it is that of a test."""
 
     first: str | None = None
+    is_test = True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed and self.first is None:
@@ -62,7 +69,7 @@ class _Failures:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed and self.first is None:
-            self.first = f"{report.nodeid} (when it is collected)"
+            self.first, self.is_test = report.nodeid, False
 
 
 def _run_suite(suite: str, root: Path, sender: Any) -> None:
@@ -83,7 +90,7 @@ def _run_suite(suite: str, root: Path, sender: Any) -> None:
         pytest.main([*arguments, "-x", "-q", "-n", "0", "-p", "no:cacheprovider"], plugins=[failures])
         if failures.first:
             break
-    sender.send(failures.first)
+    sender.send((failures.first, failures.is_test))
     sender.close()
     os._exit(0)
 

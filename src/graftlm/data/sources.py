@@ -116,6 +116,12 @@ class DataConfig(Config):
     seed: int = Field(0, ge=0, description="Orders the rows.")
 
 
+def check_sources(sources: Iterable[SourceConfig]) -> None:
+    """Read the first document of each source, so that a wrong one is an error before anything is computed."""
+    for source in sources:
+        next(read_documents(source))
+
+
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
     """All documents of `sources`, in memory. Raises `DataError` if a source can't be read, or has no text."""
     return [document for source in sources for document in read_documents(source)]

@@ -250,7 +250,7 @@ def score(
     if (limit := max_sequence_length(model)) < length:
         raise EvaluationError(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
-            f"pass length={limit} or less."
+            f"set length (--length, or data.length of a recipe) to {limit} or less."
         )
     windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)

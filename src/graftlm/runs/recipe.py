@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config, parse_overridden, read_yaml
 from graftlm.data import DataConfig
+from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Aim, Results, value_of
 from graftlm.evaluation.report import write_report
@@ -140,6 +141,8 @@ def compare_recipe(
 def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progress: bool, log: Log) -> Results:
     """Execute runs, and write their report; the recipe is kept beside it."""
     main = PartialState().is_main_process
+    if isinstance(recipe, Recipe) and recipe.training.steps:
+        check_sources([*recipe.data.new, *(recipe.data.old if recipe.data.replay_fraction else [])])
     with locked(folder):
         if main:
             write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
