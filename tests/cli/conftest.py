@@ -50,21 +50,15 @@ def graft(home: Path, monkeypatch: pytest.MonkeyPatch) -> Graft:
     return invoke
 
 
-@pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For new processes: what the first one compiles, the others find."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    return {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode")), "OMP_NUM_THREADS": "1"} | kept
-
-
 @pytest.fixture
-def new_process(home: Path, environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def new_process(home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`new_process("train", …)` starts a command in a process of its own, in `home`."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, launcher: tuple[str, ...] = ("-m", "graftlm"), **more: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, *launcher, *arguments]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
         started.append(subprocess.Popen(command, cwd=home, env=environment, **(pipes | more)))
         return started[-1]
 
