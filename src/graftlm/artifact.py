@@ -25,7 +25,7 @@ from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
-from graftlm.io import staged_folder
+from graftlm.io import packaged_model, staged_folder
 from graftlm.version import __version__
 
 FORMAT = 1
@@ -255,7 +255,9 @@ def backbone_of(
 
 
 def is_model(folder: str | Path) -> bool:
-    """Whether a folder holds a transformers model, and no graft."""
+    """Whether a folder holds a transformers model, and no graft; or the path is that of a GGUF file."""
+    if packaged_model(str(folder)) or Path(folder).suffix.lower() == ".gguf":
+        return True
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / JSON_NAME).exists()
 
 

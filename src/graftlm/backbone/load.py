@@ -1,4 +1,4 @@
-"""Load a frozen model and its tokenizer, by hub name or from a folder, and identify it by a fingerprint."""
+"""Load a frozen model and its tokenizer, by hub name, from a folder or a GGUF file; identify it by a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
 from graftlm.errors import BackboneError, first_line
-from graftlm.io import check_model_folder
+from graftlm.io import ModelFiles, find_model
 from graftlm.models import register
 
 # transformers' models take seconds to import, so functions import them.
@@ -159,10 +159,13 @@ def load_backbone(
     tokenizer_required: bool = True,
     family: str | Mapping[str, Any] | None = None,
 ) -> Backbone:
-    """Load a model and its tokenizer, by a name on the Hugging Face hub or from a folder.
+    """Load a model and its tokenizer: by a name on the Hugging Face hub, from a folder, or from a GGUF file.
+
+    Weights of a GGUF file are dequantised: the model is a plain one in `dtype`, and needs the memory of one.
 
     Args:
-        name: the name or the folder.
+        name: the name, the folder, the file's path (or OWNER/REPOSITORY/FILE.gguf), or `smollm2-135m-instruct`, which
+            the extra smollm2 brings.
         kind: which head to load.
         dtype: `auto` keeps the checkpoint's.
         device: where to put the model; None leaves it on the CPU.
@@ -172,12 +175,13 @@ def load_backbone(
 
     Raises:
         BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
+        MissingExtraError: the model is a GGUF file, and the package gguf is not installed.
         UnknownFamilyError: its architecture has an unknown structure; no weights were loaded then.
     """
-    check_model_folder(name := str(name))
-    _check_structure(name, kind, trust_remote_code, family)
-    model = _load_model(name, kind, dtype, trust_remote_code)
-    backbone = Backbone.wrap(model, _load_tokenizer(name, trust_remote_code), name, kind)
+    files = find_model(name := str(name))
+    _check_structure(files, kind, trust_remote_code, family)
+    model = _load_model(name, files, kind, dtype, trust_remote_code)
+    backbone = Backbone.wrap(model, _load_tokenizer(name, files, trust_remote_code), name, kind)
     if device is not None:
         backbone.move(device)
     if tokenizer_required:
@@ -185,13 +189,14 @@ def load_backbone(
     return backbone
 
 
-def _check_structure(name: str, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
+def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
     """Find the sites of a model without weights, made from its config."""
     import transformers
 
     register()
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        options = files.options | {"trust_remote_code": trust_remote_code}
+        config = transformers.AutoConfig.from_pretrained(files.source, **options)
         with torch.device("meta"):
             model = getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # loading the weights says what is wrong
@@ -201,16 +206,21 @@ def _check_structure(name: str, kind: BackboneKind, trust_remote_code: bool, fam
     Sites(model)
 
 
-def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _load_model(
+    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     import transformers
 
     register()  # transformers' Auto classes load our own architectures
-    options = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    options |= {"output_loading_info": True, **files.options}
+    if files.gguf_file:
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(name, output_loading_info=True, **options)
+        model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(files.source, **options)
     except Exception as error:  # transformers, safetensors and the hub share no base class
         problem, remedy = f"The model {name} can't be loaded", "restore its files, or name another model"
-        if not Path(name).is_dir() and isinstance(error, OSError):
+        if not files.is_local and isinstance(error, OSError):
             problem, remedy = f"The hub has no model {name}", "check name and connection, or give a folder"
         raise BackboneError(f"{problem} ({first_line(error)}): {remedy}.") from error
     # transformers fills missing weights with random numbers. Only an encoder's pooler may be missing: nothing reads it.
@@ -222,14 +232,15 @@ def _load_model(name: str, kind: BackboneKind, dtype: str | torch.dtype, trust_r
     return model
 
 
-def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(name: str, files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
-    folder = Path(name)
-    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+    folder = Path(files.source)
+    has_files = bool(files.gguf_file) or any(folder.glob("*token*")) or any(folder.glob("*.model"))
+    if files.is_local and not has_files:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackboneError(
             f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
@@ -330,7 +341,11 @@ def _decode_samples(samples: str) -> Tensor:
 class BackboneConfig(Config):
     """Which frozen model to load."""
 
-    name: str = Field(min_length=1, description="A name on the Hugging Face hub, or a folder.")
+    name: str = Field(
+        min_length=1,
+        description="A name on the Hugging Face hub, a folder, a GGUF file, or smollm2-135m-instruct (extra smollm2).",
+    )
+    gguf_file: str | None = Field(None, description="The GGUF file in that folder or in that repository of the hub.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
@@ -341,4 +356,6 @@ class BackboneConfig(Config):
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
         """The backbone, with the head that `kind` names."""
         values: dict[str, Any] = dict(self) | {"device": self.device or default_device()}
+        if file := values.pop("gguf_file"):
+            values["name"] = f"{self.name.rstrip('/')}/{file}"
         return load_backbone(**values, kind=kind)

@@ -10,7 +10,7 @@ from typer import Option
 
 from graftlm.cli.common import Device, Quiet, Trust, configure_logging, log
 from graftlm.errors import GraftError, MissingExtraError
-from graftlm.io import check_model_folder
+from graftlm.io import find_model
 
 
 def serve(
@@ -59,7 +59,7 @@ def serve(
     """Serve a backbone and its grafts to clients of OpenAI's API."""
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
-    check_model_folder(backbone)
+    find_model(backbone)
     given = named_folders(graft or [])
     settings = ServerSettings(
         host=host,

