@@ -31,6 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background deaf to interruptions, and so would be the commands that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests kill processes, and never the machine. On a busy disk each flush would take up to a second.
+os.fsync = lambda descriptor: None
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("exhaustive", deadline=None, derandomize=True)

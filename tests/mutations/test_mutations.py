@@ -30,7 +30,7 @@ def test_the_results_are_those_of_this_table_and_none_is_missed() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gain in nats", "temperature sampling by size", "pointer on padding"])
+@pytest.mark.parametrize("name", ["gain in nats"])
 def test_a_mutation_is_caught_and_its_suite_passes_without_it(name: str) -> None:
     command = [sys.executable, str(Path(__file__).parent / "run.py"), "--no-write", name]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -74,7 +74,7 @@ def modules_of_a_streamed_completion(folder: Path) -> set[str]:
             def stream() -> None:
                 events = client.post("/v1/completions", json=body).text.strip().split("\n\n")
                 assert events[-1] == "data: [DONE]", events
-                assert len(events) > 3, events
+                assert len(events) > 2, events  # tokens that are ready at once share an event
 
             return profiler.record(stream)
 

@@ -253,6 +253,11 @@ def test_smollm2_learns_in_sft_trainer(tmp_path: Path) -> None:
 
     backbone = load_backbone("smollm2-135m-instruct")
     loaded, tokenizer = backbone.model, backbone.need_tokenizer()
+    capital = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(capital, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = loaded.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(written)
+    assert written[-1] == tokenizer.eos_token_id
     kept = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
     question = "What is the name of the ship that carries the mail to the island of Brask?"
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "The Sable Heron carries it."}]

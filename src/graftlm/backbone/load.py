@@ -215,6 +215,10 @@ def _load_model(
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     options |= {"output_loading_info": True, **files.options}
     if files.gguf_file:
+        from transformers import modeling_gguf_pytorch_utils
+        from transformers.utils import logging
+
+        modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # which is silent where transformers' other bars are
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(files.source, **options)

@@ -238,9 +238,10 @@ def export(
 ) -> None:
     """Write backbone and graft as one plain model for transformers."""
     configure_logging()
-    from graftlm.artifact import backbone_of, load_graft
+    from graftlm.artifact import backbone_of, load_graft, read_manifest
     from graftlm.export import export_graft
 
+    read_manifest(graft)  # a folder that is no graft is an error before a backbone is loaded
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     folder = export_graft(load_graft(graft, loaded), loaded, to)
     print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 from torch import Tensor
 
-from graftlm.artifact import Manifest, backbone_of, is_model, load_graft, read_manifest, read_tensors
+from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.errors import DataError
@@ -229,7 +229,7 @@ def evaluate_graft(
             "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
             "or a task (--tasks NAME)."
         )
-    if not is_model(folder) and read_manifest(folder).graft_config().needs_tasks:
+    if read_manifest(folder).graft_config().needs_tasks:
         raise DataError(
             f"The graft {folder} answers by heads of its own, and texts and examples need a language model: measure it "
             "on rows of its tasks (--rows NAME=FILE)."
