@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -44,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """A default run tries few examples of each property."""
     profile = "default" if config.option.markexpr else "exhaustive"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage rarely: the modules and tests alone are millions of objects, and each full pass reads them."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
