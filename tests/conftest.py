@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ os.environ.update(
     MPLBACKEND="Agg",
     WANDB_MODE="disabled",
 )
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what one process compiles, the others find
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: one thread is fastest
 
 import pytest
@@ -51,6 +54,11 @@ def pytest_collection_finish() -> None:
     """Collect garbage rarely: the modules and tests alone are millions of objects, and each full pass reads them."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """What was left out goes at the end, as libraries expect."""
+    gc.unfreeze()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

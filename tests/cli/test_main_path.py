@@ -1,4 +1,4 @@
-"""From a recipe to text, each step in a process of its own, as a user takes them."""
+"""From a recipe to text, as a user takes the steps: the first and the last in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cli.tools import Graft
 
 
 @pytest.mark.slow
-def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, fresh_graft: Graft) -> None:
+def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, graft: Graft, fresh_graft: Graft) -> None:
     trained = fresh_graft("train", "recipe.yaml", "training.steps=4", "out=runs/main")
     assert trained.code == 0, trained.err
     assert "neutral residues" in trained.out
@@ -25,7 +25,7 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, fresh_graf
     assert len(lines) == 3, f"libraries have nothing to say: {trained.err}"
 
     texts = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--text", "recipe=recipe.yaml")
-    measured = fresh_graft("eval", "runs/main/graft", *texts, "--limit-tokens", "300", "--length", "32", "--json")
+    measured = graft("eval", "runs/main/graft", *texts, "--limit-tokens", "300", "--length", "32", "--json")
     assert (measured.code, measured.err) == (0, "")
     rows = {row["id"]: row["metrics"] for row in json.loads(measured.out)["rows"]}
     written = {row["id"]: row["metrics"] for row in json.loads((home / "runs/main/results.json").read_text())["rows"]}
@@ -37,7 +37,7 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, fresh_graf
         "neutral-residues"
     ].keys()
 
-    text = fresh_graft("generate", "runs/main/graft", "-", "--max-new-tokens", "8", stdin="le renard brun\n")
+    text = graft("generate", "runs/main/graft", "-", "--max-new-tokens", "8", stdin=b"le renard brun\n")
     assert (text.code, text.err) == (0, "")
     assert text.out.startswith("le renard brun")
     assert len(text.out) > len("le renard brun\n")

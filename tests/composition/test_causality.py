@@ -42,6 +42,7 @@ def test_the_loss_stays_at_the_entropy() -> None:
     assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
 
 
+@pytest.mark.exhaustive
 def test_a_mask_that_shows_the_future_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(self: alignment.PositionAlignment, call: alignment.Call, past: int) -> Visibility:
         assert call.input_ids is not None

@@ -122,17 +122,21 @@ def test_claiming_to_have_passed_is_no_pass(claim: str, isolation: str) -> None:
     assert not run_tests("def double(x):\n    return 0\n" + claim, TESTS).passed
 
 
+ENDLESS = [
+    "import signal\nfor number in range(1, 65):\n    try:\n        signal.signal(number, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError):\n        pass\nwhile True: pass",
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(60)",
+]
+MORE_ENDLESS = [
+    "while True: pass",
+    "import time\ntime.sleep(60)",
+    "while True:\n    try:\n        while True: pass\n    except BaseException:\n        pass",
+    "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()\nwhile True: pass",
+]
+
+
 @pytest.mark.parametrize(
-    "program",
-    [
-        "while True: pass",
-        "import time\ntime.sleep(60)",
-        "import signal\nfor number in range(1, 65):\n    try:\n        signal.signal(number, signal.SIG_IGN)\n"
-        "    except (OSError, ValueError):\n        pass\nwhile True: pass",
-        "while True:\n    try:\n        while True: pass\n    except BaseException:\n        pass",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(60)",
-        "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()\nwhile True: pass",
-    ],
+    "program", [*ENDLESS, *(pytest.param(program, marks=pytest.mark.exhaustive) for program in MORE_ENDLESS)]
 )
 def test_endless_programs_are_stopped(program: str, isolation: str) -> None:
     start = time.monotonic()

@@ -109,7 +109,8 @@ def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> 
         )
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_cached_decoding_equals_recomputation(family: str) -> None:
     with grafted(in_place(frozen(family), "eager"), GATED) as model:
         ids, mask = prompts()

@@ -81,6 +81,7 @@ def test_resume_is_bit_for_bit(
         assert read_history(out / "history.jsonl") == read_history(tmp_path / "whole/history.jsonl")
 
 
+@pytest.mark.exhaustive
 def test_the_summary_says_where_it_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at(5, tmp_path, "neutral-residues", monkeypatch)
     model = toy_model()
@@ -200,7 +201,7 @@ def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             {"learning_rate": 0.5},
             r"has training.learning_rate = 0.01, but now it is 0.5: set it back to resume, or choose",
         ),
-        ({"betas": (0.8, 0.9)}, r"has training.betas"),
+        pytest.param({"betas": (0.8, 0.9)}, r"has training.betas", marks=pytest.mark.exhaustive),
         ({"steps": 3}, r"has done 6 steps, but steps is 3: raise it, or choose another"),
     ],
 )

@@ -16,7 +16,7 @@ from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, TrainingError
 from graftlm.grafts import GraftedModel
-from graftlm.training.trainers import DomainTrainer
+from graftlm.training.trainers import DomainCollator, DomainTrainer
 from tiny import PAD, TOKENS, tiny_ids, tiny_model, tiny_tokenizer
 from training.toy import toy_model, weights
 
@@ -56,7 +56,9 @@ def open_model() -> GraftedModel:
     return model
 
 
-@pytest.mark.parametrize("kind", ["adapter", "lora", "finetune"])
+@pytest.mark.parametrize(
+    "kind", ["adapter", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("lora", "finetune"))]
+)
 def test_only_the_graft_trains_and_the_result_is_an_artefact(kind: str, tmp_path: Path) -> None:
     backbone, ids = Backbone.wrap(tiny_model("llama"), tiny_tokenizer()), tiny_ids(2, LENGTH)
     before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
@@ -81,7 +83,10 @@ def test_only_the_graft_trains_and_the_result_is_an_artefact(kind: str, tmp_path
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file(), "saving leaves other files alone"
 
 
-@pytest.mark.parametrize(("kind", "trainer"), [("adapter", Trainer), ("neutral-residues", TrainerWithDomains)])
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [pytest.param("adapter", Trainer, marks=pytest.mark.exhaustive), ("neutral-residues", TrainerWithDomains)],
+)
 def test_accumulated_gradients_equal_those_of_one_batch(kind: str, trainer: type[Trainer], tmp_path: Path) -> None:
     trained = []
     for size in (8, 2):
@@ -107,6 +112,7 @@ def test_accumulated_gradients_equal_those_of_one_batch(kind: str, trainer: type
         assert torch.allclose(split[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 def test_the_auxiliary_loss_of_a_step_is_in_its_loss(tmp_path: Path) -> None:
     data = rows(8, domain=True)
     model = open_model()
@@ -133,6 +139,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_checkpointed_layers(tmp_path: Path) -> None:
     losses = []
     for checkpointing in (False, True):
@@ -199,6 +206,14 @@ def ragged(data: Dataset) -> Dataset:
     """The rows without padding and labels, which SFTTrainer makes itself."""
     data = data.map(lambda row: {"input_ids": row["input_ids"][: sum(row["attention_mask"])]})
     return data.remove_columns(["attention_mask", "labels"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("domain", [-1, 2])
+def test_a_domain_is_old_or_new(domain: int) -> None:
+    collator = DomainCollator(lambda rows: {"input_ids": torch.zeros(len(rows), 2)})
+    with pytest.raises(TrainingError, match=rf"A row has the domain {domain}, but 0 \(old text\) or 1"):
+        collator([{"input_ids": [1, 2], "domain": 1}, {"input_ids": [1, 2], "domain": domain}])
 
 
 @needs_trl

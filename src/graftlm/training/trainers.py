@@ -19,7 +19,7 @@ from graftlm.errors import TrainingError
 
 @dataclass
 class DomainCollator:
-    """Adds the rows' `domain` to the batch of another collator; `TrainingError` where a row has none."""
+    """Adds the rows' `domain` to the batch of another collator; `TrainingError` where a row has none, or not 0 or 1."""
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
 
@@ -30,7 +30,10 @@ class DomainCollator:
                 "Rows of the batch have no `domain` of their own: give every row that column, 0 for old text and 1 for "
                 "new, and leave out packing and padding_free."
             )
-        return batch | {"domain": torch.tensor([int(row["domain"]) for row in rows])}
+        domain = torch.tensor([int(row["domain"]) for row in rows])
+        if wrong := set(domain.tolist()) - {0, 1}:
+            raise TrainingError(f"A row has the domain {min(wrong)}, but 0 (old text) or 1 (new text) is expected.")
+        return batch | {"domain": domain}
 
 
 class DomainTrainer(Trainer if TYPE_CHECKING else object):
