@@ -25,7 +25,6 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: one thread is fastest
 
 import pytest
-import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests kill processes, and never the machine. On a busy disk each flush would take up to a second.
 os.fsync = lambda descriptor: None
 
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("exhaustive", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
@@ -97,4 +95,6 @@ def data_dir() -> Path:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same global seed, so that its result does not depend on the tests before it."""
+    import torch  # which the process that hands out the tests does not need
+
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""From a recipe to text, as a user takes the steps: the first and the last in processes of their own."""
+"""From a recipe to text, as a user takes the steps: the first one in a process of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, graft: Gra
     assert text.out.startswith("le renard brun")
     assert len(text.out) > len("le renard brun\n")
 
-    inspected = fresh_graft("inspect", "runs/main/graft", "--text", "new/test.txt", launcher=("-m", "graftlm"))
+    inspected = graft("inspect", "runs/main/graft", "--text", "new/test.txt")
     assert (inspected.code, inspected.err) == (0, "")
     for expected in ("neutral-residues", "llama", "fingerprint", "steps 4", "blocks.*.w_i.weight", "open share, test"):
         assert expected in inspected.out

@@ -73,9 +73,9 @@ class Example:
         return (*BACKBONES, *(name for name in MORE_FAMILIES if self.kind in ("neutral-residues", turn[name])))
 
     def marks(self, name: str) -> list[Any]:
-        """The marks of a test on a backbone: the default run takes few families, and further examples on one alone."""
-        default = DEFAULT_FAMILIES if self is _all_examples(self.kind)[0] else DEFAULT_FAMILIES[:1]
-        return [] if name in default else [pytest.mark.exhaustive]
+        """The marks of a test on a backbone: the default run takes a few families, and one example of each kind."""
+        default = name in DEFAULT_FAMILIES and self is _all_examples(self.kind)[0]
+        return [] if default else [pytest.mark.exhaustive]
 
 
 _PACKED, _CROPPED, _SAVED, _WAITS = (
