@@ -93,6 +93,13 @@ def data_dir() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _own_accelerator() -> None:
+    """Forget the device and precision that a trainer of transformers has set for its whole process."""
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._reset_state()
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same global seed, so that its result does not depend on the tests before it."""
     import torch  # which the process that hands out the tests does not need

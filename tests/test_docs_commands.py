@@ -111,7 +111,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFold
             "  names: {type: tagging, train: names.conll, test: names.conll}\nout: runs/tasks\n"
         )
         _run("graft train tasks.yaml --quiet")
-        _run("graft train danish.yaml 'graft={kind: lora}' out=runs/danish/lora --quiet")
+        _run("graft train danish.yaml 'graft={kind: lora}' out=runs/lora --quiet")
         for name in ("router/graft", "served/danish"):
             shutil.copytree("runs/danish/graft", Path("runs") / name)
         _write_selector()
