@@ -19,12 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone
+from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone, need_backbone
 from graftlm.backbone.families import user_row
 from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
+from graftlm.grafts.model import check_backbone
 from graftlm.io import packaged_model, staged_folder
 from graftlm.version import __version__
 
@@ -100,7 +101,9 @@ def save_graft(
 
     Raises:
         ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
+        WrongBackboneError: the graft was built for another backbone.
     """
+    check_backbone(graft, backbone)
     folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
     for name, tensor in tensors.items():
@@ -188,7 +191,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         RecipeError: a change does not fit.
     """
     manifest = read_manifest(folder)
-    if difference := manifest.backbone.matches(backbone):
+    if difference := manifest.backbone.matches(need_backbone(backbone)):
         raise WrongBackboneError(
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
@@ -206,11 +209,18 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
                 f"{live.name} was found and {difference}: pass the model that it was trained with."
             )
     tensors = dict(read_tensors(folder))
-    if isinstance(graft, HasTensors):
-        graft.load_tensors(tensors)
-    else:
-        check_tensors(graft.state_dict(), tensors)
-        graft.load_state_dict(tensors)
+    try:
+        if isinstance(graft, HasTensors):
+            graft.load_tensors(tensors)
+        else:
+            check_tensors(graft.state_dict(), tensors)
+            graft.load_state_dict(tensors)
+    except ArtifactError as error:
+        if not changes:
+            raise
+        raise ArtifactError(
+            f"With {', '.join(changes)} the trained tensors don't fit: leave it out. {error}"
+        ) from error
     return graft.eval()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.grafts import Exportable, Graft
+from graftlm.grafts.model import check_backbone
 from graftlm.io import staged_folder
 
 
@@ -25,7 +26,9 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     Raises:
         ArtifactError: a plain model can't express the graft, the backbone is quantised or has an adapter of its own, or
             the folder holds other files or can't be written.
+        WrongBackboneError: the graft was built for another backbone.
     """
+    check_backbone(graft, backbone)
     folder, kind = Path(folder), graft.config.kind
     if not isinstance(graft, Exportable):
         raise ArtifactError(

@@ -49,6 +49,18 @@ def test_a_saved_model_is_loaded(family: str, tiny_backbone: BackboneFolder) -> 
     assert backbone.device.type == "cpu"
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_model_that_sees_later_tokens_is_no_causal_one(family: str, tiny_backbone: BackboneFolder) -> None:
+    with pytest.raises(BackboneError, match="see later ones|has no head of the kind causal-lm"):
+        load_backbone(tiny_backbone(family))
+
+
+def test_a_refused_row_is_forgotten(tiny_backbone: BackboneFolder) -> None:
+    with pytest.raises(UnknownFamilyError):
+        load_backbone(tiny_backbone("llama"), family="bert")
+    load_backbone(tiny_backbone("llama"))
+
+
 def test_dtype_and_kind_are_those_requested(tiny_backbone: BackboneFolder) -> None:
     assert load_backbone(tiny_backbone("llama"), dtype=torch.bfloat16).model.dtype == torch.bfloat16
     assert load_backbone(tiny_backbone("llama")).model.dtype == torch.float32

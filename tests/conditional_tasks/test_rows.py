@@ -133,7 +133,7 @@ def test_a_graft_without_heads_says_so() -> None:
         pytest.raises(GraftError, match=r"None of the attached grafts \(plain\) has heads"),
     ):
         model.predict(ids, mask)
-    both = {"one": build(backbone, **OFF), "two": build(backbone, **OFF)}
+    both = {name: build(backbone, **OFF, frozen=1.0) for name in ("one", "two")}
     with (
         GraftedModel(backbone, both) as model,
         pytest.raises(GraftError, match=r"2 of the attached grafts \(one, two\) have heads .* one is expected"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, TapError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.testing import logits, randomise
 from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, positions_of, recompute
 from laws.examples import EXPERTS, Example, augmenting_folder, backbone, examples
@@ -95,13 +98,71 @@ def test_every_attention_gives_the_logits_of_sdpa(
     torch.testing.assert_close(torch.stack(output.logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_another_model_may_write_drafts() -> None:
-    ids = tiny_ids(1, 12)
-    assistant = tiny_model("llama", seed=3)
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+ASSISTANTS: dict[str, Callable[[GraftedModel], dict[str, Any]]] = {
+    "another": lambda model: {"assistant_model": tiny_model("llama", seed=3)},
+    "itself": lambda model: {"assistant_model": model},
+    "its live model": lambda model: {"assistant_model": model.model},
+    "its first layer": lambda model: {"assistant_early_exit": 1},
+}
+
+
+@pytest.mark.parametrize("assistant", ASSISTANTS.values(), ids=ASSISTANTS.keys())
+@pytest.mark.parametrize("kind", ["token routing", "composition"])
+def test_drafts_change_no_token(kind: str, assistant: Callable[[GraftedModel], dict[str, Any]]) -> None:
+    ids = tiny_ids(1, 20)
+    config = READS_PROMPT[kind] | ({"refresh": "every"} if kind == "composition" else {})
+    with randomise(attach_graft(backbone("llama"), config).eval(), 0.2) as model:
+        plain = model.generate(ids, **GREEDY)
+        assert model.generate(ids, **GREEDY, **assistant(model)).tolist() == plain.tolist()
+        assert model.model.generate(ids, **GREEDY, **assistant(model)).tolist() == plain.tolist()
+
+
+def test_a_grafted_model_may_write_drafts_for_another() -> None:
+    ids, other = tiny_ids(1, 12), tiny_model("llama", seed=3).eval()
     with randomise(attach_graft(backbone("llama"), READS_PROMPT["token routing"]).eval(), 0.2) as model:
-        plain = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        drafted = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=assistant)
-    assert drafted.tolist() == plain.tolist()
+        drafted = other.generate(ids, **GREEDY, assistant_model=model)
+    assert drafted.tolist() == other.generate(ids, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("kind", ["token routing", "composition"])
+def test_a_part_of_a_prompt_in_a_cache_is_refused_where_the_whole_counts(kind: str) -> None:
+    ids = tiny_ids(1, 12)
+    with randomise(attach_graft(backbone("llama"), READS_PROMPT[kind]).eval(), 0.2) as model, torch.no_grad():
+        cache = model(ids[:, :7], use_cache=True).past_key_values
+        for generate in (model.generate, model.model.generate):
+            with pytest.raises(GraftError, match="but a pass was given only a part"):
+                generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+            with pytest.raises(GraftError, match="but a pass was given only a part"):
+                generate(ids, prefill_chunk_size=5, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["neutral-residues", "adapter", "lora", "finetune"])
+def test_a_cache_of_the_bare_model_is_refused(kind: str) -> None:
+    ids, bare = tiny_ids(1, 12), backbone("llama")
+    with torch.no_grad():
+        cache = bare.model(ids[:, :7], use_cache=True).past_key_values
+    with randomise(attach_graft(bare, {"kind": kind}).eval(), 0.2) as model:
+        with pytest.raises(GraftError, match="holds 7 tokens that were read without these grafts"):
+            model(ids[:, 7:], past_key_values=copy.deepcopy(cache))
+        with pytest.raises(GraftError, match="holds 7 tokens that were read without these grafts"):
+            model.generate(ids, past_key_values=cache, **GREEDY)
+        own = model.model(ids[:, :7], use_cache=True).past_key_values  # which the model makes itself
+        assert model.generate(ids, past_key_values=own, **GREEDY).tolist() == model.generate(ids, **GREEDY).tolist()
+        turn = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+        longer = torch.cat([turn.sequences, ids], 1)
+        kept = model.generate(longer, past_key_values=turn.past_key_values, **GREEDY)
+        assert kept.tolist() == model.generate(longer, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("ids", ["a text", torch.tensor([4, 5]), torch.zeros(1, 0, dtype=torch.long)], ids=repr)
+def test_what_is_no_prompt_is_refused(ids: Any) -> None:
+    with attach_graft(backbone("llama"), {"kind": "adapter"}) as model:
+        with pytest.raises(GraftError, match="but token ids of \\(rows, tokens\\) are expected"):
+            model.generate(ids)
+        with pytest.raises(GraftError, match="use generate with a batch, or graft serve"):
+            model.model.generate_batch([[4, 5]])
+    assert not {"generate", "init_continuous_batching"} & set(vars(model.model))
 
 
 READS_PROMPT: dict[str, dict[str, Any]] = {
@@ -135,15 +196,6 @@ def test_drafts_are_no_part_of_the_prompt() -> None:
         plain = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         drafted = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=3)
     assert drafted.tolist() == plain.tolist()
-
-
-@pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
-def test_a_prompt_in_chunks_is_refused_where_it_is_needed_at_once(config: dict[str, Any]) -> None:
-    with (
-        attach_graft(backbone("llama"), config).eval() as model,
-        pytest.raises(GraftError, match="but a pass was given only a part: generate without prefill_chunk_size"),
-    ):
-        model.generate(tiny_ids(), max_new_tokens=2, prefill_chunk_size=5)
 
 
 def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() -> None:
@@ -183,3 +235,15 @@ def test_a_static_cache_is_refused_where_its_keys_would_be_replaced() -> None:
         pytest.raises(GraftError, match="which a static cache does not allow"),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("below", ["finetune", "conditional-tasks"])
+def test_what_recomputes_runs_the_copy_that_another_graft_trains(below: str) -> None:
+    ids, configs = tiny_ids(2, 12), {str(example): example for example in examples()}
+    grafts = {
+        name: build_graft(graft_config(configs[name].values()), backbone("llama")) for name in (below, "recomputing")
+    }
+    with randomise(GraftedModel(backbone("llama"), grafts).eval(), 0.1) as model:
+        output = generate(model, ids, torch.ones_like(ids), do_sample=False)
+        expected = recompute(model, output.sequences, torch.ones_like(ids))
+    torch.testing.assert_close(torch.stack(output.logits, 1), expected, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
 from graftlm import load_recipe, run_recipe
@@ -35,6 +36,23 @@ def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
         output = generate(model, tiny_ids(2, 11))
         actual = torch.stack(output.logits, 1)
         torch.testing.assert_close(actual, recomputed(model, output.sequences, 11), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+@pytest.mark.parametrize("live", [False, True], ids=["generate", "passes"])
+def test_padding_on_the_left_is_no_part_of_a_prompt(live: bool, cache: str, folders: dict[str, str]) -> None:
+    ids, padding = tiny_ids(1, 6), 5
+    padded = torch.cat([torch.zeros(1, padding, dtype=torch.long), ids], 1)
+    mask = (torch.arange(padding + 6) >= padding).long()[None]
+    with routing("llama", folders, prompt="whole", every=2, cache=cache, window=3) as model, torch.no_grad():
+        if live:  # the prompt is what the first pass on a cache reads
+            options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "attention_mask": mask}
+            actual = model.model(padded, past_key_values=DynamicCache(), **options).logits[:, padding:]
+            expected = model.model(ids, past_key_values=DynamicCache()).logits
+        else:
+            expected = torch.stack(generate(model, ids).logits)
+            actual = torch.stack(generate(model, padded, attention_mask=mask).logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_keep_and_recompute_agree_only_where_no_route_changes(folders: dict[str, str]) -> None:
@@ -79,7 +97,7 @@ def test_a_cache_filled_without_the_graft_is_refused(folders: dict[str, str]) ->
     bare = backbone("llama").model(tiny_ids(1, 5), use_cache=True)
     with (
         routing("llama", folders) as model,
-        pytest.raises(GraftError, match="The cache holds 5 tokens that the routing"),
+        pytest.raises(GraftError, match="The cache holds 5 tokens that were read without these grafts"),
     ):
         model(tiny_ids(1, 1), past_key_values=bare.past_key_values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,24 @@ def ragged(data: Dataset) -> Dataset:
     return data.remove_columns(["attention_mask", "labels"])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("cast", [lambda m: m.to("cpu", torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
+def test_a_cast_that_would_change_the_backbone_is_refused(cast: Callable[[GraftedModel], Any]) -> None:
+    with toy_model("adapter") as model:
+        with pytest.raises(GraftError, match="keeps its dtypes"):
+            cast(model)
+        assert model.to("cpu") is model
+        assert model.dtype == torch.float32
+
+
 @pytest.mark.parametrize("domain", [-1, 2])
 def test_a_domain_is_old_or_new(domain: int) -> None:
     collator = DomainCollator(lambda rows: {"input_ids": torch.zeros(len(rows), 2)})
-    with pytest.raises(TrainingError, match=rf"A row has the domain {domain}, but 0 \(old text\) or 1"):
+    with pytest.raises(TrainingError, match=rf"A row has the domain {domain}, but 0 or 1 is expected"):
         collator([{"input_ids": [1, 2], "domain": 1}, {"input_ids": [1, 2], "domain": domain}])
 
 
 @needs_trl
+@pytest.mark.exhaustive
 def test_sft_trains_as_trainer_does(tmp_path: Path) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 

@@ -12,6 +12,7 @@ from graftlm.backbone.load import (
     leading_bos,
     load_backbone,
     max_sequence_length,
+    need_backbone,
     padding_id,
 )
 from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, may_read
@@ -39,6 +40,7 @@ __all__ = [
     "load_backbone",
     "max_sequence_length",
     "may_read",
+    "need_backbone",
     "padding_id",
     "register_family",
     "slots",

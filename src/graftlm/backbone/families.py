@@ -149,7 +149,10 @@ def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -
     """
     if isinstance(family, str) and family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UnknownFamilyError(f"There is no row for the model type {family!r}: name one of {known}, or give fields.")
+        raise UnknownFamilyError(
+            f"There is no row for the model type {family!r} (other models' parts are found without one): name one of "
+            f"{known}, or give fields."
+        )
     FAMILIES[model_type] = FAMILIES[family] if isinstance(family, str) else _row(family)
 
 
@@ -163,6 +166,10 @@ def _row(family: Family | Mapping[str, Any]) -> Family:
     """A row from a dict of its fields."""
     if isinstance(family, Family):
         return family
+    if not isinstance(family, Mapping):
+        raise UnknownFamilyError(
+            f"A family is given as {type(family).__name__}: give a model type, or fields in a dict."
+        )
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in family.items()}
     try:
         for name in {"attention", "ffn"} & values.keys():

@@ -71,7 +71,8 @@ class Backbone:
             kind = "encoder"
         elif kind is None:
             kind = "masked-lm" if type(live).__name__.endswith("ForMaskedLM") else "causal-lm"
-        return cls(live, tokenizer, name or live.config.name_or_path or "in memory", Sites(live), kind)
+        name = name or live.config.name_or_path or "in memory"
+        return cls(live, tokenizer, name, _sites(live, name), kind)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -111,6 +112,15 @@ class Backbone:
                 "tokenizer_config.json beside its weights, or pass a tokenizer."
             )
         return self.tokenizer
+
+
+def need_backbone(value: Any) -> Backbone:
+    """`value`, or `BackboneError` where it is something else than a backbone."""
+    if isinstance(value, Backbone):
+        return value
+    raise BackboneError(
+        f"{type(value).__name__} is no Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
+    )
 
 
 def default_device() -> torch.device:
@@ -178,6 +188,12 @@ def load_backbone(
         MissingExtraError: the model is a GGUF file, and the package gguf is not installed.
         UnknownFamilyError: its architecture has an unknown structure; no weights were loaded then.
     """
+    if kind not in _LOADERS:
+        raise BackboneError(f"There is no kind of backbone {kind!r}: give one of {', '.join(_LOADERS)}.")
+    if dtype != "auto" and not isinstance(
+        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
+    ):
+        raise BackboneError(f"There is no dtype {dtype!r}: give auto, float32, bfloat16 or float16.")
     files = find_model(name := str(name))
     _check_structure(files, kind, trust_remote_code, family)
     model = _load_model(name, files, kind, dtype, trust_remote_code)
@@ -201,9 +217,28 @@ def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: b
             model = getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # loading the weights says what is wrong
         return
-    if family is not None:
-        register_family(config.model_type, family)
-    Sites(model)
+    row = FAMILIES.get(config.model_type)
+    try:
+        if family is not None:
+            register_family(config.model_type, family)
+        _sites(model, files.source)
+    except BaseException:
+        if row is not None:
+            FAMILIES[config.model_type] = row
+        else:
+            FAMILIES.pop(config.model_type, None)
+        raise
+
+
+def _sites(model: PreTrainedModel, name: str) -> Sites:
+    """A model's sites; `BackboneError` for one that generates text with attention to later tokens."""
+    sites = Sites(model)
+    if model.can_generate() and not (sites.family.causal or getattr(model.config, "is_decoder", False)):
+        raise BackboneError(
+            f"{name} is a {model.config.model_type} model, whose tokens see later ones, so it can't continue text: "
+            "name a causal language model, or load this one as masked-lm or encoder."
+        )
+    return sites
 
 
 def _load_model(
@@ -226,6 +261,8 @@ def _load_model(
         problem, remedy = f"The model {name} can't be loaded", "restore its files, or name another model"
         if not files.is_local and isinstance(error, OSError):
             problem, remedy = f"The hub has no model {name}", "check name and connection, or give a folder"
+        elif "Unrecognized configuration class" in str(error):
+            raise BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.") from error
         raise BackboneError(f"{problem} ({first_line(error)}): {remedy}.") from error
     # transformers fills missing weights with random numbers. Only an encoder's pooler may be missing: nothing reads it.
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):

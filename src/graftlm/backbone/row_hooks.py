@@ -118,6 +118,7 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
         token_mask=None if call.token_mask is None else call.token_mask[rows],
         training=call.training,
         observing=call.observing,
+        model=call.model,
     )
 
 

@@ -7,6 +7,7 @@ interleaved generations and threads don't share any.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 
 COUNT_KEY = "_graft_count"
+_READER_KEY = "_graft_reader"
+_numbers = itertools.count()
 
 
 def may_read(tensor: Tensor) -> bool:
@@ -124,6 +127,7 @@ class Call:
         observing: whether this pass runs for `Observable.observe`, which may cost more.
         row_scopes: which owner's taps act on which rows; see `row_hooks.py`.
         count: the tokens in the cache before this pass, which `past` reads.
+        model: the live model of this pass, which may be a copy of the backbone.
     """
 
     input_ids: Tensor | None = None
@@ -140,6 +144,7 @@ class Call:
     observing: bool = False
     row_scopes: tuple[Any, ...] = ()
     count: TokenCount | None = None
+    model: PreTrainedModel | None = None
 
     def past(self) -> int:
         """The number of tokens in the cache before this pass."""
@@ -210,19 +215,16 @@ class GenerationPrompt:
 
     Args:
         columns: the prompt's number of columns, padding included.
-        read: columns that a cache of the caller holds already; such a generation keeps its first prompt.
+        read: columns that a cache of the caller holds already.
     """
 
     columns: int
     read: int = 0
 
-    def __post_init__(self) -> None:
-        self._continued = self.read > 0
-
     def mark(self, length: int, device: torch.device, *, cached: bool) -> Tensor | None:
         """(1, T) True at the prompt's columns in the next pass of `length` = T columns; None where it has none."""
         start = self.read if cached else 0
-        if self._continued or start >= self.columns:
+        if start >= self.columns:
             return None  # and nothing changes any more, which compiled code would have to guard
         if cached:
             self.read += length
@@ -261,9 +263,14 @@ class TapHooks:
         if self._replaces_once:
             check_conflicts(sites, taps)
         self._model, self._prepare, self._stack = model, prepare, _CallStack()
+        self._number = next(_numbers)  # an id may return
         self._handles: list[RemovableHandle] = []
         if not taps:  # a bare model needs no hooks
             return
+        if hasattr(model, "generate"):
+            self._model_generate: Any = model.generate
+            model.generate = self._generate  # type: ignore[assignment]  # its passes tell the prompt
+            model.init_continuous_batching = _refuse_pages  # type: ignore[assignment]
         try:
             body = sites.body
             self._watch_head(sites, taps)
@@ -282,6 +289,8 @@ class TapHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for name in ("generate", "init_continuous_batching"):
+            vars(self._model).pop(name, None)
         _forget_compiled()
 
     @contextmanager
@@ -292,6 +301,20 @@ class TapHooks:
             yield calls
         finally:
             self._stack.announced = outer
+
+    def _generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, with the prompt marked in its passes."""
+        ids, cache = kwargs.get("input_ids", inputs), kwargs.get("past_key_values")
+        if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel()):
+            form = f"the shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"the type {type(ids).__name__}"
+            raise TapError(
+                f"The prompt has {form}, but token ids of (rows, tokens) are expected: tokenise the text with "
+                "return_tensors='pt', and begin an empty one with a BOS token."
+            )
+        read = 0 if cache is None else int(cache.get_seq_length())
+        continues = read and getattr(kwargs.get("generation_config"), "is_assistant", False)  # drafts change no token
+        with self.generation(None if ids is None or continues else GenerationPrompt(ids.shape[1], read)):
+            return self._model_generate(inputs, *args, **kwargs)
 
     @contextmanager
     def generation(self, prompt: GenerationPrompt | None) -> Iterator[None]:
@@ -322,7 +345,8 @@ class TapHooks:
         inputs = ids if ids is not None else kwargs.get("inputs_embeds")
         length = 0 if inputs is None else inputs.shape[1]
         count = TokenCount(cache, length)
-        call = Call(ids, position_ids=kwargs.get("position_ids"), cache=cache, count=count, **values)
+        positions = kwargs.get("position_ids")
+        call = Call(ids, position_ids=positions, cache=cache, count=count, model=self._model, **values)
         if "attention_mask" not in values:
             call.attention_mask = partial(token_mask_of, kwargs.get("attention_mask"), call, length)
         if values.get("token_mask") is None:
@@ -336,8 +360,21 @@ class TapHooks:
         self._stack.calls.append(call)
         self._prepare(call)
 
-    def _close_call(self, *_: Any) -> None:
+    def check_cache(self, call: Call) -> None:
+        """Raise `TapError` if the cache of a pass holds tokens that were read without these taps."""
+        if call.cache is None or torch.compiler.is_compiling() or vars(call.cache).get(_READER_KEY) == self._number:
+            return
+        if call.past():
+            raise TapError(
+                f"The cache holds {call.past()} tokens that were read without these grafts: give the whole text, with "
+                "an empty cache or none."
+            )
+
+    def _close_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for call in self._stack.calls[-1:]:
+            cache = call.cache or getattr(output, "past_key_values", None)  # the model may have made it in this pass
+            if isinstance(cache, Cache):
+                setattr(cache, _READER_KEY, self._number)
             if call.count is not None:
                 call.count.keep()
         if not self._stack.outer or len(self._stack.calls) != self._stack.outer[-1] + 1:
@@ -448,6 +485,13 @@ def _forget_compiled() -> None:
     """Drop compiled code: torch.compile guards on everything but hooks, and would run on with the old ones."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def _refuse_pages(*_: Any, **__: Any) -> None:
+    raise TapError(
+        "transformers' continuous batching packs all requests into one row of pages, in which grafts can't tell them "
+        "apart: use generate with a batch, or graft serve."
+    )
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:

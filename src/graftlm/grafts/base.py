@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, Tap
+from graftlm.backbone import Backbone, Call, Fingerprint, Tap
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
 from graftlm.grafts.heads import TaskSpec
@@ -57,6 +57,7 @@ class Graft(nn.Module):
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
     config: GraftConfig
+    _fingerprint: Fingerprint | None = None  # of the backbone that `build_graft` had
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 from weakref import WeakSet
 
 import torch
@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, GenerationPrompt, Sites, TapHooks
-from graftlm.errors import GraftError, TapConflictError
+from graftlm.backbone import Backbone, Call, Sites, TapHooks, need_backbone
+from graftlm.errors import GraftError, TapConflictError, WrongBackboneError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
 _CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}.items()
@@ -61,6 +61,7 @@ class GraftedModel(PreTrainedModel):
 
     def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
         nn.Module.__init__(self)  # that of PreTrainedModel would change the backbone's config
+        _check_grafts(need_backbone(backbone), {} if grafts is None else grafts)
         self.backbone, self.name_or_path = backbone, backbone.name
         if backbone.model in self._with_grafts:
             raise TapConflictError(
@@ -75,13 +76,18 @@ class GraftedModel(PreTrainedModel):
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
         self._replacing: list[ReplacesModel] = []
-        self._checkpoints_layers = False
+        self._checkpoint_functions: list[Any] = []
         try:
             self.model: PreTrainedModel = backbone.model
             for graft in self._by_name.values():
                 if isinstance(graft, ReplacesModel):
-                    self.model = graft.attach(self.model)
+                    self.model, below = graft.attach(self.model), self.model
                     self._replacing.append(graft)
+                    if self.model is not below is not backbone.model:
+                        raise TapConflictError(
+                            f"Two of the grafts {', '.join(self._by_name)} train a copy of the backbone each, and only "
+                            "one can run: attach one of them."
+                        )
             taps = {name: graft.taps() for name, graft in self._by_name.items()}
             self._tap_hooks = TapHooks(self.model, Sites(self.model), taps, self._prepare)
         except BaseException:
@@ -96,6 +102,8 @@ class GraftedModel(PreTrainedModel):
                 "GraftedModel.model was put into training mode, in which the frozen backbone would drop activations "
                 "and no auxiliary loss is added: give the trainer the GraftedModel itself."
             )
+        self._check_documents(call)
+        self._tap_hooks.check_cache(call)
         call.training = self.training and torch.is_grad_enabled()
         for graft in self._by_name.values():
             graft.prepare(call)
@@ -141,11 +149,7 @@ class GraftedModel(PreTrainedModel):
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         call = Call(input_ids, attention_mask, position_ids, kwargs.get("past_key_values"))
-        if not self.backbone.sites.family.separates_documents and call.document_numbers() is not None:
-            raise GraftError(
-                f"A row holds several documents, which a {self.config.model_type} model can't keep apart: set "
-                "data.boundaries to joined, or give each document a row."
-            )
+        self._check_documents(call)
         if targets is not None:
             heads = self._graft_with_heads()
             call, hidden = self._last_hidden(extras, call_values, **inputs, **kwargs)
@@ -153,6 +157,7 @@ class GraftedModel(PreTrainedModel):
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         if kwargs["use_cache"] and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = DynamicCache(config=self.config)  # made here, so that grafts see it
+        as_tuple = kwargs.pop("return_dict", None) is False
         with self._tap_hooks.announce(**call_values, extras=dict(extras or {})) as calls:
             output = self.model(**inputs, **kwargs)
         auxiliary_loss = self._auxiliary_loss(calls[0]) if labels is not None and calls else None
@@ -169,7 +174,20 @@ class GraftedModel(PreTrainedModel):
         losses = _loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # a trainer takes all but the loss for predictions
             losses = {"loss": losses["loss"]}
-        return GraftedOutput(**losses, **{name: output.get(name) for name in fields})
+        grafted = GraftedOutput(**losses, **{name: output.get(name) for name in fields})
+        return grafted.to_tuple() if as_tuple else grafted  # type: ignore[return-value]  # as transformers' models
+
+    def _keep_documents(self, inputs: dict[str, Any]) -> None:
+        """Make no new cache for several documents in a row: with one, transformers ignores where they begin."""
+        if inputs.get("position_ids") is not None and self.backbone.sites.family.causal:
+            inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
+
+    def _check_documents(self, call: Call) -> None:
+        if not self.backbone.sites.family.separates_documents and call.document_numbers() is not None:
+            raise GraftError(
+                f"A row holds several documents, which a {self.config.model_type} model can't keep apart: set "
+                "data.boundaries to joined, or give each document a row."
+            )
 
     def _refuse_trainer(self, problem: str) -> None:
         """Raise `GraftError` if a graft has an auxiliary loss and trains."""
@@ -220,6 +238,7 @@ class GraftedModel(PreTrainedModel):
         mask = inputs.get("attention_mask")
         if inputs.get("position_ids") is None and mask is not None:
             inputs["position_ids"] = self.backbone.sites.positions(mask)
+        self._keep_documents(inputs)
         with self._tap_hooks.announce(**(call_values or {}), extras=dict(extras or {})) as calls:
             output = self.model.base_model(**{name: value for name, value in inputs.items() if value is not None})
         return calls[0], output[0]
@@ -242,20 +261,26 @@ class GraftedModel(PreTrainedModel):
     def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
         """The statistics of one pass by the graft's name, see `Graft.observe`."""
         call_values = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
+        self._keep_documents(inputs)
         with self._tap_hooks.announce(**call_values, observing=True) as calls:
             self.model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own `generate` on the grafted model; grafts know which tokens are the prompt.
+        """transformers' own `generate`, as `model.generate`; grafts know which tokens are the prompt."""
+        return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mixin's method
 
-        `model.generate` works as well, but there the prompt is what the first pass reads.
-        """
-        ids, cache = kwargs.get("input_ids", inputs), kwargs.get("past_key_values")
-        read = 0 if cache is None else int(cache.get_seq_length())
-        prompt = None if ids is None else GenerationPrompt(ids.shape[1], read)
-        with self._tap_hooks.generation(prompt):
-            return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mixin's method
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
+
+    def _get_name(self) -> str:
+        return self.model._get_name()  # by which a trainer with label smoothing shifts the labels
+
+    def can_generate(self) -> bool:
+        return self.model.can_generate()
+
+    def _supports_logits_to_keep(self) -> bool:
+        return self.model._supports_logits_to_keep()  # type: ignore[operator]  # what an assistant model is asked
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
         """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""
@@ -263,25 +288,77 @@ class GraftedModel(PreTrainedModel):
 
     def forward_traces(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
         """The model's output of one pass, and what each graft did at each of its tokens, by the graft's name."""
+        self._keep_documents(inputs)
         with self._tap_hooks.announce() as calls:
             output = self.model(**inputs)
         return output, forward_traces(self._by_name, calls[0]) if calls else {}
 
     def train(self, mode: bool = True) -> Self:
         """Set the grafts' mode; the frozen backbone stays in evaluation mode, without dropout."""
+        flagged = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
+        if mode and any(m._gradient_checkpointing_func not in self._checkpoint_functions for m in flagged):
+            raise GraftError(
+                "The backbone's layers have gradient checkpoints that taps can't follow: call its "
+                "gradient_checkpointing_disable(), and GraftedModel.enable_gradient_checkpointing()."
+            )
+        if "peft_config" in vars(self):
+            raise GraftError(
+                "PEFT put an adapter into the frozen backbone below the grafts: load the backbone again, and train "
+                "the GraftedModel without peft_config, or the backbone without GraftedModel."
+            )
         super().train(mode)
         self.backbone.model.eval()
         for module in (module for graft in self._replacing for module in graft.eval_only_modules()):
             module.eval()
-        for module in self.model.modules():
+        for module in flagged:
             # transformers checkpoints layers in training mode only. The flag of a layer does not turn on its dropout.
-            if getattr(module, "gradient_checkpointing", False):
-                module.training = mode
+            module.training = mode
+        embedding: Any = self.get_input_embeddings()
+        if hasattr(embedding, "neftune_noise_alpha"):  # a trainer's noise acts in training mode only
+            embedding.training = mode
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that train, by their name in this module."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move to a device. `GraftError` for a dtype: the backbone's weights would change, and stay so."""
+        # As nn.Module.to reads its arguments.
+        if torch._C._nn._parse_to(*args, **kwargs)[1] is not None:  # type: ignore[attr-defined]  # no stub
+            raise GraftError(
+                "A GraftedModel keeps its dtypes, as a cast would change the backbone: load the backbone in the dtype "
+                "that you want, or compute under autocast (in a trainer bf16 or fp16, not bf16_full_eval)."
+            )
+        return super().to(*args, **kwargs)
+
+    def float(self, *_: Any) -> Self:
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        return self.to(torch.float64)
+
+    def half(self, *_: Any) -> Self:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        return self.to(torch.bfloat16)
+
+    def add_adapter(self, *_: Any, **__: Any) -> None:
+        """Always `GraftError`: a graft is the adapter."""
+        raise GraftError(
+            "A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead."
+        )
+
+    def load_adapter(self, *_: Any, **__: Any) -> None:
+        """Always `GraftError`: a graft is the adapter."""
+        self.add_adapter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise GraftError(
+            "A GraftedModel can't be copied, as its taps act on its own backbone: load the backbone a second time, "
+            "and attach a copy of the graft to that."
+        )
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -293,9 +370,10 @@ class GraftedModel(PreTrainedModel):
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._tap_hooks.checkpoint_contexts}
         )
         self.model.disable_input_require_grads()  # transformers' hook on the embedding, for reentrant checkpoints alone
-        self._checkpoints_layers = True
         for layer in frozen:
             layer._gradient_checkpointing_func = _in_evaluation(layer, layer._gradient_checkpointing_func)
+        flagged = (module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False))
+        self._checkpoint_functions = [cast("Any", module)._gradient_checkpointing_func for module in flagged]
         self.train(mode)
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
@@ -373,7 +451,7 @@ class GraftedModel(PreTrainedModel):
         for graft in reversed(self._replacing):
             graft.detach(self.backbone.model)
         self._replacing.clear()
-        if self._checkpoints_layers:
+        if self._checkpoint_functions:
             self.model.gradient_checkpointing_disable()
             for module in self.model.modules():  # transformers leaves the function, which holds the grafts
                 vars(module).pop("_gradient_checkpointing_func", None)
@@ -390,6 +468,34 @@ class GraftedModel(PreTrainedModel):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _check_grafts(backbone: Backbone, grafts: Any) -> None:
+    """Raise `GraftError` unless these are grafts by name, built for this backbone."""
+    if not isinstance(grafts, Mapping):
+        raise GraftError(
+            f"Grafts are given as {type(grafts).__name__}: give a dict of them by name, {{'name': graft}}."
+        )
+    for name, graft in grafts.items():
+        if not isinstance(graft, Graft):
+            raise GraftError(
+                f"{name!r} is a {type(graft).__name__} and no graft: make one with build_graft or load_graft."
+            )
+        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
+            raise GraftError(
+                f"A graft can't have the name {name!r}, by which a module holds it: take another, plain word."
+            )
+        check_backbone(graft, backbone)
+
+
+def check_backbone(graft: Graft, backbone: Backbone) -> None:
+    """Raise `WrongBackboneError` if the graft was built for another backbone, and not for another copy of this one."""
+    difference = graft._fingerprint and graft._fingerprint.difference(backbone.fingerprint)
+    if difference:
+        raise WrongBackboneError(
+            f"The graft {graft.config.kind} was built for another backbone than {backbone.name} ({difference}): give "
+            "the one that it was built for, or build it again."
+        )
 
 
 def _in_evaluation(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:

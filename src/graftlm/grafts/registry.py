@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, need_backbone
 from graftlm.errors import GraftError, RecipeError, did_you_mean
 from graftlm.grafts.base import Graft, GraftConfig
 
+_GROUP = "graftlm.grafts"  # entry points of installed packages: kind = "module:Class"
 REGISTRY: dict[str, str | type[Graft]] = {
     "composition": "graftlm.grafts.composition:Composition",
     "neutral-residues": "graftlm.grafts.neutral_residues:NeutralResidues",
@@ -66,9 +68,12 @@ def graft_class(kind: str) -> type[Graft]:
         RecipeError: there is no such kind.
         GraftError: the registered name is not that of a graft's class.
     """
-    if kind not in REGISTRY:
-        raise RecipeError(f"There is no graft of the kind {kind!r}{did_you_mean(kind, REGISTRY)}.")
-    graft = REGISTRY[kind]
+    graft = REGISTRY.get(kind) or next((p.value for p in entry_points(group=_GROUP, name=kind)), None)
+    if graft is None:
+        raise RecipeError(
+            f"There is no graft of the kind {kind!r}{did_you_mean(kind, REGISTRY)}. One of your own is known once its "
+            f"module has called register_graft, or by an entry point of the group {_GROUP} in its package."
+        )
     if isinstance(graft, str):
         module, _, name = graft.partition(":")
         try:
@@ -103,4 +108,10 @@ def default_config(kind: str) -> GraftConfig | None:
 
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
     """A fresh graft for a backbone; its random values come from torch's generator."""
-    return config.graft_class(config, backbone)
+    if not isinstance(config, GraftConfig):
+        raise GraftError(
+            f"The config of a graft has the type {type(config).__name__}: give graft_config({{'kind': ...}})."
+        )
+    graft = config.graft_class(config, need_backbone(backbone))
+    graft._fingerprint = backbone.fingerprint
+    return graft

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from graftlm.errors import BackboneError
+from graftlm.errors import BackboneError, TapConflictError
 from graftlm.grafts.base import Graft, HasTensors, ReplacesModel, check_tensors
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         if not self._originals:
             return model
         parameters = dict(model.named_parameters())
+        if not self._originals.keys() <= parameters.keys():
+            raise TapConflictError(
+                "The modules to copy have adapters of PEFT around them: attach the graft that trains a copy first, "
+                "before them in the dict."
+            )
         for name in self._originals:
             if type(parameters[name]) is not nn.Parameter or not parameters[name].is_floating_point():
                 raise BackboneError(

@@ -123,7 +123,8 @@ class AugmentingModel:
         if past and (not cached if state is None else state.keys is None):
             raise GraftError(
                 f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
-                "generation again with the graft attached."
+                "generation again with the graft attached, and without guidance_scale, whose second cache it does not "
+                "see."
             )
         aligned = self._alignment.align(call, past, state, cached)
         states = self._run(aligned, own_cache)

@@ -223,9 +223,9 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(
-            f"The expert {name} has no {CONFIG_NAME} in {folder}: name a folder that PEFT's save_pretrained wrote."
-        ) from None
+        inner = next(folder.glob(f"*/{CONFIG_NAME}"), None)  # an adapter's own name is a folder
+        remedy = f"name {inner.parent}" if inner else "name a folder that PEFT's save_pretrained wrote"
+        raise ArtifactError(f"The expert {name} has no {CONFIG_NAME} in {folder}: {remedy}.") from None
     except (UnicodeDecodeError, ValueError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the expert {name} is damaged: copy it again.") from None
     kind = values.get("peft_type") if isinstance(values, dict) else type(values).__name__

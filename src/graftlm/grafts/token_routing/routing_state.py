@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     if layer.get_seq_length() != call.past():
         raise GraftError(
             f"The cache holds {call.past()} tokens that the routing has not read: start the generation again with the "
-            "graft attached."
+            "graft attached, and without guidance_scale, whose second cache it does not see."
         )
     return layer
 
@@ -186,7 +186,7 @@ def _prompt_lengths(
         if call.prompt is not None and config.prompt == "whole":
             raise GraftError(
                 "With prompt: whole the routes of a prompt depend on all of it, but a pass was given only a part: "
-                "generate without prefill_chunk_size, or set prompt: causal."
+                "generate without prefill_chunk_size and without a filled cache, or set prompt: causal."
             )
         return state.prompt_length[:, None].expand(-1, length)
     if call.prompt is not None and config.prompt == "whole":
@@ -206,7 +206,6 @@ class Recompute:
     """
 
     def __init__(self, backbone: Backbone) -> None:
-        self._model: list[Any] = [backbone.model.base_model]
         self._layers = backbone.sites.n_layers
         self._forced = threading.local()  # the weights of a nested pass
 
@@ -240,7 +239,9 @@ class Recompute:
             if mask.any():
                 column = torch.where(mask.any(1), mask.long().argmax(1), weights_BTE.shape[1] - 1)
                 weights = weights_BTE.gather(1, column[:, None, None].expand(-1, 1, weights_BTE.shape[-1]))
-                output = self._run(spans.ids, call.attention_mask, weights, position_ids=positions, use_cache=False)
+                output = self._run(
+                    call, spans.ids, call.attention_mask, weights, position_ids=positions, use_cache=False
+                )
                 older.append((mask & (route_BT < route_BT[:, -1:]), output.last_hidden_state[:, spans.past :]))
         call.scratch[self] = older
         return newest_B1E
@@ -249,9 +250,10 @@ class Recompute:
         if state is None or call.cache is None or torch.equal(state.weights[:, -1:], newest_B1E):
             return
         past = spans.past
-        fresh = DynamicCache(config=self._model[0].config)
+        assert call.model is not None
+        fresh = DynamicCache(config=call.model.config)
         mask = None if call.attention_mask is None else call.attention_mask[:, :past]
-        self._run(spans.ids[:, :past], mask, newest_B1E, past_key_values=fresh, use_cache=True)
+        self._run(call, spans.ids[:, :past], mask, newest_B1E, past_key_values=fresh, use_cache=True)
         for index, new in enumerate(fresh.layers[: self._layers]):
             old = call.cache.layers[index]
             if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
@@ -259,12 +261,12 @@ class Recompute:
             else:  # such as a recurrent state
                 call.cache.layers[index] = new
 
-    def _run(self, ids: Tensor, mask: Tensor | None, weights_B1E: Tensor, **inputs: Any) -> Any:
+    def _run(self, call: Call, ids: Tensor, mask: Tensor | None, weights_B1E: Tensor, **inputs: Any) -> Any:
         if mask is not None:
             inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
         outer, self._forced.weights = self.forced_weights(), weights_B1E
         try:
-            return self._model[0](input_ids=ids, attention_mask=mask, **inputs)
+            return cast("Any", call.model).base_model(input_ids=ids, attention_mask=mask, **inputs)
         finally:
             self._forced.weights = outer
 

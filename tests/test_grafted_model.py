@@ -1,0 +1,246 @@
+"""What a `GraftedModel` refuses in one sentence, and what other tools may do with it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainingArguments, pipeline
+
+from graftlm import export_graft, load_graft, save_graft
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
+from graftlm.grafts import Graft, GraftedModel, build_graft, graft_class, graft_config, registry
+from graftlm.grafts.neutral_residues import VanillaAdapter
+from graftlm.testing.laws import attach_graft, randomise
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
+
+
+def wrapped(family: str = "llama", seed: int = 0) -> Backbone:
+    return Backbone.wrap(tiny_model(family, seed=seed), tiny_tokenizer(), family)
+
+
+def adapter(backbone: Backbone, kind: str = "adapter") -> Graft:
+    return build_graft(graft_config({"kind": kind}), backbone)
+
+
+@pytest.mark.parametrize("other", [("gpt2", 0), ("llama", 1)], ids=str)
+def test_a_graft_of_another_backbone_is_refused(other: tuple[str, int], tmp_path: Path) -> None:
+    backbone, foreign = wrapped(), adapter(wrapped(*other), "lora")
+    refused = pytest.raises(WrongBackboneError, match="was built for another backbone than llama")
+    with refused:
+        GraftedModel(backbone, {"graft": foreign})
+    with refused:
+        save_graft(foreign, backbone, tmp_path / "graft")
+    with refused:
+        export_graft(foreign, backbone, tmp_path / "model")
+    with GraftedModel(wrapped(), {"graft": copy.deepcopy(adapter(backbone))}):
+        pass  # another copy of the backbone is the same
+    assert backbone.model.get_input_embeddings() is not None
+
+
+@pytest.mark.parametrize(
+    ("grafts", "message"),
+    [
+        ("graft", "Grafts are given as VanillaAdapter"),
+        (["graft"], "Grafts are given as list"),
+        ({"name": "config"}, "'name' is a VanillaAdapterConfig and no graft"),
+        ({"a.b": "graft"}, "can't have the name 'a.b'"),
+        ({"keys": "graft"}, "can't have the name 'keys'"),
+        ({"": "graft"}, "can't have the name ''"),
+        ({3: "graft"}, "can't have the name 3"),
+    ],
+    ids=str,
+)
+def test_what_are_no_grafts_by_name(grafts: Any, message: str) -> None:
+    backbone = wrapped()
+    values = {"graft": adapter(backbone), "config": graft_config({"kind": "adapter"})}
+    if isinstance(grafts, dict):
+        grafts = {name: values[value] for name, value in grafts.items()}
+    else:
+        grafts = values[grafts] if isinstance(grafts, str) else [values[value] for value in grafts]
+    with pytest.raises(GraftError, match=message):
+        GraftedModel(backbone, grafts)
+    with GraftedModel(backbone, {"name": values["graft"]}):  # nothing is left of the attempt
+        pass
+
+
+def test_what_is_no_backbone(tmp_path: Path) -> None:
+    backbone, config = wrapped(), graft_config({"kind": "adapter"})
+    save_graft(build_graft(config, backbone), backbone, tmp_path / "graft")
+    wrong: Any
+    for wrong in (backbone.model, "llama", None):
+        with pytest.raises(BackboneError, match=f"{type(wrong).__name__} is no Backbone"):
+            GraftedModel(wrong, {})
+        with pytest.raises(BackboneError, match="is no Backbone"):
+            build_graft(config, wrong)
+        with pytest.raises(BackboneError, match="is no Backbone"):
+            load_graft(tmp_path / "graft", wrong)
+    values: Any = {"kind": "adapter"}
+    with pytest.raises(GraftError, match="The config of a graft has the type dict: give graft_config"):
+        build_graft(values, backbone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bf16"}, "There is no dtype 'bf16': give auto, float32"),
+        ({"dtype": "nn"}, "There is no dtype 'nn'"),
+        ({"kind": "seq2seq"}, "There is no kind of backbone 'seq2seq': give one of causal-lm"),
+        ({"kind": "masked-lm"}, "has no head of the kind masked-lm: load it as another kind"),
+        ({"family": 3}, "A family is given as int"),
+        ({"family": "gpt2"}, "other models' parts are found without one"),
+    ],
+    ids=str,
+)
+def test_options_of_a_backbone_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(BackboneError, match=message):
+        load_backbone(tmp_path, **options)
+
+
+def test_a_model_is_no_copy() -> None:
+    with attach_graft(wrapped(), {"kind": "adapter"}) as model, pytest.raises(GraftError, match="can't be copied"):
+        copy.deepcopy(model)
+
+
+def test_an_adapter_of_peft_below_the_grafts_does_not_train(tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with attach_graft(wrapped(), {"kind": "adapter"}) as model:
+        with pytest.raises(GraftError, match="takes no PEFT adapter below its grafts"):
+            model.add_adapter(lora)
+        rows: Any = [{"input_ids": tiny_ids(1, 8)[0], "labels": tiny_ids(1, 8)[0]}] * 4
+        arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer: Any = Trainer(get_peft_model(model, lora), arguments, train_dataset=rows)
+        with pytest.raises(GraftError, match="PEFT put an adapter into the frozen backbone"):
+            trainer.train()
+
+
+def test_neftune_adds_noise_while_it_trains() -> None:
+    backbone = wrapped()
+    model = randomise(attach_graft(backbone, {"kind": "adapter"}), 0.2)
+    embedding: Any = backbone.model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    handle = embedding.register_forward_hook(neftune_post_forward_hook)
+    ids = tiny_ids()
+    first, second = model.train()(ids, labels=ids).loss, model(ids, labels=ids).loss
+    assert abs(float(first - second)) > 1e-4
+    model.eval()
+    torch.testing.assert_close(model(ids).logits, model(ids).logits)
+    handle.remove()
+    del embedding.neftune_noise_alpha
+    assert not model.detach().model.get_input_embeddings().training
+
+
+def test_outputs_as_a_tuple() -> None:
+    ids = tiny_ids()
+    with attach_graft(wrapped(), {"kind": "adapter"}).eval() as model, torch.no_grad():
+        loss, *_, logits = model(ids, labels=ids, return_dict=False)[:4]
+        expected = model(ids, labels=ids)
+    torch.testing.assert_close(loss, expected.loss)
+    assert logits.shape == expected.logits.shape or logits.dim() == 0
+
+
+def test_a_pipeline_writes_what_generate_writes() -> None:
+    tokenizer = tiny_tokenizer()
+    with randomise(attach_graft(wrapped(), {"kind": "adapter"}).eval(), 0.2) as model:
+        ids = tokenizer("a text", return_tensors="pt")["input_ids"]
+        expected = tokenizer.decode(model.generate(ids, max_new_tokens=5, do_sample=False)[0], skip_special_tokens=True)
+        write: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        assert write("a text", max_new_tokens=5, do_sample=False)[0]["generated_text"] == expected
+
+
+def test_a_kind_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        value = f"{VanillaAdapter.__module__}:{VanillaAdapter.__name__}"
+
+    installed = {"adapter-elsewhere": [Point]}
+    monkeypatch.setattr(registry, "entry_points", lambda group, name: installed.get(name, []))
+    with pytest.raises(GraftError, match="has the kind 'adapter', but is registered as 'adapter-elsewhere'"):
+        graft_class("adapter-elsewhere")
+    with pytest.raises(RecipeError, match=r"its module has called register_graft, or by an entry point of the group"):
+        graft_class("nowhere")
+
+
+def test_a_change_that_trained_tensors_do_not_fit(tmp_path: Path) -> None:
+    backbone = wrapped()
+    save_graft(adapter(backbone), backbone, tmp_path)
+    with pytest.raises(GraftError, match=r"With capacity=0\.9 the trained tensors don't fit: leave it out"):
+        load_graft(tmp_path, backbone, ["capacity=0.9"])
+    assert isinstance(load_graft(tmp_path, backbone), nn.Module)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "lora", "finetune"])
+def test_smoothed_labels_are_shifted(kind: str, tmp_path: Path) -> None:
+    ids, backbone = tiny_ids(), wrapped()
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+
+    def loss(model: Any) -> float:
+        return float(Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids}))
+
+    expected = loss(backbone.model)
+    with attach_graft(backbone, {"kind": kind}) as model:
+        assert loss(model) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_that_taps_can_not_follow_are_refused(reentrant: bool) -> None:
+    backbone = wrapped()
+    backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with attach_graft(backbone, {"kind": "neutral-residues"}) as model:
+        with pytest.raises(GraftError, match="gradient checkpoints that taps can't follow"):
+            model.train()
+        model.model.gradient_checkpointing_disable()
+        model.enable_gradient_checkpointing()
+        model.train()
+        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with pytest.raises(GraftError, match="gradient checkpoints that taps can't follow"):
+            model.train()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [("finetune", "finetune", "train a copy of the backbone each"), ("lora", "finetune", "first, before them")],
+)
+def test_grafts_whose_copies_exclude_each_other(first: str, second: str, message: str) -> None:
+    backbone = wrapped()
+    grafts = {"a": adapter(backbone, first), "b": adapter(backbone, second)}
+    with pytest.raises(GraftError, match=message):
+        GraftedModel(backbone, grafts)
+    with GraftedModel(backbone, {"a": adapter(backbone, "finetune"), "b": adapter(backbone, "lora")}):
+        pass
+
+
+PACKED: dict[str, Any] = {"position_ids": torch.tensor([[*range(5), *range(7)]])}
+
+
+@pytest.mark.parametrize("read", ["encode", "forward_traces", "base_model"])
+def test_documents_in_a_row_stay_apart_wherever_it_is_read(read: str) -> None:
+    ids = tiny_ids(1, 12)
+
+    def states(model: GraftedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        if read == "encode":
+            return model.encode(ids, **inputs)
+        if read == "base_model":  # as trainers with a loss of their own do
+            return model.base_model(input_ids=ids, use_cache=False, **inputs)[0]
+        return model.forward_traces(input_ids=ids, **inputs)[0].logits
+
+    with randomise(attach_graft(wrapped(), {"kind": "adapter"}).eval(), 0.2) as model, torch.no_grad():
+        together = states(model, ids, **PACKED)
+        torch.testing.assert_close(together[:, 5:], states(model, ids[:, 5:]), rtol=1e-4, atol=1e-4)
+    mixing = GraftedModel(opt := wrapped("opt"), {"graft": adapter(opt)})
+    with mixing as model, pytest.raises(GraftError, match="which a opt model can't keep apart"):
+        states(model, ids, **PACKED)
+
+
+def test_factors_of_lora_are_float32_on_a_bfloat16_backbone() -> None:
+    backbone = Backbone.wrap(tiny_model("llama").to(torch.bfloat16), tiny_tokenizer(), "llama")
+    with attach_graft(backbone, {"kind": "lora"}) as model:
+        assert {parameter.dtype for parameter in model.trainable_parameters().values()} == {torch.float32}
