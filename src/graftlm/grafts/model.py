@@ -346,9 +346,7 @@ class GraftedModel(PreTrainedModel):
 
     def add_adapter(self, *_: Any, **__: Any) -> None:
         """Always `GraftError`: a graft is the adapter."""
-        raise GraftError(
-            "A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead."
-        )
+        raise GraftError("A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead.")
 
     def load_adapter(self, *_: Any, **__: Any) -> None:
         """Always `GraftError`: a graft is the adapter."""
