@@ -26,9 +26,17 @@ def folders(tmp_path: Path) -> dict[str, str]:
     return write_adapters("llama", tmp_path / "adapters")
 
 
+def moved_below(folder: str) -> list[Path]:
+    """The files of an adapter that PEFT would write into the folder `x`, which exists then."""
+    files = list(Path(folder).iterdir())
+    Path(folder, "x").mkdir()
+    return files
+
+
 REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
     "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
     "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
+    "under a name": (lambda f: [p.rename(Path(f, "x") / p.name) for p in moved_below(f)], r"name .*x\.$"),
     "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not readable JSON"),
     "no tensors": (lambda f: (Path(f) / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "a pickle": (
