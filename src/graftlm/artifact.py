@@ -25,7 +25,6 @@ from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
-from graftlm.grafts.model import check_backbone
 from graftlm.io import packaged_model, staged_folder
 from graftlm.version import __version__
 
@@ -103,7 +102,7 @@ def save_graft(
         ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
         WrongBackboneError: the graft was built for another backbone.
     """
-    check_backbone(graft, backbone)
+    backbone.check_graft(graft.config.kind, graft._fingerprint)
     folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
     for name, tensor in tensors.items():

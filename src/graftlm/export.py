@@ -11,7 +11,6 @@ from torch import Tensor
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.grafts import Exportable, Graft
-from graftlm.grafts.model import check_backbone
 from graftlm.io import staged_folder
 
 
@@ -28,7 +27,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
             the folder holds other files or can't be written.
         WrongBackboneError: the graft was built for another backbone.
     """
-    check_backbone(graft, backbone)
+    backbone.check_graft(graft.config.kind, graft._fingerprint)
     folder, kind = Path(folder), graft.config.kind
     if not isinstance(graft, Exportable):
         raise ArtifactError(

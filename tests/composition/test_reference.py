@@ -121,9 +121,18 @@ def by_position(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], Visib
     return rows
 
 
-MORE_FAMILIES = [
-    pytest.param("gpt2", "none", marks=pytest.mark.exhaustive),
-    pytest.param("gemma3", "pre", marks=pytest.mark.exhaustive),
+ONE_TOKENIZER = [
+    *(
+        pytest.param("llama", norm, *param.values, marks=param.marks)
+        for norm in ("none", "pre")
+        for param in PADDINGS_AND_POSITIONS
+    ),
+    *(
+        pytest.param(family, norm, *param.values, marks=pytest.mark.exhaustive)
+        for family, norm in (("gpt2", "none"), ("gemma3", "pre"))
+        for param in PADDINGS_AND_POSITIONS
+        if not param.marks
+    ),
 ]
 
 
@@ -146,9 +155,8 @@ def double(*models: Backbone) -> None:
         model.model.double()
 
 
-@pytest.mark.parametrize(("padding", "positions"), PADDINGS_AND_POSITIONS)
-@pytest.mark.parametrize(("family", "norm"), [("llama", "none"), ("llama", "pre"), *MORE_FAMILIES])
-def test_one_tokenizer(family: str, padding: str, norm: str, positions: str) -> None:
+@pytest.mark.parametrize(("family", "norm", "padding", "positions"), ONE_TOKENIZER)
+def test_one_tokenizer(family: str, norm: str, padding: str, positions: str) -> None:
     anchor, augmenting, augmenting_2 = live(family), live("llama", 1), live("gpt2", 2)
     double(anchor, augmenting, augmenting_2)
     graft = composition(

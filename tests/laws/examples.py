@@ -137,6 +137,7 @@ _ROUTING = {
 }
 
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
+_FIRST_SHOWS = dict.fromkeys(("gpt2", "qwen3", "block-state", "int8", "encoders"), "the first example is tested there")
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
 _HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 160}
 
@@ -162,6 +163,7 @@ EXAMPLES: dict[str, list[Example]] = {
             },
             name="two-models",
             spread=0.05,
+            exceptions=_FIRST_SHOWS,
         ),
         Example(
             "composition",
@@ -207,7 +209,7 @@ EXAMPLES: dict[str, list[Example]] = {
             "token-routing",
             {"experts": EXPERTS, "prompt": "causal", "cache": "recompute"},
             name="recomputing",
-            exceptions=_ROUTING | {_WAITS: _RECOMPUTES},
+            exceptions=_ROUTING | {_WAITS: _RECOMPUTES} | _FIRST_SHOWS,
         ),
         Example(
             "token-routing",

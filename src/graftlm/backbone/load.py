@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
-from graftlm.errors import BackboneError, first_line
+from graftlm.errors import BackboneError, WrongBackboneError, first_line
 from graftlm.io import ModelFiles, find_model
 from graftlm.models import register
 
@@ -78,6 +78,14 @@ class Backbone:
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint; computed once, as the weights never change."""
         return fingerprint(self.model)
+
+    def check_graft(self, kind: str, built_for: Fingerprint | None) -> None:
+        """Raise `WrongBackboneError` if a graft was built for another backbone and no copy of this one."""
+        if difference := built_for and built_for.difference(self.fingerprint):
+            raise WrongBackboneError(
+                f"The graft {kind} was built for another backbone than {self.name} ({difference}): give the one that "
+                "it was built for, or build it again."
+            )
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, TapHooks, need_backbone
-from graftlm.errors import GraftError, TapConflictError, WrongBackboneError
+from graftlm.errors import GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
 _CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}.items()
@@ -483,17 +483,7 @@ def _check_grafts(backbone: Backbone, grafts: Any) -> None:
             raise GraftError(
                 f"A graft can't have the name {name!r}, by which a module holds it: take another, plain word."
             )
-        check_backbone(graft, backbone)
-
-
-def check_backbone(graft: Graft, backbone: Backbone) -> None:
-    """Raise `WrongBackboneError` if the graft was built for another backbone, and not for another copy of this one."""
-    difference = graft._fingerprint and graft._fingerprint.difference(backbone.fingerprint)
-    if difference:
-        raise WrongBackboneError(
-            f"The graft {graft.config.kind} was built for another backbone than {backbone.name} ({difference}): give "
-            "the one that it was built for, or build it again."
-        )
+        backbone.check_graft(graft.config.kind, graft._fingerprint)
 
 
 def _in_evaluation(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
