@@ -79,11 +79,11 @@ class Backbone:
         """The model's fingerprint; computed once, as the weights never change."""
         return fingerprint(self.model)
 
-    def check_graft(self, kind: str, built_for: Fingerprint | None) -> None:
+    def check_graft(self, name: str, built_for: Fingerprint | None) -> None:
         """Raise `WrongBackboneError` if a graft was built for another backbone and no copy of this one."""
         if difference := built_for and built_for.difference(self.fingerprint):
             raise WrongBackboneError(
-                f"The graft {kind} was built for another backbone than {self.name} ({difference}): give the one that "
+                f"The graft {name} was built for another backbone than {self.name} ({difference}): give the one that "
                 "it was built for, or build it again."
             )
 

@@ -483,7 +483,7 @@ def _check_grafts(backbone: Backbone, grafts: Any) -> None:
             raise GraftError(
                 f"A graft can't have the name {name!r}, by which a module holds it: take another, plain word."
             )
-        backbone.check_graft(graft.config.kind, graft._fingerprint)
+        backbone.check_graft(str(name), graft._fingerprint)
 
 
 def _in_evaluation(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
