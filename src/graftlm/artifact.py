@@ -217,8 +217,9 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
     except ArtifactError as error:
         if not changes:
             raise
+        problem = str(error).partition(":")[0]
         raise ArtifactError(
-            f"With {', '.join(changes)} the trained tensors don't fit: leave it out. {error}"
+            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): leave out what changes their shapes."
         ) from error
     return graft.eval()
 

@@ -265,12 +265,9 @@ class TapHooks:
         self._model, self._prepare, self._stack = model, prepare, _CallStack()
         self._number = next(_numbers)  # an id may return
         self._handles: list[RemovableHandle] = []
+        self._replaced: dict[str, Any] = {}  # attributes of the live model that `mark_prompts` replaced
         if not taps:  # a bare model needs no hooks
             return
-        if hasattr(model, "generate"):
-            self._model_generate: Any = model.generate
-            model.generate = self._generate  # type: ignore[assignment]  # its passes tell the prompt
-            model.init_continuous_batching = _refuse_pages  # type: ignore[assignment]
         try:
             body = sites.body
             self._watch_head(sites, taps)
@@ -289,9 +286,24 @@ class TapHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name in ("generate", "init_continuous_batching"):
-            vars(self._model).pop(name, None)
+        for name, value in self._replaced.items():
+            vars(self._model).pop(name)
+            if value is not None:
+                setattr(self._model, name, value)
+        self._replaced.clear()
         _forget_compiled()
+
+    def mark_prompts(self) -> None:
+        """Mark the prompt in every generation of the live model, however it is called, until `remove`.
+
+        transformers' continuous batching, in which it can't be told, is refused.
+        """
+        if not hasattr(self._model, "generate"):
+            return
+        self._model_generate: Any = self._model.generate
+        for name, function in (("generate", self._generate), ("init_continuous_batching", _refuse_pages)):
+            self._replaced[name] = vars(self._model).get(name)
+            setattr(self._model, name, function)
 
     @contextmanager
     def announce(self, **values: Any) -> Iterator[list[Call]]:
@@ -372,7 +384,8 @@ class TapHooks:
 
     def _close_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for call in self._stack.calls[-1:]:
-            cache = call.cache or getattr(output, "past_key_values", None)  # the model may have made it in this pass
+            made = getattr(output, "past_key_values", None)  # in this pass, if the caller gave none
+            cache = made if call.cache is None else call.cache
             if isinstance(cache, Cache):
                 setattr(cache, _READER_KEY, self._number)
             if call.count is not None:

@@ -90,6 +90,8 @@ class GraftedModel(PreTrainedModel):
                         )
             taps = {name: graft.taps() for name, graft in self._by_name.items()}
             self._tap_hooks = TapHooks(self.model, Sites(self.model), taps, self._prepare)
+            if taps:
+                self._tap_hooks.mark_prompts()
         except BaseException:
             self._restore_backbone()
             raise
