@@ -183,7 +183,7 @@ def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingCon
         batch_size=size.batch_size,
         learning_rate=rate,
         warmup_steps=max(1, steps // 20),
-        precision="bf16",
+        precision="fp32",
         seed=seed,
         checkpoint_every=max(1, steps // 2),
     )
