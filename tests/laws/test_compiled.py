@@ -129,7 +129,7 @@ def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
     with grafted(in_place(frozen("llama"), "eager"), GATED) as model:
         torch.testing.assert_close(logits(model, changed)[:, :12], logits(model, ids)[:, :12], **CLOSE)
         padded = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
-        torch.testing.assert_close(padded[0, 5:], logits(model, ids[:1, 5:])[0], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(padded[0, 5:], logits(model, ids[:1, 5:])[0], rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.exhaustive

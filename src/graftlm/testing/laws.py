@@ -30,7 +30,7 @@ from graftlm.grafts import Exportable, Graft, GraftedModel, HasHeads, build_graf
 from graftlm.testing.accelerator import DEVICE, pretended_accelerator, waits
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
-CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-5}  # for logits of about 5, computed in another order in float32
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-5}  # logits of about 5 in float32, added in another order
 LONG = 130  # tokens, on the first family: more than any window or stride that a graft is likely to have
 LENGTHS = (24, 13, 19)
 NEW_TOKENS = 5
