@@ -242,6 +242,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     first = max(errors, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
     # Keys and indices, without the labels of validators and union branches.
     labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
+    labels += ("tagged-",)
     path = [str(part) for part in first["loc"] if not str(part).startswith(labels)]
     key = _shorten(".".join(path))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""

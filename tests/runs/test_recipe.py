@@ -71,6 +71,36 @@ def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, t
     assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)
 
 
+def test_a_comparison_on_text_that_the_backbone_sampled(tmp_path: Path, tiny_backbone) -> None:
+    methods = {
+        "replay": {"graft": {"kind": "neutral-residues"}},
+        "distil": {"graft": {"kind": "neutral-residues"}, "data": {"old_objective": "distil"}},
+        "lora": {"graft": {"kind": "lora", "rank": 2}, "data": {"replay_fraction": 0}},
+    }
+    changed = values(tmp_path, tiny_backbone("llama"), methods=methods)
+    del changed["graft"]
+    changed["data"] |= {"old": [{"self": True, "tokens": 400, "batch_size": 8}]}
+    changed["evaluation"] |= {"own_tokens": 200}
+    recipe = Recipe.parse(changed)
+    results = compare_recipe(recipe, progress=False, log=lambda _: None)
+    assert [row.id for row in results.rows] == ["backbone", *methods], "sampling has no row"
+    for name in methods:
+        metrics = results.row(name).metrics
+        assert value_of(metrics["own_kl"]) > 0
+        assert value_of(metrics["new_kl"]) > 0
+    files = sorted((tmp_path / "run").glob("own-text-*/samples.jsonl"))
+    assert len(files) == 2, "one to train on, one to measure on"
+    written = [file.stat().st_mtime_ns for file in files]
+    (tmp_path / "run" / "measurements" / "lora.json").unlink()
+    again = compare_recipe(recipe, progress=False, log=lambda _: None)
+    assert [file.stat().st_mtime_ns for file in files] == written
+    assert value_of(again.row("lora").metrics["own_kl"]) == pytest.approx(
+        value_of(results.row("lora").metrics["own_kl"]), rel=1e-3
+    )
+    distilled = [line[1] for line in results.details["losses"]["distil"]]  # type: ignore[index, union-attr]
+    assert distilled != [line[1] for line in results.details["losses"]["replay"]]  # type: ignore[index, union-attr]
+
+
 def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_path: Path) -> None:
     run_recipe(recipe, progress=False, log=lambda _: None)
     (tmp_path / "new-test.txt").write_text(NEW[::-1] * 8, encoding="utf-8")

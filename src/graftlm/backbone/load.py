@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from graftlm.backbone.bare import clone_without_hooks
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
 from graftlm.errors import BackboneError, WrongBackboneError, first_line
@@ -78,6 +79,18 @@ class Backbone:
     def fingerprint(self) -> Fingerprint:
         """The model's fingerprint; computed once, as the weights never change."""
         return fingerprint(self.model)
+
+    @cached_property
+    def bare_model(self) -> PreTrainedModel:
+        """The model as it is without grafts, in evaluation mode, also while some are attached; it shares all weights.
+
+        Raises:
+            BackboneError: another library has replaced the forward methods of the model's modules.
+        """
+        clone = clone_without_hooks(self.model, self.name)
+        for attribute in ("generate", "init_continuous_batching"):  # which attached grafts replace
+            vars(clone).pop(attribute, None)
+        return clone.eval()
 
     def check_graft(self, name: str, built_for: Fingerprint | None) -> None:
         """Raise `WrongBackboneError` if a graft was built for another backbone and no copy of this one."""

@@ -1,7 +1,7 @@
 """Sources of text, packed into rows of tokens and mixed into training batches by fixed shares."""
 
 from graftlm.data.packing import NEW, OLD, Batch, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture, pack
-from graftlm.data.sources import DataConfig, Document, SourceConfig, build_documents, read_documents
+from graftlm.data.sources import DataConfig, Document, SelfSourceConfig, SourceConfig, build_documents, read_documents
 
 __all__ = [
     "NEW",
@@ -11,6 +11,7 @@ __all__ = [
     "Document",
     "Mixture",
     "RowPacker",
+    "SelfSourceConfig",
     "SourceConfig",
     "StreamingBlocks",
     "TokenBlocks",

@@ -384,11 +384,14 @@ def pack(
     """
     packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
-    if packer.n_tokens < (1 if boundaries == "whole" else length):
-        raise DataError(
-            f"{name}: {packer.n_tokens} tokens in all, but one row takes {length}: add text, or lower the length."
-        )
+    check_rows(packer.n_tokens, length, boundaries, name)
     return TokenBlocks(np.stack(rows), boundaries=boundaries, pad_id=packer.pad_id)
+
+
+def check_rows(n_tokens: int, length: int, boundaries: Boundaries, name: str) -> None:
+    """Raise `DataError` if what errors call `name` has too few tokens for one row."""
+    if n_tokens < (1 if boundaries == "whole" else length):
+        raise DataError(f"{name}: {n_tokens} tokens in all, but one row takes {length}: add text, or lower the length.")
 
 
 # Rows to batches
@@ -608,8 +611,12 @@ def _exact_shares(shares: Mapping[int, float]) -> dict[int, Fraction]:
     return {**exact, last: Fraction(1) - sum(exact[domain] for domain in others)}
 
 
-def build_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Mixture:
+def build_mixture(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, own_text: Sequence[np.ndarray] = ()
+) -> Mixture:
     """The mixture of a recipe's new and old texts, `batch_size` rows per optimiser step.
+
+    `own_text` holds the marked ids of the texts that the backbone sampled, which are old as well.
 
     Raises:
         DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
@@ -622,22 +629,36 @@ def build_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase, batch_
             "or set replay_fraction to 0."
         )
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
-    sources = {OLD: config.old, NEW: config.new}
-    domains = {domain: build_blocks(sources[domain], config, tokenizer) for domain in shares if shares[domain] > 0}
+    named = [source for source in config.old if isinstance(source, SourceConfig)]
+    texts: dict[int, tuple[list[SourceConfig], Sequence[np.ndarray]]] = {OLD: (named, own_text), NEW: (config.new, ())}
+    domains = {domain: build_blocks(*texts[domain], config, tokenizer) for domain in shares if shares[domain] > 0}
     return Mixture(domains, shares, batch_size, config.seed)
 
 
-def build_blocks(sources: Sequence[SourceConfig], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Blocks:
+def build_blocks(
+    sources: Sequence[SourceConfig],
+    own_text: Sequence[np.ndarray],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Blocks:
     """The rows of one domain: streamed if any of its sources is, else packed in memory.
 
     Raises:
-        DataError: a source can't be read, or has too little text.
+        DataError: a source can't be read, has too little text, or is streamed beside the backbone's own text.
     """
 
     def documents() -> Iterator[Document]:
         return (document for source in sources for document in read_documents(source))
 
     if any(source.streaming for source in sources):
+        if own_text:
+            raise DataError("A streaming source can't stand beside the backbone's own text: set streaming to false.")
         return StreamingBlocks(RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True))
     names = ", ".join(source.name for source in sources)
-    return pack(documents(), tokenizer, config.length, boundaries=config.boundaries, name=names)
+    blocks = [pack(documents(), tokenizer, config.length, boundaries=config.boundaries, name=names)] if sources else []
+    if own_text:
+        stream = np.concatenate(own_text)
+        check_rows(len(stream), config.length, config.boundaries, "The backbone's own text")
+        rows = split_rows(stream, config.length, config.boundaries)
+        blocks.append(TokenBlocks(rows, config.boundaries, padding_id(tokenizer)))
+    return replace(blocks[0], marked=np.concatenate([part.marked for part in blocks]))

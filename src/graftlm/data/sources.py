@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from graftlm.config import Config
 from graftlm.data.tables import (
@@ -99,12 +99,59 @@ class SourceConfig(Config):
         return {"text_column": self.text_column} | prompt
 
 
+class SelfSourceConfig(Config):
+    """Text that the backbone samples itself, where its own training data is not at hand.
+
+    It is sampled once for a backbone and these settings, before the first training that needs it.
+    """
+
+    self: Literal[True] = Field(description="Marks this source: the backbone says itself what it knows.")
+    tokens: int = Field(100_000, ge=1, description="Tokens to sample; those of prompts don't count.")
+    length: int | None = Field(None, ge=2, description="Most tokens of a text; the data's row length when absent.")
+    chat_fraction: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of the tokens in conversations, of which the model writes both sides; when absent, half for "
+        "a model with a chat template and none for others.",
+    )
+    openings: list[str] = Field([], description="Texts with which free text begins in turn; none begins with nothing.")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens that are drawn from.")
+    batch_size: int = Field(32, ge=1, description="Texts that are sampled together.")
+    seed: int = Field(0, ge=0)
+
+    @property
+    def name(self) -> str:
+        """What messages call this source."""
+        return "the backbone's own text"
+
+
+def _kind_of_source(value: Any) -> str:
+    given = "self" in value if isinstance(value, dict) else isinstance(value, SelfSourceConfig)
+    return "tagged-self" if given else "tagged-source"
+
+
+OldSource = Annotated[
+    Annotated[SourceConfig, Tag("tagged-source")] | Annotated[SelfSourceConfig, Tag("tagged-self")],
+    Discriminator(_kind_of_source),
+]
+"""Old text: a source, or the backbone's own samples."""
+
+
 class DataConfig(Config):
     """The texts of a run: what the model learns, and what it should not forget."""
 
     new: list[SourceConfig] = Field([], description="What the model shall learn.")
-    old: list[SourceConfig] = Field([], description="Text like the backbone's own training data.")
+    old: list[OldSource] = Field(
+        [], description="Text like the backbone's own training data; `self: true` lets the backbone sample it."
+    )
     replay_fraction: float = Field(0.1, ge=0, le=1, description="Fraction p of rows from old; 0 ignores old.")
+    old_objective: Literal["replay", "distil"] = Field(
+        "replay",
+        description="The loss of old rows. replay: of their next tokens; distil: the divergence from the bare "
+        "backbone's predictions of them.",
+    )
     length: int = Field(256, ge=2, description="Tokens per row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",
@@ -116,10 +163,11 @@ class DataConfig(Config):
     seed: int = Field(0, ge=0, description="Orders the rows.")
 
 
-def check_sources(sources: Iterable[SourceConfig]) -> None:
+def check_sources(sources: Iterable[SourceConfig | SelfSourceConfig]) -> None:
     """Read the first document of each source, so that a wrong one is an error before anything is computed."""
     for source in sources:
-        next(read_documents(source))
+        if isinstance(source, SourceConfig):
+            next(read_documents(source))
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:

@@ -10,6 +10,13 @@ of the window before, as context, so each token but the first is scored once:
 A tokenizer that puts a BOS token before texts puts one before every window, and then the first token is scored too.
 Other special tokens are left out. The tokens of a document's prompt are context and are not scored.
 
+Beside a reference, the bare backbone, each scored token also gives the divergence of the two predictions:
+
+    KL = Σ_v p_reference(v | before) (log p_reference(v | before) - log p(v | before))
+
+On text that the reference sampled itself, its mean over tokens estimates without bias the divergence of the two models'
+distributions over such texts, per token.
+
 Cost is decoding speed in tokens per second and peak memory in bytes.
 """
 
@@ -21,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Literal, Self
 
@@ -32,11 +39,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.data.own_text import Sample
 from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
 
-MetricName = Literal["nats_per_token", "bits_per_byte"]
+MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
 Precision = Literal["fp32", "bf16"]
 
 # Logits are reduced in float32 chunks of this many values: 64 MiB.
@@ -50,12 +58,13 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums per window, in the order of the documents; arrays of shape (windows,)."""
+    """Sums per window, in the order of the documents; arrays of shape (windows,). `kl` needs a reference."""
 
     nats: np.ndarray
     tokens: np.ndarray
     bytes: np.ndarray
     document: np.ndarray
+    kl: np.ndarray | None = None
 
     @property
     def nats_per_token(self) -> float:
@@ -76,17 +85,28 @@ class Scores:
         """Numerator and denominator of a metric per window.
 
         Raises:
-            EvaluationError: the metric is unknown, or no byte was scored.
+            EvaluationError: the metric is unknown, or what it needs was not measured.
         """
         if metric == "nats_per_token":
             return self.nats, self.tokens
+        if metric == "kl_per_token" and self.kl is not None:
+            return self.kl, self.tokens
+        if metric == "kl_per_token":
+            raise EvaluationError("These scores have no divergence: score with a reference.")
         if metric != "bits_per_byte":
-            raise EvaluationError(f"There is no metric {metric!r}: nats_per_token and bits_per_byte are known.")
+            raise EvaluationError(
+                f"There is no metric {metric!r}: nats_per_token, bits_per_byte and kl_per_token are known."
+            )
         if not self.bytes.sum():
             raise EvaluationError(
                 "The scored tokens cover no byte of text, so there are no bits per byte: score more text."
             )
         return self.nats, self.bytes * math.log(2)
+
+    def subset(self, chosen: np.ndarray) -> Scores:
+        """The windows where `chosen` (windows,) is True."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Scores(*(None if value is None else value[chosen] for value in values))
 
     def interval(
         self, metric: MetricName = "nats_per_token", *, resamples: int = _RESAMPLES, seed: int = 0
@@ -136,6 +156,14 @@ def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterat
                 row = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
                 prompt = len(prefix) + len(prompt_ids) - start if start < len(prompt_ids) else 0
                 yield Window(row, len(prefix) + first - start, sizes[first:stop], index, prompt)
+
+
+def own_windows(samples: Iterable[Sample]) -> Iterator[Window]:
+    """Windows of texts that a model sampled: one for each sampled part, which is scored behind all that precedes it."""
+    for number, sample in enumerate(samples):
+        for start, stop in sample.turns:
+            ids = np.array(sample.ids[:stop], dtype=np.int64)
+            yield Window(ids, start, np.zeros(stop - start, dtype=np.int64), number, start if start > 1 else 0)
 
 
 def encode_with_bytes(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -203,8 +231,9 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
 
         learned   = backbone's new - method's new      forgotten = method's old - backbone's old      (nats per token)
 
-    Returns `<set>` and `<set>_bpb` for each set of `method`, `learned` where both have "new", and `forgotten` where
-    both have "old". The differences are paired bootstrap intervals over the same windows.
+    Returns `<set>` and `<set>_bpb` for each set of `method`, `<set>_kl` where it was scored with a reference, `learned`
+    where both have "new", and `forgotten` where both have "old". The differences are paired bootstrap intervals over
+    the same windows.
 
     Raises:
         EvaluationError: the two were scored on different windows.
@@ -212,6 +241,8 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
     metrics: dict[str, Interval] = {}
     for name, scores in method.items():
         metrics |= {name: scores.interval("nats_per_token"), f"{name}_bpb": scores.interval("bits_per_byte")}
+        if scores.kl is not None:
+            metrics[f"{name}_kl"] = scores.interval("kl_per_token")
     if "new" in backbone and "new" in method:
         metrics["learned"] = paired_difference(backbone["new"], method["new"])
     if "old" in backbone and "old" in method:
@@ -228,6 +259,7 @@ def score(
     batch_size: int = 16,
     precision: Precision = "fp32",
     limit_tokens: int | None = None,
+    reference: Any = None,
 ) -> Scores:
     """Score every token of `documents` (strings, or objects with `.text` and `.prompt`) in windows of `length` tokens.
 
@@ -240,6 +272,7 @@ def score(
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: "bf16" computes under autocast; "fp32" leaves the model in its own dtype. Losses are always float32.
         limit_tokens: stop after this many scored tokens.
+        reference: a model of the same tokenizer, called like `model`, from which the divergence is measured.
 
     Raises:
         EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
@@ -253,37 +286,45 @@ def score(
             f"set length (--length, or data.length of a recipe) to {limit} or less."
         )
     windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
-    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)
+    return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, reference=reference)
 
 
 def score_windows(
-    model: Any, tokenizer: Any, windows: Iterable[Window], *, batch_size: int = 16, precision: Precision = "fp32"
+    model: Any,
+    tokenizer: Any,
+    windows: Iterable[Window],
+    *,
+    batch_size: int = 16,
+    precision: Precision = "fp32",
+    reference: Any = None,
 ) -> Scores:
     """Score windows that are cut already; see `score`."""
     windows = iter(windows)
     scored: list[Window] = []
-    nats: list[float] = []
+    sums: list[np.ndarray] = []
     with evaluation_mode(model), torch.inference_mode(), _autocast(model, precision):
         while chunk := list(islice(windows, batch_size * _SORTED_BATCHES)):
-            values = np.zeros(len(chunk))
+            values = np.zeros((len(chunk), 2))
             order = sorted(range(len(chunk)), key=lambda i: len(chunk[i].ids), reverse=True)
             for start in range(0, len(order), batch_size):
                 rows = order[start : start + batch_size]
-                values[rows] = _score_batch(model, tokenizer, [chunk[i] for i in rows])
+                values[rows] = _score_batch(model, tokenizer, [chunk[i] for i in rows], reference)
             scored += chunk
-            nats += values.tolist()
+            sums.append(values)
     if not scored:
         raise DataError("The documents hold no token to score: give at least one document of two tokens or more.")
+    nats, kl = np.concatenate(sums).T
     return Scores(
-        nats=np.array(nats),
+        nats=nats,
         tokens=np.array([window.tokens for window in scored]),
         bytes=np.array([int(window.bytes.sum()) for window in scored]),
         document=np.array([window.document for window in scored]),
+        kl=None if reference is None else kl,
     )
 
 
-def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
-    """Summed losses (B,) of the scored tokens of each window."""
+def _score_batch(model: Any, tokenizer: Any, batch: list[Window], reference: Any) -> np.ndarray:
+    """(B, 2): the summed losses of the scored tokens of each window, and their divergences, 0 without a reference."""
     from graftlm.grafts.model import GraftedModel
 
     shape = (len(batch), max(len(window.ids) for window in batch))
@@ -297,15 +338,19 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window]) -> np.ndarray:
         prompt[row, : window.prompt] = True
         labels[row, window.first - 1 : size - 1] = ids[row, window.first : size]
     device = device_of(model)
+    inputs: dict[str, Any] = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
     extra = {"prompt": prompt.to(device)} if prompt.any() and isinstance(model, GraftedModel) else {}
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **extra).logits
-    nats = _token_losses(logits, labels.to(logits.device)).sum(dim=1).cpu().numpy()
-    if not np.isfinite(nats).all():
+    logits, labels = model(**inputs, **extra).logits, labels.to(device)
+    sums = torch.zeros(len(batch), 2, dtype=torch.float64)
+    sums[:, 0] = _token_losses(logits, labels).sum(dim=1)
+    if reference is not None:
+        sums[:, 1] = _token_divergences(reference(**inputs).logits, logits, labels).sum(dim=1)
+    if not sums.isfinite().all():
         raise EvaluationError(
             "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
             '(try precision="fp32", or train with a lower learning rate).'
         )
-    return nats
+    return sums.numpy()
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -314,6 +359,17 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     chunks = zip(logits.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
     losses = [F.cross_entropy(part.float(), targets, reduction="none") for part, targets in chunks]
     return torch.cat(losses).view_as(labels).to("cpu", torch.float64)
+
+
+def _token_divergences(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """KL(reference || model) (B, T) in float64, from float32 logits (B, T, V); 0 where there is no label."""
+    size = max(1, _CHUNK_VALUES // logits.shape[-1])
+    pairs = zip(reference.flatten(0, 1).split(size), logits.flatten(0, 1).split(size), strict=True)
+    values = []
+    for own, other in pairs:
+        log_p, log_q = own.float().log_softmax(-1), other.float().log_softmax(-1)
+        values.append(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
+    return torch.cat(values).view_as(labels).where(labels != -100, 0).to("cpu", torch.float64)
 
 
 def decode_speed(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 from weakref import WeakSet
 
 import torch
@@ -20,9 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from graftlm.backbone import Backbone, Call, Sites, TapHooks, need_backbone
-from graftlm.errors import GraftError, TapConflictError
+from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
 
+IGNORED, OLD_DOMAIN = -100, 0  # of labels, and of domains
+OldObjective = Literal["replay", "distil"]
 _CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}.items()
 
 
@@ -51,6 +54,8 @@ class GraftedModel(PreTrainedModel):
     Args:
         backbone: the frozen backbone. `detach` restores its weights, flags and mode.
         grafts: grafts by name, built for this backbone.
+        old_objective: the loss of rows of the old domain: `replay` predicts their tokens as in other rows; `distil` is
+            the divergence KL(bare backbone || model) at each of their tokens, which costs a pass of the backbone.
 
     Raises:
         TapConflictError: two grafts replace the same activation, or the backbone carries grafts already.
@@ -59,7 +64,13 @@ class GraftedModel(PreTrainedModel):
     loss_type = "ForCausalLM"  # tells trainers that the loss shifts the labels
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
-    def __init__(self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft] | None = None,
+        *,
+        old_objective: OldObjective = "replay",
+    ) -> None:
         nn.Module.__init__(self)  # that of PreTrainedModel would change the backbone's config
         _check_grafts(need_backbone(backbone), {} if grafts is None else grafts)
         self.backbone, self.name_or_path = backbone, backbone.name
@@ -76,6 +87,10 @@ class GraftedModel(PreTrainedModel):
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
         self._replacing: list[ReplacesModel] = []
+        self._distils = old_objective == "distil"
+        if self._distils or any(isinstance(graft, ReplacesModel) for graft in self._by_name.values()):
+            with suppress(BackboneError):  # made before a graft replaces modules; its next reader gets the error
+                _ = backbone.bare_model
         self._checkpoint_functions: list[Any] = []
         try:
             self.model: PreTrainedModel = backbone.model
@@ -168,16 +183,33 @@ class GraftedModel(PreTrainedModel):
                 self._refuse_trainer("the batches have no `domain`")
             elif labels is None:
                 self._refuse_trainer("this trainer has a loss of its own")
-            elif auxiliary_loss is not None and bool((labels[:, 1:] != -100).sum() != num_items_in_batch):
+            elif auxiliary_loss is not None and bool((labels[:, 1:] != IGNORED).sum() != num_items_in_batch):
                 self._refuse_trainer("this trainer does not count the domains' tokens over accumulated batches")
             totals = torch.as_tensor(num_items_in_batch, device=output.logits.device).reshape(1)
-        lm_loss = None if labels is None else language_modelling_loss(output.logits, labels, totals)
+        lm_loss = None if labels is None else self._lm_loss(output.logits, labels, inputs, domain, totals)
         fields = ("logits", "past_key_values", "hidden_states", "attentions")
         losses = _loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # a trainer takes all but the loss for predictions
             losses = {"loss": losses["loss"]}
         grafted = GraftedOutput(**losses, **{name: output.get(name) for name in fields})
         return grafted.to_tuple() if as_tuple else grafted  # type: ignore[return-value]  # as transformers' models
+
+    def _lm_loss(
+        self, logits: Tensor, labels: Tensor, inputs: dict[str, Any], domain: Tensor | None, totals: Tensor | None
+    ) -> Tensor:
+        """The loss of all targets; where the model distils, old rows follow the backbone's distributions instead."""
+        if not self._distils or domain is None or not self.training:
+            return language_modelling_loss(logits, labels, totals)
+        totals = (labels[:, 1:] != IGNORED).sum()[None] if totals is None else totals
+        old = (domain == OLD_DOMAIN).nonzero().squeeze(-1)
+        new_labels = labels.index_fill(0, old, IGNORED)
+        loss = language_modelling_loss(logits, new_labels, totals)
+        if len(old):
+            rows = {name: None if value is None else value[old] for name, value in inputs.items()}
+            with torch.no_grad():
+                taught = self.backbone.bare_model(**rows, use_cache=False).logits
+            loss = loss + distillation_loss(logits[old], taught, labels[old], totals)
+        return loss
 
     def _keep_documents(self, inputs: dict[str, Any]) -> None:
         """Make no new cache for several documents in a row: with one, transformers ignores where they begin."""
@@ -527,6 +559,20 @@ def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | Non
     """
     targets = labels[:, 1:].reshape(-1)
     predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    nats = functional.cross_entropy(predictions, targets, ignore_index=-100, reduction="sum")
-    count = (targets != -100).sum() if totals is None else totals[0]
+    nats = functional.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+    count = (targets != IGNORED).sum() if totals is None else totals[0]
     return nats / count.clamp(min=1)
+
+
+def distillation_loss(logits: Tensor, taught: Tensor, labels: Tensor, totals: Tensor) -> Tensor:
+    """The sum of KL(teacher || model) over the targets, in nats, divided by the first of `totals`.
+
+    Args:
+        logits: (B, T, V), of the model.
+        taught: (B, T, V), of the teacher.
+        labels: (B, T), aligned with the inputs; the position before each label other than -100 is a target.
+        totals: the number of targets of the step, and more.
+    """
+    targets = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    own, other = logits[:, :-1][targets].float().log_softmax(-1), taught[:, :-1][targets].float().log_softmax(-1)
+    return functional.kl_div(own, other, reduction="sum", log_target=True) / totals[0].clamp(min=1)

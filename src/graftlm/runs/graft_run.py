@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -17,18 +19,30 @@ from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
-from graftlm.data import DataConfig, Document, Mixture, SourceConfig, build_documents, build_mixture
+from graftlm.data import (
+    DataConfig,
+    Document,
+    Mixture,
+    SelfSourceConfig,
+    SourceConfig,
+    build_documents,
+    build_mixture,
+)
+from graftlm.data.own_text import Sample, marked_ids, read_own_text
 from graftlm.data.packing import check_boundaries
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
-from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting
+from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
+from graftlm.evaluation.results import Interval
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.runs.sampling_run import SamplingRun, load_shared, own_text_file
 from graftlm.training.loop import TrainingSummary
 
 OLD_SET, NEW_SET = "old", "new"
 BACKBONE_ROW = "backbone"
 _OBSERVED_TOKENS = 4096
+_TEST_SEED = 2**31 - 1  # of the text that own_kl is measured on, beside the small ones that people choose
 _CACHED_BATCHES = 4
 _BATCHES: dict[tuple[BackboneConfig, str, int], Mixture] = {}  # the newest, shared by the runs of this process
 
@@ -51,6 +65,12 @@ class EvaluationConfig(Config):
     decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
     decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
     tasks: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
+    own_tokens: int = Field(
+        4096,
+        ge=0,
+        description="Tokens of text that the backbone samples, on which own_kl measures the divergence from it; 0 "
+        "leaves it out.",
+    )
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
@@ -75,11 +95,37 @@ class GraftRun(TrainingRun):
     def artefacts(self) -> tuple[str, ...]:
         return () if self.graft is None else ("graft/graft.json",)
 
-    def evaluator(self) -> BackboneEvaluator:
-        """The evaluator of the run's backbone; runs of one process share it."""
+    def needs(self) -> Sequence[SamplingRun]:
+        return [] if self.graft is None else [*self._old_samples(), *self._test_samples()]
+
+    def _old_samples(self) -> list[SamplingRun]:
+        """The runs that sample the old text to train on."""
+        if not (self.training.steps and self.data.replay_fraction):
+            return []
+        sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
+        return [SamplingRun.of(self.backbone, source, self.data.length) for source in sources]
+
+    def _test_samples(self) -> list[SamplingRun]:
+        """The run that samples the text to measure on: plainly, as the divergence is over the backbone's own texts."""
+        if not self.evaluation.own_tokens:
+            return []
+        source = SelfSourceConfig(self=True, tokens=self.evaluation.own_tokens, seed=_TEST_SEED)
+        return [SamplingRun.of(self.backbone, source, self._scored_length)]
+
+    @property
+    def _scored_length(self) -> int:
+        return self.evaluation.length or self.data.length
+
+    def evaluator(self, dependencies: Mapping[str, Path] | None = None) -> BackboneEvaluator:
+        """The evaluator of the run's backbone; runs of one process share it.
+
+        Args:
+            dependencies: the folders of the runs of `needs`; without them, own_kl is left out.
+        """
         test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
-        length = self.evaluation.length or self.data.length
-        return _load_evaluator(self.backbone, test, self.evaluation.model_dump_json(), length)
+        files = [own_text_file(dependencies[run.id]) for run in self._test_samples()] if dependencies else []
+        settings = self.evaluation.model_dump_json()
+        return _load_evaluator(self.backbone, test, settings, self._scored_length, files[0] if files else None)
 
     def measure(self, context: RunContext) -> Measurement:
         if self.graft is None:
@@ -92,13 +138,13 @@ class GraftRun(TrainingRun):
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee]:
         assert self.graft is not None, "a bare backbone is not trained"
-        evaluator = self.evaluator()
+        evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
-        batches = self._batches(backbone) if self.training.steps else None
+        batches = self._batches(backbone, context.dependencies) if self.training.steps else None
         set_seed(self.training.seed)
         graft = self.graft.graft_class(self.graft, backbone)
         identity: dict[str, Any] = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
-        identity["data"] = batches.fingerprint() if batches else None
+        identity |= {"data": batches.fingerprint() if batches else None, "old_objective": self.data.old_objective}
         if isinstance(graft, ReadsModels):
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
         evaluator.backbone_scores()  # before the graft is attached
@@ -108,16 +154,18 @@ class GraftRun(TrainingRun):
         context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
         if isinstance(graft, FitsOnText):
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
-        with GraftedModel(backbone, {"graft": graft}) as model:
-            yield Trainee(model, batches, identity)
+        with GraftedModel(backbone, {"graft": graft}, old_objective=self.data.old_objective) as model:
+            yield Trainee(model, batches, identity, evaluator=evaluator)
 
-    def _batches(self, backbone: Backbone) -> Mixture:
+    def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
         """The run's batches; runs of one process share those that keep no position."""
         check_boundaries(backbone.model, self.data.boundaries)
         key = (self.backbone, self.data.model_dump_json(exclude={"test"}), self.training.batch_size)
         batches = _BATCHES.pop(key, None)
         if batches is None or batches.state_dict():
-            batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size)
+            files = [own_text_file(dependencies[run.id]) for run in self._old_samples()]
+            own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
+            batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size, own_text)
         while len(_BATCHES) >= _CACHED_BATCHES:
             del _BATCHES[next(iter(_BATCHES))]
         _BATCHES[key] = batches
@@ -125,7 +173,7 @@ class GraftRun(TrainingRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         assert self.graft is not None, "a bare backbone is not trained"
-        return self.evaluator().measure(trainee.model, self.id, self.label or graft_label(self.graft))
+        return trainee.evaluator.measure(trainee.model, self.id, self.label or graft_label(self.graft))
 
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
@@ -147,15 +195,19 @@ class GraftRun(TrainingRun):
 
     @classmethod
     def release(cls) -> None:
+        load_shared.cache_clear()
         _load_evaluator.cache_clear()
         _BATCHES.clear()
 
 
 @lru_cache(maxsize=2)
-def _load_evaluator(backbone: BackboneConfig, test: str, evaluation: str, length: int) -> BackboneEvaluator:
+def _load_evaluator(
+    backbone: BackboneConfig, test: str, evaluation: str, length: int, own_text: Path | None
+) -> BackboneEvaluator:
     sources = DataConfig.model_validate_json(f'{{"test": {test}}}').test
     settings = EvaluationConfig.model_validate_json(evaluation)
-    return BackboneEvaluator(backbone.load(), load_tests(sources), settings, length)
+    samples = [] if own_text is None else read_own_text(own_text)
+    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)
 
 
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:
@@ -171,16 +223,23 @@ class BackboneEvaluator:
         tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets stand beside them.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
+        own_text: texts that the backbone sampled, for own_kl and chat_kl.
     """
 
     def __init__(
-        self, backbone: Backbone, tests: Mapping[str, Sequence[Document]], evaluation: EvaluationConfig, length: int
+        self,
+        backbone: Backbone,
+        tests: Mapping[str, Sequence[Document]],
+        evaluation: EvaluationConfig,
+        length: int,
+        own_text: Sequence[Sample] = (),
     ) -> None:
         self.backbone = backbone
         self.tokenizer = backbone.need_tokenizer()
         self.tests = tests
         self.evaluation = evaluation
         self.length = length
+        self.own_text = own_text
         self.tasks = {name: read_task(task) for name, task in evaluation.tasks.items()}
         self._scores: dict[str, Scores] = {}
         self._outcomes: dict[str, TaskResult] = {}
@@ -208,7 +267,8 @@ class BackboneEvaluator:
 
     def measure(self, model: GraftedModel, row_id: str, label: str) -> Measurement:
         """Measure a trained model."""
-        metrics = dict(learning_and_forgetting(self.backbone_scores(), self._score(model))) | self._speeds(model)
+        metrics: dict[str, Any] = dict(learning_and_forgetting(self.backbone_scores(), self._score(model)))
+        metrics |= self._own_divergence(model) | self._speeds(model)
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
         metrics["total_parameters"] = count_parameters(model.parameters())
         outcomes = self._do_tasks(model)
@@ -223,8 +283,30 @@ class BackboneEvaluator:
         details = {"statistics": dict(statistics), "tasks": tasks}
         return {name: value for name, value in details.items() if value}
 
-    def _score(self, model: Any) -> dict[str, Scores]:
+    def _own_divergence(self, model: Any) -> dict[str, Interval]:
+        """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""
+        if not self.own_text:
+            return {}
         settings = self.evaluation
+        windows = list(own_windows(self.own_text))
+        scores = score_windows(
+            model,
+            self.tokenizer,
+            windows,
+            batch_size=settings.batch_size,
+            precision=settings.precision,
+            reference=self.backbone.bare_model,
+        )
+        chats = np.array([self.own_text[number].is_chat for number in scores.document])
+        metrics = {"own_kl": scores.interval("kl_per_token")}
+        if chats.any() and not chats.all():
+            metrics["chat_kl"] = scores.subset(chats).interval("kl_per_token")
+        return metrics
+
+    def _score(self, model: Any) -> dict[str, Scores]:
+        """Scores by test set; those of a grafted model have the divergence from the bare backbone on new text."""
+        settings = self.evaluation
+        bare = None if model is self.backbone.model else self.backbone.bare_model
         return {
             name: score(
                 model,
@@ -234,6 +316,7 @@ class BackboneEvaluator:
                 batch_size=settings.batch_size,
                 precision=settings.precision,
                 limit_tokens=settings.limit_tokens,
+                reference=bare if name == NEW_SET else None,
             )
             for name, documents in self.tests.items()
         }

@@ -29,11 +29,12 @@ AnyRecipe: TypeAlias = "Recipe | LanguageModelRecipe | TaskRecipe"
 
 
 class MethodConfig(Config):
-    """One row of a comparison: a graft, and the training keys that differ from the recipe's."""
+    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
 
     label: str = ""
     graft: AnyGraft
     training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
+    data: dict[str, Any] = Field({}, description="Keys of the data section, such as replay_fraction.")
 
 
 class Recipe(Config):
@@ -60,13 +61,24 @@ class Recipe(Config):
             raise ValueError("the method id backbone is taken by the backbone's own row; choose another")
         if self.training.steps and not self.data.new:
             raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
-        for name in self.methods:
-            self._training_of(name)
+        for name in self.methods or [""]:
+            training, data = self._sections_of(name)
+            if training.sharded and data.old_objective == "distil":
+                raise ValueError(
+                    "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
+                    "weights over processes: set sharded to false, or old_objective to replay"
+                )
         return self
 
-    def _training_of(self, name: str) -> TrainingConfig:
-        changes = self.methods[name].training
-        return TrainingConfig.parse(self.training.model_dump() | changes, where=f"methods.{name}.training")
+    def _sections_of(self, name: str) -> tuple[TrainingConfig, DataConfig]:
+        """The training and data sections of a method; the recipe's own where there is none of that name."""
+        if name not in self.methods:
+            return self.training, self.data
+        method, where = self.methods[name], f"methods.{name}"
+        if changed := method.data.keys() & {"test", "validation"}:
+            raise ValueError(f"{where}.data has the key {min(changed)}, and all methods are measured on the same texts")
+        training = TrainingConfig.parse(self.training.model_dump() | method.training, where=f"{where}.training")
+        return training, DataConfig.parse(self.data.model_dump() | method.data, where=f"{where}.data")
 
     def run(self) -> GraftRun:
         """The run that trains the recipe's graft.
@@ -91,11 +103,12 @@ class Recipe(Config):
                 if (config := default_config(kind)) is not None:
                     methods.setdefault(kind, MethodConfig(graft=config))
         recipe = self.model_copy(update={"methods": methods})
-        shared = {"backbone": self.backbone, "data": self.data, "evaluation": self.evaluation}
-        return [
-            GraftRun(id=name, label=method.label, graft=method.graft, training=recipe._training_of(name), **shared)
-            for name, method in methods.items()
-        ]
+        runs = []
+        for name, method in methods.items():
+            training, data = recipe._sections_of(name)
+            shared = {"backbone": self.backbone, "data": data, "evaluation": self.evaluation, "training": training}
+            runs.append(GraftRun(id=name, label=method.label, graft=method.graft, **shared))
+        return runs
 
     def backbone_runs(self) -> list[Run]:
         """The run that measures the bare backbone; none without tests and tasks."""

@@ -107,6 +107,14 @@ class Run(Config):
     depends_on: tuple[str, ...] = ()
     folder: str = ""
 
+    def needs(self) -> Sequence[Run]:
+        """Runs that must finish first, such as sampling, beside those of `depends_on`; `execute` adds them."""
+        return ()
+
+    def dependencies(self) -> tuple[str, ...]:
+        """The ids of all runs that must finish first."""
+        return (*self.depends_on, *(run.id for run in self.needs()))
+
     def key(self, dependencies: Mapping[str, str] | None = None) -> str:
         """SHA-256 over all that decides the result: the kind of run, its settings, its dependencies, GraftLM's version.
 
@@ -114,9 +122,9 @@ class Run(Config):
         counts by its name and revision. Versions of other packages do not count.
 
         Args:
-            dependencies: keys of the runs in `depends_on`, by id.
+            dependencies: keys of the runs of `dependencies()`, by id.
         """
-        keys = [(dependencies or {})[name] for name in self.depends_on]
+        keys = [(dependencies or {})[name] for name in self.dependencies()]
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
         return digest(kind, __version__, by_content(self.settings()), keys)
 
@@ -147,6 +155,7 @@ class Trainee:
         identity: plain JSON values that a resumed run must share.
         tokenizer: the model's tokenizer, where evaluation needs it.
         tests: what evaluation reads, by name.
+        evaluator: what measures the model, where the run made it before training.
     """
 
     model: Any
@@ -154,6 +163,7 @@ class Trainee:
     identity: dict[str, Any]
     tokenizer: Any = None
     tests: Any = None
+    evaluator: Any = None
 
 
 class TrainingRun(Run):
@@ -229,12 +239,12 @@ def execute(
             in `out`.
     """
     out = Path(out)
-    by_id = _unique(runs)
+    by_id = _unique([*(needed for run in runs for needed in run.needs()), *runs])
     try:
         with locked(out):
             done = _execute_all(by_id, out, jobs, title, progress, log)
     finally:  # after an error too: the next call must not meet a backbone or texts of this one
-        for kind in {type(run) for run in runs}:
+        for kind in {type(run) for run in by_id.values()}:
             kind.release()
     return {run.id: done[run.id] for run in runs}
 
@@ -249,11 +259,11 @@ def _execute_all(
     with _progress_bar(title, len(waiting), show=progress and title is not None) as advance, _workers(jobs) as pool:
         running: dict[Future[str], Run] = {}
         while waiting or running:
-            for run in [run for run in waiting.values() if all(name in done for name in run.depends_on)]:
+            for run in [run for run in waiting.values() if all(name in done for name in run.dependencies())]:
                 del waiting[run.id]
                 keys[run.id] = run.key(keys)
                 finished = _read_measurement(run, keys[run.id], out)
-                folders = {name: _folder(by_id[name], out) for name in run.depends_on}
+                folders = {name: _folder(by_id[name], out) for name in run.dependencies()}
                 context = RunContext(_folder(run, out), keys[run.id], folders)
                 if finished is None and pool is not None:
                     running[pool.submit(_execute_in_worker, run, out, context)] = run
@@ -285,8 +295,8 @@ def _unique(runs: Sequence[Run]) -> dict[str, Run]:
             )
     remaining = dict(by_id)
     while remaining:
-        ready = [name for name, run in remaining.items() if not any(other in remaining for other in run.depends_on)]
-        missing = [name for run in by_id.values() for name in run.depends_on if name not in by_id]
+        ready = [name for name, run in remaining.items() if not any(other in remaining for other in run.dependencies())]
+        missing = [name for run in by_id.values() for name in run.dependencies() if name not in by_id]
         if missing or not ready:
             raise RecipeError(
                 f"A run depends on {missing[0]!r}, which is not among the runs."

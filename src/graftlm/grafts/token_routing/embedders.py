@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
+from graftlm.backbone.bare import clone_without_hooks
 from graftlm.backbone.cache import join_columns, slots
 from graftlm.errors import BackboneError, GraftError, MissingExtraError, first_line
 from graftlm.grafts.token_routing.config import EmbedderConfig
@@ -199,7 +200,7 @@ class SilentPass:
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
         family = backbone.sites.family
-        self._model: Any = _without_hooks(backbone.model.base_model, backbone.name).eval()
+        self._model: Any = clone_without_hooks(backbone.model.base_model, backbone.name).eval()
         self._layers = nn.ModuleList(list(self._model.get_submodule(family.layers))[:layers])
         self._model.set_submodule(family.layers, self._layers)
         if layers < backbone.sites.n_layers and family.norm is not None:
@@ -234,24 +235,6 @@ class SilentPass:
                 **({} if cache is None else {"past_key_values": cache}),
             )
         return output.last_hidden_state
-
-
-def _without_hooks(module: nn.Module, name: str) -> nn.Module:
-    """A module tree without hooks that shares the dictionaries of parameters and buffers of the original."""
-    if "forward" in vars(module) and any(True for _ in module.children()):
-        raise GraftError(
-            f"Another library replaced the forward of modules of {name}, as accelerate does to spread a model over "
-            "devices, so its hidden states can't be read: load it on one device, or set embedder.layers to 0."
-        )
-    clone = object.__new__(type(module))
-    for key, value in vars(module).items():
-        is_hooks = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict)
-        vars(clone)[key] = {} if is_hooks else value
-    vars(clone).pop("_compiled_call_impl", None)  # it would call the original module
-    vars(clone)["_modules"] = {
-        key: child if child is None else _without_hooks(child, name) for key, child in module._modules.items()
-    }
-    return clone
 
 
 class SentenceEmbedder:

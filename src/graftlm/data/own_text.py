@@ -1,0 +1,305 @@
+"""Text that a backbone samples itself: what it knows, without its training data.
+
+Free text begins as a document of the backbone's training does. Of a conversation the model writes both sides: the
+user's turn behind the chat template's beginning, then the answer behind the template's header of an answer.
+
+Samples are token ids, as they were drawn. A file holds one line for each batch, so that an interrupted sampling goes on
+behind the last complete line. A batch depends on the seed and its number only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import SeedSequence
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from graftlm.backbone import Backbone, leading_bos, max_sequence_length, padding_id
+from graftlm.data.packing import PROMPT
+from graftlm.data.sources import SelfSourceConfig
+from graftlm.errors import DataError, first_line
+
+_DOCUMENT_SEPARATOR = "<|endoftext|>"
+_CONTENT = "the-content-of-the-user"  # a stand-in, in whose place the model writes
+_BARREN_BATCHES = 3
+_MIN_TURN = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled text.
+
+    Attributes:
+        ids: its tokens, with those that it was begun with.
+        turns: (start, stop) of each part that the model sampled: one of free text, two of a conversation.
+    """
+
+    ids: list[int]
+    turns: list[tuple[int, int]]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return len(self.turns) > 1
+
+    @property
+    def tokens(self) -> int:
+        """The number of sampled tokens."""
+        return sum(stop - start for start, stop in self.turns)
+
+
+def sample_own_text(
+    backbone: Backbone, config: SelfSourceConfig, length: int, path: Path, *, key: str = "", progress: bool = True
+) -> list[Sample]:
+    """The backbone's own samples, from `path` as far as an interrupted call left them there; it gets the rest.
+
+    Args:
+        backbone: grafts that are attached to it don't act.
+        config: what to sample.
+        length: most tokens of a text where the config names none.
+        path: the file of samples, one JSON line for each batch.
+        key: what the file belongs to; a file with another key is written anew.
+        progress: show a progress bar.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the backbone is an encoder, has no chat template for the conversations that are asked for, or ends
+            its texts at once.
+    """
+    sampler = _Sampler(backbone, config, config.length or length)
+    lines = _read_lines(path, key)
+    samples = [sample for line in lines for sample in line]
+    with _progress_bar(config.tokens, show=progress) as show, path.open("ab") as file:
+        if not lines:
+            file.truncate(0)
+            file.write(json.dumps({"key": key}).encode() + b"\n")
+        barren = 0
+        show(samples)
+        while (total := sum(sample.tokens for sample in samples)) < config.tokens:
+            batch = sampler.batch(len(lines), samples, config.tokens - total)
+            barren = 0 if batch else barren + 1
+            if barren == _BARREN_BATCHES:
+                raise DataError(
+                    f"The backbone {backbone.name} samples nothing that can be used ({barren} batches of "
+                    f"{config.batch_size} texts): it ends its texts at once, or no user's turn of a conversation. Name "
+                    "real text under data.old, or set chat_fraction or openings of this source."
+                )
+            lines.append(batch)
+            samples += batch
+            file.write(json.dumps([asdict(sample) for sample in batch]).encode() + b"\n")
+            file.flush()
+            show(samples)
+    return samples
+
+
+def read_own_text(path: Path) -> list[Sample]:
+    """The samples of a file.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        _, *lines = path.read_text(encoding="utf-8").splitlines()
+        return [_sample(values) for line in lines for values in json.loads(line)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"The sampled text {path} can't be read ({first_line(error)}): remove it, and it is sampled again."
+        ) from None
+
+
+def _sample(values: dict[str, Any]) -> Sample:
+    return Sample([int(token) for token in values["ids"]], [(int(a), int(b)) for a, b in values["turns"]])
+
+
+def _read_lines(path: Path, key: str) -> list[list[Sample]]:
+    """The complete batches of an interrupted sampling; what follows them is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        first, *lines = path.read_bytes().splitlines(keepends=True)
+        if json.loads(first) != {"key": key}:
+            return []
+    except (OSError, ValueError):
+        return []
+    batches, size = [], len(first)
+    for line in lines:
+        try:
+            batches.append([_sample(values) for values in json.loads(line)])
+        except (ValueError, KeyError, TypeError):
+            break
+        size += len(line)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return batches
+
+
+class _Sampler:
+    """Samples batches of one backbone."""
+
+    def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int) -> None:
+        self._tokenizer: Any = backbone.need_tokenizer()
+        if not (backbone.sites.family.causal and backbone.model.can_generate()):
+            raise DataError(
+                f"The backbone {backbone.name} can't sample text, as it is no causal language model: name real text "
+                "under data.old."
+            )
+        if (limit := max_sequence_length(backbone.model)) < length:
+            raise DataError(
+                f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
+            )
+        from transformers import GenerationConfig  # which imports the models
+
+        self._model: Any = copy.copy(backbone.bare_model)
+        self._model.generation_config = GenerationConfig()  # without the checkpoint's penalties
+        self._config, self._length = config, length
+        self._pad = padding_id(self._tokenizer)
+        own = getattr(backbone.model.generation_config, "eos_token_id", None)
+        self._ends = {end for end in (self._tokenizer.eos_token_id, *_as_list(own)) if isinstance(end, int)}
+        self._chat_fraction, self._template = self._chats(backbone.name)
+        self._starts = self._free_starts(backbone.name) if self._chat_fraction < 1 else []
+
+    def _chats(self, name: str) -> tuple[float, tuple[list[int], list[int]]]:
+        """The share of conversations, and the parts of the chat template; none unasked where the template has none."""
+        fraction = self._config.chat_fraction
+        if fraction == 0 or (fraction is None and not self._tokenizer.chat_template):
+            return 0.0, ([], [])
+        try:
+            return 0.5 if fraction is None else fraction, self._split_template(name)
+        except DataError:
+            if fraction is None:
+                return 0.0, ([], [])
+            raise
+
+    def batch(self, number: int, samples: Sequence[Sample], needed: int) -> list[Sample]:
+        """The next samples: of the kind whose share is behind, not many more than the `needed` tokens take."""
+        chats = sum(sample.tokens for sample in samples if sample.is_chat)
+        is_chat = chats < self._chat_fraction * max(1, sum(sample.tokens for sample in samples))
+        rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
+        device = self._model.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(int(SeedSequence([self._config.seed, number]).generate_state(1)[0]))
+            made = list(self._conversations(rows) if is_chat else self._free_texts(rows, number))
+        kept, total = [], 0
+        for sample in made:
+            if total < needed:
+                kept.append(sample)
+                total += sample.tokens
+        return kept
+
+    def _free_texts(self, rows: int, number: int) -> Iterator[Sample]:
+        first = number * self._config.batch_size
+        starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
+        ends = self._ends | ({starts[0][0]} if leading_bos(self._tokenizer) is None else set())
+        for start, new in zip(starts, self._continue(starts, ends, self._length), strict=True):
+            if new and new[0] not in ends:
+                yield Sample(start + new, [(len(start), len(start) + len(new))])
+
+    def _conversations(self, rows: int) -> Iterator[Sample]:
+        before, after = self._template
+        room = self._length - len(before) - len(after)
+        turns = self._continue([before] * rows, self._ends | {after[0]}, len(before) + room // 2)
+        asked = [turn for turn in turns if len(turn) > 1 and turn[-1] == after[0]]
+        prompts = [before + turn + after[1:] for turn in asked]
+        answers = self._continue(prompts, self._ends, self._length) if prompts else []
+        for turn, prompt, answer in zip(asked, prompts, answers, strict=True):
+            if answer:
+                parts = [(len(before), len(before) + len(turn)), (len(prompt), len(prompt) + len(answer))]
+                yield Sample(prompt + answer, parts)
+
+    @torch.no_grad()
+    def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
+        """Sampled tokens behind each prompt, up to and with the first end, to at most `length` in all."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        if length <= width:
+            return [[] for _ in prompts]
+        output = self._model.generate(
+            input_ids=ids.to(self._model.device),
+            attention_mask=mask.to(self._model.device),
+            max_new_tokens=length - width,
+            do_sample=True,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=0,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=self._pad,
+        )
+        rows = output[:, width:].tolist()
+        return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
+
+    def _free_starts(self, name: str) -> list[list[int]]:
+        """The tokens with which free texts begin in turn."""
+        tokenizer = self._tokenizer
+        known = tokenizer.get_vocab().get(_DOCUMENT_SEPARATOR)
+        starts = (leading_bos(tokenizer), known, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        start = next(([token] for token in starts if isinstance(token, int)), [])
+        openings = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in self._config.openings]
+        if not start and not all(openings or [[]]):
+            raise DataError(
+                f"The tokenizer of {name} has no token with which a text begins or ends: name openings for the "
+                "backbone's own text."
+            )
+        if (longest := max(map(len, openings), default=0)) + len(start) >= self._length:
+            raise DataError(
+                f"An opening has {longest} tokens, but a text has {self._length} at most: shorten it, or raise length."
+            )
+        return [start + opening for opening in openings or [[]]]
+
+    def _split_template(self, name: str) -> tuple[list[int], list[int]]:
+        """The chat template's tokens before a user's first turn, and from its end to the beginning of the answer."""
+        tokenizer = self._tokenizer
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"The tokenizer of {name} has no chat template for conversations: set chat_fraction to 0, or name a "
+                "chat model."
+            )
+        try:
+            messages = [{"role": "user", "content": _CONTENT}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # of jinja, or raised by the template
+            raise DataError(
+                f"The chat template of {name} can't be filled ({first_line(error)}): set chat_fraction to 0."
+            ) from None
+        before, content, after = str(text).partition(_CONTENT)
+        ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
+        if not content or not all(ids) or ids[1][0] not in tokenizer.added_tokens_decoder:
+            raise DataError(
+                f"The chat template of {name} has no token that ends a user's turn: set chat_fraction to 0."
+            )
+        if self._length < sum(map(len, ids)) + 2 * _MIN_TURN:
+            raise DataError(
+                f"The chat template of {name} takes {sum(map(len, ids))} tokens, but a text has at most "
+                f"{self._length}: raise the length, or set chat_fraction to 0."
+            )
+        return ids[0], ids[1]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+@contextmanager
+def _progress_bar(total: int, *, show: bool) -> Iterator[Callable[[Sequence[Sample]], None]]:
+    columns = TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
+    with Progress(*columns, disable=not show) as progress:
+        task = progress.add_task("sampling", total=total)
+        yield lambda samples: progress.update(task, completed=min(total, sum(sample.tokens for sample in samples)))
+
+
+def marked_ids(sample: Sample) -> np.ndarray:
+    """A sample as marked ids (n,) of `packing`: what a conversation or an opening begins with is its prompt."""
+    start = sample.turns[0][0]
+    ids = np.array(sample.ids, dtype=np.int32)
+    if start > 1:
+        ids[:start] |= PROMPT
+    ids[0] = ~ids[0]
+    return ids

@@ -1,0 +1,180 @@
+"""Text that a backbone samples itself: drawn from its own distribution, resumable, and refused where it can't be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graftlm.backbone import Backbone
+from graftlm.data import DataConfig, SelfSourceConfig, build_mixture
+from graftlm.data.own_text import marked_ids, read_own_text, sample_own_text
+from graftlm.errors import DataError
+from tiny import EOS, TOKENS, tiny_model, tiny_tokenizer
+
+LENGTH = 24
+TEMPLATE = (
+    "{{ '<|in|>system\nbe kind<|out|>\n' }}{% for m in messages %}{{ '<|in|>' + m['role'] + '\n' + m['content'] + "
+    "'<|out|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|in|>assistant\n' }}{% endif %}"
+)
+
+
+def backbone(**changes: Any) -> Backbone:
+    return Backbone.wrap(tiny_model("llama", **changes), tiny_tokenizer(), "tiny")
+
+
+def chat_backbone() -> Backbone:
+    """A backbone whose template ends turns with a token, which it samples often."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>", "<|out|>"]})  # type: ignore[arg-type]
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    out: Any = tokenizer.convert_tokens_to_ids("<|out|>")
+    head: Any = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
+    head.bias.data[out], head.bias.data[EOS] = 5.0, 2.0
+    model.generation_config.eos_token_id = EOS
+    return Backbone.wrap(model, tokenizer, "tiny chat")
+
+
+def sample(path: Path, model: Backbone, **settings: Any) -> list[Any]:
+    config = SelfSourceConfig(self=True, **({"tokens": 600, "batch_size": 8} | settings))
+    return sample_own_text(model, config, LENGTH, path / "samples.jsonl", progress=False)
+
+
+def test_samples_depend_on_their_seed_and_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    model = backbone()
+    whole = sample(tmp_path, model)
+    assert 600 <= sum(text.tokens for text in whole) < 600 + LENGTH
+    assert all(len(text.ids) <= LENGTH for text in whole)
+    file = tmp_path / "samples.jsonl"
+    assert read_own_text(file) == whole
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 3
+    for kept in (b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2], b"".join(lines[:1]), b'{"key', b""):
+        file.write_bytes(kept)
+        assert sample(tmp_path, model) == whole
+        assert read_own_text(file) == whole
+    assert sample(tmp_path / "other", model, seed=1) != whole
+
+
+def test_a_file_of_other_samples_is_written_anew(tmp_path: Path) -> None:
+    config = SelfSourceConfig(self=True, tokens=200, batch_size=8)
+    file = tmp_path / "samples.jsonl"
+    first = sample_own_text(backbone(), config, LENGTH, file, key="a", progress=False)
+    other = sample_own_text(backbone(seed=1), config, LENGTH, file, key="b", progress=False)
+    assert read_own_text(file) == other != first
+
+
+def test_tokens_are_drawn_from_the_models_own_distribution(tmp_path: Path) -> None:
+    """The first token of free text, with a checkpoint's penalties and truncations in its generation config."""
+    model = backbone()
+    model.model.generation_config.update(top_k=2, repetition_penalty=3.0, min_p=0.5)
+    texts = sample(tmp_path, model, tokens=12_000, length=3, batch_size=512)
+    start = texts[0].ids[0]
+    with torch.no_grad():
+        expected = model.bare_model(torch.tensor([[start]])).logits[0, -1].softmax(-1).numpy()
+    expected[[EOS]] = 0  # an empty text is not kept
+    expected /= expected.sum()
+    first = np.bincount([text.ids[1] for text in texts], minlength=TOKENS) / len(texts)
+    deviation = np.sqrt(expected * (1 - expected) / len(texts))
+    assert (np.abs(first - expected) < 5 * deviation + 3 / len(texts)).all()
+    assert (first > 0).sum() > 100
+
+
+def test_of_a_conversation_the_model_writes_both_turns(tmp_path: Path) -> None:
+    model = chat_backbone()
+    tokenizer: Any = model.tokenizer
+    texts = sample(tmp_path, model, length=64, chat_fraction=0.5, tokens=2000, batch_size=16)
+    chats = [text for text in texts if text.is_chat]
+    assert 0.3 < sum(text.tokens for text in chats) / sum(text.tokens for text in texts) < 0.7
+    before = tokenizer("<|in|>system\nbe kind<|out|>\n<|in|>user\n", add_special_tokens=False)["input_ids"]
+    after = tokenizer("<|out|>\n<|in|>assistant\n", add_special_tokens=False)["input_ids"]
+    for text in chats:
+        (asked, end), (answered, stop) = text.turns
+        assert text.ids[:asked] == before
+        assert text.ids[end - 1 : answered] == after, "the turn ends with the token that the model drew"
+        assert answered < stop == len(text.ids) <= 64
+        marked = marked_ids(text)
+        assert ((np.abs(marked) & (1 << 30)) > 0).sum() in (asked, asked - 1)  # the first is stored inverted
+    assert {text.ids[-1] for text in chats} & {EOS}
+
+
+def test_openings_begin_free_texts_in_turn(tmp_path: Path) -> None:
+    model = backbone()
+    texts = sample(tmp_path, model, openings=["the garden", "a house"], tokens=300)
+    tokenizer: Any = model.tokenizer
+    starts = {str(tokenizer.decode(text.ids[1 : text.turns[0][0]])) for text in texts}
+    assert starts == {"the garden", "a house"}
+
+
+def test_own_text_trains_as_old_text(tmp_path: Path) -> None:
+    model = backbone()
+    texts = sample(tmp_path, model)
+    (tmp_path / "new.txt").write_text("le vieux jardin dormait. " * 60, encoding="utf-8")
+    values = {"new": [{"path": str(tmp_path / "new.txt")}], "old": [{"self": True}], "length": 16}
+    config = DataConfig.parse(values | {"replay_fraction": 0.5})
+    tokenizer: Any = model.tokenizer
+    mixture = build_mixture(config, tokenizer, 4, [marked_ids(text) for text in texts])
+    batch = mixture.batch(0)
+    sampled = [token for text in texts for token in text.ids]
+    joined = " ".join(map(str, sampled))
+    for row in batch.input_ids[batch.domain == 0].tolist():
+        assert " ".join(map(str, row)) in joined
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chat_fraction": 0.5}, "has no chat template for conversations: set chat_fraction to 0, or name a chat"),
+        ({"length": 4096}, "Samples of 4096 tokens do not fit the backbone, which has"),
+        ({"openings": ["the garden " * 30]}, "An opening has .* tokens, but a text has 24 at most"),
+    ],
+)
+def test_what_cannot_be_sampled_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        sample(tmp_path, backbone(), **settings)
+
+
+def test_an_encoder_and_a_model_that_only_ends_its_texts_are_named(tmp_path: Path) -> None:
+    encoder = Backbone.wrap(tiny_model("bert"), tiny_tokenizer(), "tiny")
+    with pytest.raises(DataError, match="can't sample text, as it is no causal language model"):
+        sample(tmp_path, encoder)
+    mute = backbone()
+    head: Any = mute.model.get_output_embeddings()
+    bias = torch.full((len(head.weight),), -1e4).index_fill(0, torch.tensor([EOS]), 1e4)
+    head.bias = torch.nn.Parameter(bias)
+    with pytest.raises(
+        DataError, match="samples nothing that can be used .3 batches of 8 texts.: it ends its texts at once"
+    ):
+        sample(tmp_path, mute)
+
+
+def test_a_template_that_ends_no_turn_or_fails_is_named_if_it_was_asked_for(tmp_path: Path) -> None:
+    for template, problem in (("{{ messages[0]['content'] }} says:", "no token that ends"), ("{{ 1 // 0 }}", "filled")):
+        model = backbone()
+        assert model.tokenizer is not None
+        model.tokenizer.chat_template = template
+        with pytest.raises(DataError, match=problem):
+            sample(tmp_path, model, chat_fraction=1.0)
+        assert not any(text.is_chat for text in sample(tmp_path, model, tokens=50))
+
+
+def test_too_few_samples_and_a_damaged_file_are_named(tmp_path: Path) -> None:
+    model = backbone()
+    texts = sample(tmp_path, model, tokens=5)
+    (tmp_path / "new.txt").write_text("le vieux jardin dormait. " * 60, encoding="utf-8")
+    values = {"new": [{"path": str(tmp_path / "new.txt")}], "old": [{"self": True}], "length": 64}
+    tokenizer: Any = model.tokenizer
+    with pytest.raises(DataError, match=r"The backbone's own text: \d+ tokens in all, but one row takes 64"):
+        build_mixture(DataConfig.parse(values), tokenizer, 4, [marked_ids(text) for text in texts])
+    streamed = values | {"old": [{"self": True}, {"path": str(tmp_path / "new.txt"), "streaming": True}]}
+    with pytest.raises(DataError, match="A streaming source can't stand beside the backbone's own text"):
+        build_mixture(DataConfig.parse(streamed), tokenizer, 4, [marked_ids(text) for text in texts])
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"samples.jsonl can't be read .* remove it, and it is sampled again"):
+        read_own_text(file)

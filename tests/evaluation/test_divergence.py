@@ -1,0 +1,108 @@
+"""The divergence from the backbone: equal to an enumeration of all texts, and to its estimate from sampled ones."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graftlm.backbone import Backbone
+from graftlm.data import SelfSourceConfig
+from graftlm.data.own_text import Sample, sample_own_text
+from graftlm.errors import EvaluationError
+from graftlm.evaluation import value_of
+from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from tiny import tiny_model, tiny_tokenizer
+
+VOCABULARY, LENGTH = 5, 3
+
+
+def model_of_few_tokens(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=0, **shape)).eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) * 0.6
+    return model
+
+
+def log_probability(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """(N,): of the tokens behind the first of each row."""
+    with torch.no_grad():
+        table = model(ids).logits.double().log_softmax(-1)
+    return table[:, :-1].gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+
+def scored(model: Any, reference: Any, samples: list[Sample]) -> Any:
+    return score_windows(model, SimpleNamespace(pad_token_id=0), own_windows(samples), reference=reference)
+
+
+def test_it_is_the_divergence_of_the_distributions_over_all_texts() -> None:
+    backbone, model = model_of_few_tokens(0), model_of_few_tokens(1)
+    ids = torch.tensor([(0, *text) for text in itertools.product(range(VOCABULARY), repeat=LENGTH)])
+    log_p, log_q = log_probability(backbone, ids), log_probability(model, ids)
+    expected = (log_p.exp() * (log_p - log_q)).sum().item()
+    scores = scored(model, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    assert (log_p.exp().numpy() * scores.kl).sum() == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.1
+    same = scored(backbone, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    assert np.abs(same.kl).max() < 1e-6
+
+
+def test_sampled_texts_estimate_it_without_bias(tmp_path: Path) -> None:
+    backbone, model = model_of_few_tokens(0), model_of_few_tokens(1)
+    ids = torch.tensor([(0, *text) for text in itertools.product(range(VOCABULARY), repeat=LENGTH)])
+    log_p = log_probability(backbone, ids)
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([0, 0])
+    config = SelfSourceConfig(self=True, tokens=6000, length=LENGTH + 1, batch_size=1000)
+    wrapped = Backbone.wrap(backbone, tokenizer, "few tokens")
+    samples = sample_own_text(wrapped, config, 4, tmp_path / "samples.jsonl", progress=False)
+    assert {sample.ids[0] for sample in samples} == {0}
+    whole = [sample for sample in samples if len(sample.ids) == LENGTH + 1]
+    scores = scored(model, backbone, whole)
+    # Texts that a drawn start token ended early are missing: weigh the enumeration alike.
+    complete = (ids[:, 1:-1] != 0).all(1)
+    weights = (log_p.exp() * complete / (log_p.exp() * complete).sum()).numpy()
+    every = scored(model, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    conditional = float((weights * every.kl).sum())
+    assert scores.kl.mean() == pytest.approx(conditional, abs=4 * scores.kl.std() / len(whole) ** 0.5)
+
+
+def test_a_graft_diverges_on_its_own_terms_and_the_bare_model_stays_bare() -> None:
+    """The reference is the bare backbone while a graft is attached: taps, PEFT modules and copies do not act in it."""
+    ids = torch.randint(10, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    for kind in ("neutral-residues", "lora", "finetune"):
+        backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
+        expected = backbone.model(ids).logits
+        with GraftedModel(backbone, {"graft": build_graft(graft_config({"kind": kind}), backbone)}) as model:
+            with torch.no_grad():
+                for parameter in model.trainable_parameters().values():
+                    parameter.add_(torch.randn(parameter.shape) * 0.1)
+            assert (model(ids).logits - expected).abs().max() > 0.1
+            torch.testing.assert_close(backbone.bare_model(ids).logits, expected, rtol=1e-5, atol=5e-5)
+            scores = score(model, backbone.tokenizer, ["the garden"] * 4, reference=backbone.bare_model)
+        assert scores.kl is not None
+        assert scores.kl.min() > 1e-4
+
+
+def test_new_text_has_a_divergence_where_it_was_measured() -> None:
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
+    other = tiny_model("llama", seed=1)
+    plain = score(other, backbone.tokenizer, ["the garden"] * 4)
+    assert "new_kl" not in learning_and_forgetting({}, {"new": plain})
+    with pytest.raises(EvaluationError, match="no divergence: score with a reference"):
+        plain.value("kl_per_token")
+    beside = score(other, backbone.tokenizer, ["the garden"] * 4, reference=backbone.model)
+    interval = learning_and_forgetting({}, {"new": beside})["new_kl"]
+    assert interval.low <= value_of(interval) <= interval.high
+    ids = torch.tensor([backbone.need_tokenizer()("the garden")["input_ids"]])
+    log_p, log_q = (model(ids).logits.double().log_softmax(-1)[0, :-1] for model in (backbone.model, other))
+    assert value_of(interval) == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
