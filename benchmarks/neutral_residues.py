@@ -139,7 +139,7 @@ def hold(graft: Graft, bias: float) -> None:
 @torch.no_grad()
 def held_graft(backbone: Backbone, bias: float) -> Graft:
     """An adapter with random weights everywhere, in the backbone's own precision, its gates held open or closed."""
-    graft = build_graft(gated(gate_bias=True, init="he"), backbone)
+    graft = build_graft(gated(init="he"), backbone)
     for name, parameter in graft.named_parameters():
         if name.endswith("w_o.weight"):
             parameter.normal_(0, 0.02)
@@ -156,8 +156,8 @@ def measure_training(size: Size, device: torch.device) -> tuple[Turns, dict[str,
     """Speeds of `lora`, of `gated` as training starts, and of `open`: the same with all gates held open."""
     trainings = {
         "lora": Training(graft_config({"kind": "lora", "capacity": CAPACITY}), size, device),
-        "gated": Training(gated(), size, device),
-        "open": Training(gated(gate_bias=True), size, device),
+        "gated": Training(gated(gate_init="random"), size, device),
+        "open": Training(gated(), size, device),
     }
     hold(trainings["open"].graft, 10.0)
     ids = trainings["gated"].batch["input_ids"]

@@ -133,7 +133,9 @@ class NeutralResiduesStudy(Study):
         graft |= {"alpha": alpha} if method == NAME else {}
         parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
         run = self.bare(rate, p, seed)
-        changes = {"id": "_".join(parts), "label": LABELS[method], "graft": graft_config({"kind": method, **graft})}
+        start = {"gate_init": "random"} if method == NAME else {}  # as in the paper
+        config = graft_config({"kind": method, **start, **graft})
+        changes = {"id": "_".join(parts), "label": LABELS[method], "graft": config}
         return run.model_copy(update=changes)
 
     def bare(self, rate: float = 1e-3, p: float = 0.1, seed: int = 0) -> GraftRun:

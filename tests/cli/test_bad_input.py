@@ -291,6 +291,7 @@ def test_a_full_disk_gets_one_sentence_and_the_same_command_goes_on(
     # The sizes leave room for: the recipe; no checkpoint; all checkpoints but no graft; the graft, but not the report.
     folder = small_disk(kilobytes)
     command = ("train", "recipe.yaml", "out=disk/run", "training.steps=4", "training.checkpoint_every=2", "--quiet")
+    command += ("evaluation.own_tokens=0",)
     outcome = graft(*command)
     assert outcome.code == 2
     assert re.match(f"error: {sentence}", outcome.err)
@@ -309,7 +310,7 @@ def test_a_file_that_may_not_grow_gets_one_sentence(graft: Graft) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        outcome = graft("train", "recipe.yaml", "out=runs/limited", "--quiet")
+        outcome = graft("train", "recipe.yaml", "out=runs/limited", "evaluation.own_tokens=0", "--quiet")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcome.code == 2

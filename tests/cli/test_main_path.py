@@ -20,9 +20,10 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, graft: Gra
         assert f" runs/main/{name}\n" in trained.out
         assert (home / "runs/main" / name).exists()
     lines = trained.err.splitlines()
-    assert lines[:2] == ["Backbone llama: 66,288 parameters, frozen.", "Training neutral residues for 4 steps."]
-    assert lines[2].startswith("training "), "a progress bar"
-    assert len(lines) == 3, f"libraries have nothing to say: {trained.err}"
+    assert lines[:2] == ["Backbone llama: 66,288 parameters, frozen.", "Sampling 4,096 tokens of llama's own text."]
+    assert lines[3] == "Training neutral residues for 4 steps."
+    assert [line.split()[0] for line in (lines[2], lines[4])] == ["sampling", "training"], "progress bars"
+    assert len(lines) == 5, f"libraries have nothing to say: {trained.err}"
 
     texts = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--text", "recipe=recipe.yaml")
     measured = graft("eval", "runs/main/graft", *texts, "--limit-tokens", "300", "--length", "32", "--json")

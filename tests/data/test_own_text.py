@@ -153,6 +153,12 @@ def test_an_encoder_and_a_model_that_only_ends_its_texts_are_named(tmp_path: Pat
         sample(tmp_path, mute)
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"samples.jsonl can't be written \(Is a directory\): free some space, and run"):
+        sample(tmp_path, backbone(), tokens=50)
+
+
 def test_a_template_that_ends_no_turn_or_fails_is_named_if_it_was_asked_for(tmp_path: Path) -> None:
     for template, problem in (("{{ messages[0]['content'] }} says:", "no token that ends"), ("{{ 1 // 0 }}", "filled")):
         model = backbone()

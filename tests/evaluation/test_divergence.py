@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graftlm.backbone import Backbone
 from graftlm.data import SelfSourceConfig
-from graftlm.data.own_text import Sample, sample_own_text
+from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import EvaluationError
 from graftlm.evaluation import value_of
 from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
@@ -40,7 +40,7 @@ def log_probability(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return table[:, :-1].gather(-1, ids[:, 1:, None]).sum((1, 2))
 
 
-def scored(model: Any, reference: Any, samples: list[Sample]) -> Any:
+def scored(model: Any, reference: Any, samples: list[OwnText]) -> Any:
     return score_windows(model, SimpleNamespace(pad_token_id=0), own_windows(samples), reference=reference)
 
 
@@ -49,10 +49,10 @@ def test_it_is_the_divergence_of_the_distributions_over_all_texts() -> None:
     ids = torch.tensor([(0, *text) for text in itertools.product(range(VOCABULARY), repeat=LENGTH)])
     log_p, log_q = log_probability(backbone, ids), log_probability(model, ids)
     expected = (log_p.exp() * (log_p - log_q)).sum().item()
-    scores = scored(model, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    scores = scored(model, backbone, [OwnText(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
     assert (log_p.exp().numpy() * scores.kl).sum() == pytest.approx(expected, rel=1e-4)
     assert expected > 0.1
-    same = scored(backbone, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    same = scored(backbone, backbone, [OwnText(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
     assert np.abs(same.kl).max() < 1e-6
 
 
@@ -71,7 +71,7 @@ def test_sampled_texts_estimate_it_without_bias(tmp_path: Path) -> None:
     # Texts that a drawn start token ended early are missing: weigh the enumeration alike.
     complete = (ids[:, 1:-1] != 0).all(1)
     weights = (log_p.exp() * complete / (log_p.exp() * complete).sum()).numpy()
-    every = scored(model, backbone, [Sample(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
+    every = scored(model, backbone, [OwnText(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
     conditional = float((weights * every.kl).sum())
     assert scores.kl.mean() == pytest.approx(conditional, abs=4 * scores.kl.std() / len(whole) ** 0.5)
 

@@ -176,7 +176,7 @@ EXAMPLES: dict[str, list[Example]] = {
     # The local losses weigh as much as the language-modelling loss, so that a mistake in them shows.
     "neutral-residues": [
         Example("neutral-residues", {"alpha": 1.0}),
-        Example("neutral-residues", {"alpha": 1.0, "gate": "sigmoid", "gate_bias": True, "init": "he"}, name="sigmoid"),
+        Example("neutral-residues", {"alpha": 1.0, "gate": "sigmoid", "init": "he"}, name="sigmoid"),
     ],
     "conditional-tasks": [
         Example(

@@ -42,7 +42,7 @@ def random_graft(host: Backbone, **config: Any) -> NeutralResidues:
 def closed(request: pytest.FixtureRequest, family: str) -> Iterator[tuple[GraftedModel, Backbone]]:
     """A random graft whose gates are all closed, attached."""
     host = Backbone.wrap(tiny_model(family))
-    graft = random_graft(host, gate_bias=True)
+    graft = random_graft(host)
     with torch.no_grad():
         for block in graft.blocks:
             block.gate.weight.zero_()
@@ -96,7 +96,7 @@ def test_only_open_tokens_are_computed(family: str, adapted: list[int]) -> None:
 def test_one_open_token_changes_only_its_own_logits() -> None:
     """One token opens a gate in the last layer; all other logits are the backbone's to the bit."""
     host = Backbone.wrap(tiny_model("llama"))
-    graft = random_graft(host, gate_bias=True)
+    graft = random_graft(host)
     with torch.no_grad():
         for block in graft.blocks[:-1]:
             block.gate.weight.zero_()

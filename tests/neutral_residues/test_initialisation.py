@@ -46,14 +46,19 @@ def test_input_matrices_have_the_variance_of_their_init(backbone: Backbone, init
     assert deviation(graft, "w_o") == 0
 
 
-def test_gates_have_variance_1_over_d_and_no_bias(backbone: Backbone) -> None:
-    grafts = [NeutralResidues(NeutralResiduesConfig(width=1, gate_bias=True), backbone) for _ in range(20)]
+def test_the_papers_gates_have_variance_1_over_d_and_no_bias(backbone: Backbone) -> None:
+    grafts = [NeutralResidues(NeutralResiduesConfig(width=1, gate_init="random"), backbone) for _ in range(20)]
     weights = torch.cat([block.gate.weight.detach().flatten() for graft in grafts for block in graft.blocks])  # type: ignore[union-attr]
     assert len(weights) == 20 * LAYERS * D
     assert float(weights.std()) == pytest.approx(1 / math.sqrt(D), rel=0.05)
-    assert all(float(block.gate.bias.detach()) == 0 for graft in grafts for block in graft.blocks)  # type: ignore[union-attr, arg-type]
-    default = NeutralResidues(NeutralResiduesConfig(width=1), backbone)
-    assert all(block.gate.bias is None for block in default.blocks)  # type: ignore[union-attr]
+    assert all(block.gate.bias is None for graft in grafts for block in graft.blocks)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_every_gate_of_an_open_start_is_1_for_every_token(backbone: Backbone) -> None:
+    graft = NeutralResidues(NeutralResiduesConfig(width=1), backbone)
+    for block in graft.blocks:
+        assert block.scores(torch.randn(7, D)).tolist() == [1.0] * 7  # type: ignore[operator]
 
 
 def test_the_vanilla_adapter_starts_with_hes_variance(backbone: Backbone) -> None:

@@ -22,7 +22,7 @@ LABELS = IDS.masked_fill(MASK == 0, -100)
 TOTALS = torch.tensor([31.0, 22.0, 13.0])  # of an optimiser step of which this batch is a part
 FAMILIES = {"llama": "mlp", "gpt2": "mlp", "gemma2": "mlp"}  # gated linear units; a plain FFN; a norm after the FFN
 CASES = [
-    {"gate": gate, "local_loss": loss, "gate_bias": gate == "sigmoid", "alpha": 0.7, "width": 6}
+    {"gate": gate, "local_loss": loss, "gate_init": "open" if gate == "sigmoid" else "random", "alpha": 0.7, "width": 6}
     for gate in ("relu", "sigmoid", "none")
     for loss in ("l1", "cross-entropy", "none")
     if (gate, loss) != ("none", "cross-entropy")

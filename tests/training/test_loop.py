@@ -162,6 +162,7 @@ def test_gates_that_are_all_closed_do_not_stop_the_run(tmp_path: Path) -> None:
     with torch.no_grad():
         for block in model.grafts["graft"].blocks:
             block.gate.weight.zero_()
+            block.gate.bias.zero_()
     before = weights(model)
     train(model, toy_mixture(), toy_config(steps=2), tmp_path, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())

@@ -225,7 +225,7 @@ def test_the_callers_identity_counts_too(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_graft(tmp_path: Path) -> None:
     run(tmp_path, "adapter")
     with pytest.raises(
-        TrainingError, match=r"checkpoint .* has nothing for grafts.*gate.weight, but the model has shape"
+        TrainingError, match=r"checkpoint .* has nothing for grafts.*gate.bias, but the model has shape"
     ):
         run(tmp_path, "neutral-residues")
 

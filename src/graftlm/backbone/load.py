@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from graftlm.backbone.bare import clone_without_hooks
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
 from graftlm.errors import BackboneError, WrongBackboneError, first_line
@@ -36,6 +35,7 @@ _LOADERS: dict[BackboneKind, str] = {
 _SAMPLED_TENSORS = 24
 _SAMPLES_PER_TENSOR = 4
 _TOLERANCE = 0.02
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass
@@ -133,6 +133,30 @@ class Backbone:
                 "tokenizer_config.json beside its weights, or pass a tokenizer."
             )
         return self.tokenizer
+
+
+def clone_without_hooks(module: _Module, name: str) -> _Module:
+    """A module tree without hooks that shares the dictionaries of parameters and buffers of the original.
+
+    Modules that are put around or in place of the original's later, as PEFT does, do not appear in the clone.
+
+    Raises:
+        BackboneError: another library has replaced the forward methods of modules of the model, called `name`.
+    """
+    if "forward" in vars(module) and any(True for _ in module.children()):
+        raise BackboneError(
+            f"Another library replaced the forward of modules of {name}, as accelerate does to spread a model over "
+            "devices, so the bare model can't run beside its hooks: load it on one device."
+        )
+    clone = object.__new__(type(module))
+    for key, value in vars(module).items():
+        is_hooks = key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict)
+        vars(clone)[key] = {} if is_hooks else value
+    vars(clone).pop("_compiled_call_impl", None)  # it would call the original module
+    vars(clone)["_modules"] = {
+        key: child if child is None else clone_without_hooks(child, name) for key, child in module._modules.items()
+    }
+    return cast("_Module", clone)
 
 
 def need_backbone(value: Any) -> Backbone:

@@ -35,7 +35,7 @@ _MIN_TURN = 8
 
 
 @dataclass(frozen=True)
-class Sample:
+class OwnText:
     """One sampled text.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sample:
 
 def sample_own_text(
     backbone: Backbone, config: SelfSourceConfig, length: int, path: Path, *, key: str = "", progress: bool = True
-) -> list[Sample]:
+) -> list[OwnText]:
     """The backbone's own samples, from `path` as far as an interrupted call left them there; it gets the rest.
 
     Args:
@@ -72,10 +72,19 @@ def sample_own_text(
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone is an encoder, has no chat template for the conversations that are asked for, or ends
+        DataError: the backbone is an encoder, has no chat template for the conversations that are ended for, or ends
             its texts at once.
     """
     sampler = _Sampler(backbone, config, config.length or length)
+    try:
+        return _sample_to(path, sampler, config, key, progress)
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be written ({error.strerror}): free some space, and run the same command to go on."
+        ) from None
+
+
+def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str, progress: bool) -> list[OwnText]:
     lines = _read_lines(path, key)
     samples = [sample for line in lines for sample in line]
     with _progress_bar(config.tokens, show=progress) as show, path.open("ab") as file:
@@ -89,7 +98,7 @@ def sample_own_text(
             barren = 0 if batch else barren + 1
             if barren == _BARREN_BATCHES:
                 raise DataError(
-                    f"The backbone {backbone.name} samples nothing that can be used ({barren} batches of "
+                    f"The backbone {sampler.name} samples nothing that can be used ({barren} batches of "
                     f"{config.batch_size} texts): it ends its texts at once, or no user's turn of a conversation. Name "
                     "real text under data.old, or set chat_fraction or openings of this source."
                 )
@@ -101,7 +110,7 @@ def sample_own_text(
     return samples
 
 
-def read_own_text(path: Path) -> list[Sample]:
+def read_own_text(path: Path) -> list[OwnText]:
     """The samples of a file.
 
     Raises:
@@ -116,11 +125,11 @@ def read_own_text(path: Path) -> list[Sample]:
         ) from None
 
 
-def _sample(values: dict[str, Any]) -> Sample:
-    return Sample([int(token) for token in values["ids"]], [(int(a), int(b)) for a, b in values["turns"]])
+def _sample(values: dict[str, Any]) -> OwnText:
+    return OwnText([int(token) for token in values["ids"]], [(int(a), int(b)) for a, b in values["turns"]])
 
 
-def _read_lines(path: Path, key: str) -> list[list[Sample]]:
+def _read_lines(path: Path, key: str) -> list[list[OwnText]]:
     """The complete batches of an interrupted sampling; what follows them is cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,6 +154,7 @@ class _Sampler:
     """Samples batches of one backbone."""
 
     def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int) -> None:
+        self.name = backbone.name
         self._tokenizer: Any = backbone.need_tokenizer()
         if not (backbone.sites.family.causal and backbone.model.can_generate()):
             raise DataError(
@@ -167,7 +177,7 @@ class _Sampler:
         self._starts = self._free_starts(backbone.name) if self._chat_fraction < 1 else []
 
     def _chats(self, name: str) -> tuple[float, tuple[list[int], list[int]]]:
-        """The share of conversations, and the parts of the chat template; none unasked where the template has none."""
+        """The share of conversations, and the parts of the chat template; none unended where the template has none."""
         fraction = self._config.chat_fraction
         if fraction == 0 or (fraction is None and not self._tokenizer.chat_template):
             return 0.0, ([], [])
@@ -178,7 +188,7 @@ class _Sampler:
                 return 0.0, ([], [])
             raise
 
-    def batch(self, number: int, samples: Sequence[Sample], needed: int) -> list[Sample]:
+    def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
         """The next samples: of the kind whose share is behind, not many more than the `needed` tokens take."""
         chats = sum(sample.tokens for sample in samples if sample.is_chat)
         is_chat = chats < self._chat_fraction * max(1, sum(sample.tokens for sample in samples))
@@ -194,25 +204,25 @@ class _Sampler:
                 total += sample.tokens
         return kept
 
-    def _free_texts(self, rows: int, number: int) -> Iterator[Sample]:
+    def _free_texts(self, rows: int, number: int) -> Iterator[OwnText]:
         first = number * self._config.batch_size
         starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
         ends = self._ends | ({starts[0][0]} if leading_bos(self._tokenizer) is None else set())
         for start, new in zip(starts, self._continue(starts, ends, self._length), strict=True):
             if new and new[0] not in ends:
-                yield Sample(start + new, [(len(start), len(start) + len(new))])
+                yield OwnText(start + new, [(len(start), len(start) + len(new))])
 
-    def _conversations(self, rows: int) -> Iterator[Sample]:
+    def _conversations(self, rows: int) -> Iterator[OwnText]:
         before, after = self._template
-        room = self._length - len(before) - len(after)
-        turns = self._continue([before] * rows, self._ends | {after[0]}, len(before) + room // 2)
-        asked = [turn for turn in turns if len(turn) > 1 and turn[-1] == after[0]]
-        prompts = [before + turn + after[1:] for turn in asked]
+        budget = self._length - len(before) - len(after)
+        turns = self._continue([before] * rows, self._ends | {after[0]}, len(before) + budget // 2)
+        ended = [turn for turn in turns if len(turn) > 1 and turn[-1] == after[0]]
+        prompts = [before + turn + after[1:] for turn in ended]
         answers = self._continue(prompts, self._ends, self._length) if prompts else []
-        for turn, prompt, answer in zip(asked, prompts, answers, strict=True):
+        for turn, prompt, answer in zip(ended, prompts, answers, strict=True):
             if answer:
                 parts = [(len(before), len(before) + len(turn)), (len(prompt), len(prompt) + len(answer))]
-                yield Sample(prompt + answer, parts)
+                yield OwnText(prompt + answer, parts)
 
     @torch.no_grad()
     def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
@@ -288,14 +298,14 @@ def _as_list(value: Any) -> list[Any]:
 
 
 @contextmanager
-def _progress_bar(total: int, *, show: bool) -> Iterator[Callable[[Sequence[Sample]], None]]:
+def _progress_bar(total: int, *, show: bool) -> Iterator[Callable[[Sequence[OwnText]], None]]:
     columns = TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
     with Progress(*columns, disable=not show) as progress:
         task = progress.add_task("sampling", total=total)
         yield lambda samples: progress.update(task, completed=min(total, sum(sample.tokens for sample in samples)))
 
 
-def marked_ids(sample: Sample) -> np.ndarray:
+def marked_ids(sample: OwnText) -> np.ndarray:
     """A sample as marked ids (n,) of `packing`: what a conversation or an opening begins with is its prompt."""
     start = sample.turns[0][0]
     ids = np.array(sample.ids, dtype=np.int32)

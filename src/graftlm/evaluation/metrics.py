@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
-from graftlm.data.own_text import Sample
+from graftlm.data.own_text import OwnText
 from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
@@ -158,7 +158,7 @@ def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterat
                 yield Window(row, len(prefix) + first - start, sizes[first:stop], index, prompt)
 
 
-def own_windows(samples: Iterable[Sample]) -> Iterator[Window]:
+def own_windows(samples: Iterable[OwnText]) -> Iterator[Window]:
     """Windows of texts that a model sampled: one for each sampled part, which is scored behind all that precedes it."""
     for number, sample in enumerate(samples):
         for start, stop in sample.turns:

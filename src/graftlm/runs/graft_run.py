@@ -1,4 +1,7 @@
-"""The run of one graft on text: train it beside its frozen backbone, measure both, save the graft."""
+"""The run of one graft on text: train it beside its frozen backbone, measure both, save the graft.
+
+Before it, where they are needed, come runs that sample the backbone's own text.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from time import perf_counter
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -28,19 +32,20 @@ from graftlm.data import (
     build_documents,
     build_mixture,
 )
-from graftlm.data.own_text import Sample, marked_ids, read_own_text
+from graftlm.data.own_text import OwnText, marked_ids, read_own_text, sample_own_text
 from graftlm.data.packing import check_boundaries
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
 from graftlm.evaluation.results import Interval
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
-from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
-from graftlm.runs.sampling_run import SamplingRun, load_shared, own_text_file
+from graftlm.io import digest
+from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
 from graftlm.training.loop import TrainingSummary
 
 OLD_SET, NEW_SET = "old", "new"
 BACKBONE_ROW = "backbone"
+_SAMPLES = "samples.jsonl"
 _OBSERVED_TOKENS = 4096
 _TEST_SEED = 2**31 - 1  # of the text that own_kl is measured on, beside the small ones that people choose
 _CACHED_BATCHES = 4
@@ -74,6 +79,49 @@ class EvaluationConfig(Config):
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
+
+
+class SamplingRun(Run):
+    """Samples text from one backbone; every run with these settings shares the file."""
+
+    backbone: BackboneConfig
+    source: SelfSourceConfig
+    length: int
+
+    @classmethod
+    def of(cls, backbone: BackboneConfig, source: SelfSourceConfig, length: int) -> Self:
+        """The run that samples texts of at most `length` tokens, where the source names no length."""
+        source = source.model_copy(update={"length": source.length or length})
+        settings = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
+        name = f"own-text-{digest(settings)[:8]}"
+        return cls(id=name, label=source.name, backbone=backbone, source=source, length=length)
+
+    def artefacts(self) -> tuple[str, ...]:
+        return (_SAMPLES,)
+
+    def measure(self, context: RunContext) -> Measurement:
+        backbone = load_shared(self.backbone)
+        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s own text.")
+        started = perf_counter()
+        path = context.folder / _SAMPLES
+        samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=context.progress)
+        metrics: dict[str, Any] = {
+            "texts": len(samples),
+            "tokens": sum(sample.tokens for sample in samples),
+            "chat_texts": sum(sample.is_chat for sample in samples),
+            "seconds": perf_counter() - started,
+        }
+        return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
+
+    @classmethod
+    def release(cls) -> None:
+        load_shared.cache_clear()
+
+
+@lru_cache(maxsize=2)
+def load_shared(backbone: BackboneConfig) -> Backbone:
+    """A loaded backbone, which the runs of one process share."""
+    return backbone.load()
 
 
 class GraftRun(TrainingRun):
@@ -123,7 +171,7 @@ class GraftRun(TrainingRun):
             dependencies: the folders of the runs of `needs`; without them, own_kl is left out.
         """
         test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
-        files = [own_text_file(dependencies[run.id]) for run in self._test_samples()] if dependencies else []
+        files = [dependencies[run.id] / _SAMPLES for run in self._test_samples()] if dependencies else []
         settings = self.evaluation.model_dump_json()
         return _load_evaluator(self.backbone, test, settings, self._scored_length, files[0] if files else None)
 
@@ -163,7 +211,7 @@ class GraftRun(TrainingRun):
         key = (self.backbone, self.data.model_dump_json(exclude={"test"}), self.training.batch_size)
         batches = _BATCHES.pop(key, None)
         if batches is None or batches.state_dict():
-            files = [own_text_file(dependencies[run.id]) for run in self._old_samples()]
+            files = [dependencies[run.id] / _SAMPLES for run in self._old_samples()]
             own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
             batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size, own_text)
         while len(_BATCHES) >= _CACHED_BATCHES:
@@ -232,7 +280,7 @@ class BackboneEvaluator:
         tests: Mapping[str, Sequence[Document]],
         evaluation: EvaluationConfig,
         length: int,
-        own_text: Sequence[Sample] = (),
+        own_text: Sequence[OwnText] = (),
     ) -> None:
         self.backbone = backbone
         self.tokenizer = backbone.need_tokenizer()

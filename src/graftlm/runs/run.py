@@ -239,7 +239,7 @@ def execute(
             in `out`.
     """
     out = Path(out)
-    by_id = _unique([*(needed for run in runs for needed in run.needs()), *runs])
+    by_id = _unique([each for run in runs for each in (*run.needs(), run)])
     try:
         with locked(out):
             done = _execute_all(by_id, out, jobs, title, progress, log)

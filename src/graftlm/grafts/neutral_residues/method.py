@@ -38,7 +38,8 @@ class NeutralResiduesConfig(GraftConfig):
         capacity: extra weights as a share of the backbone's weights.
         width: the adapters' inner width; it replaces `capacity`.
         gate: the activation of the gate; `none` leaves the adapter ungated.
-        gate_bias: whether the gate has a bias.
+        gate_init: `open` begins with g(x) = act_g(1) for every token: weight 0, bias 1. `random` is the paper's: a
+            weight of variance 1 / d, no bias; half of the tokens then find a ReLU gate closed, and teach it nothing.
         local_loss: `l1` pulls the output towards zero on the old domain; `cross-entropy` trains the gate to classify
             the domain; by default `l1` for a ReLU gate and `cross-entropy` for a sigmoid.
         alpha: weight of the local loss.
@@ -49,7 +50,7 @@ class NeutralResiduesConfig(GraftConfig):
     capacity: float = Field(0.2, gt=0, le=4)
     width: int | None = Field(None, ge=1)
     gate: GateKind = "relu"
-    gate_bias: bool = False
+    gate_init: Literal["open", "random"] = "open"
     local_loss: LocalLoss | None = None
     alpha: float = Field(0.01, ge=0)
     init: Literal["low-variance", "he"] = "low-variance"
@@ -101,7 +102,7 @@ class GatedAdapter(nn.Module):
         self.w_i = nn.Linear(width, inner, bias=False)
         self.w_g = nn.Linear(width, inner, bias=False) if gated_ffn else None
         self.w_o = nn.Linear(inner, width, bias=False)
-        self.gate = None if config.gate == "none" else nn.Linear(width, 1, bias=config.gate_bias)
+        self.gate = None if config.gate == "none" else nn.Linear(width, 1, bias=config.gate_init == "open")
         from transformers.activations import ACT2FN  # imports transformers' models, which takes seconds
 
         self.activation = ACT2FN[activation]
@@ -115,9 +116,11 @@ class GatedAdapter(nn.Module):
                 linear.weight.normal_(0, deviation)
         self.w_o.weight.zero_()
         if self.gate is not None:
-            self.gate.weight.normal_(0, 1 / math.sqrt(width))
-            if self.gate.bias is not None:
-                self.gate.bias.zero_()
+            if self.gate.bias is None:
+                self.gate.weight.normal_(0, 1 / math.sqrt(width))
+            else:
+                self.gate.weight.zero_()
+                self.gate.bias.fill_(1)
 
     def scores(self, x: Tensor) -> Tensor | None:
         """The gate's w . x + b, (N,), of inputs (..., D); None without a gate."""

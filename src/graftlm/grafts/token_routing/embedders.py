@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
-from graftlm.backbone.bare import clone_without_hooks
 from graftlm.backbone.cache import join_columns, slots
+from graftlm.backbone.load import clone_without_hooks
 from graftlm.errors import BackboneError, GraftError, MissingExtraError, first_line
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
