@@ -630,18 +630,21 @@ def build_mixture(
         )
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
     named = [source for source in config.old if isinstance(source, SourceConfig)]
-    texts: dict[int, tuple[list[SourceConfig], Sequence[np.ndarray]]] = {OLD: (named, own_text), NEW: (config.new, ())}
-    domains = {domain: build_blocks(*texts[domain], config, tokenizer) for domain in shares if shares[domain] > 0}
+    domains = {}
+    if shares[OLD] > 0:
+        domains[OLD] = build_blocks(named, config, tokenizer, own_text)
+    if shares[NEW] > 0:
+        domains[NEW] = build_blocks(config.new, config, tokenizer)
     return Mixture(domains, shares, batch_size, config.seed)
 
 
 def build_blocks(
     sources: Sequence[SourceConfig],
-    own_text: Sequence[np.ndarray],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    own_text: Sequence[np.ndarray] = (),
 ) -> Blocks:
-    """The rows of one domain: streamed if any of its sources is, else packed in memory.
+    """The rows of one domain, of sources and of the backbone's own text: streamed if any source is, else in memory.
 
     Raises:
         DataError: a source can't be read, has too little text, or is streamed beside the backbone's own text.

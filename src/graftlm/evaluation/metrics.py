@@ -105,8 +105,8 @@ class Scores:
 
     def subset(self, chosen: np.ndarray) -> Scores:
         """The windows where `chosen` (windows,) is True."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return Scores(*(None if value is None else value[chosen] for value in values))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
 
     def interval(
         self, metric: MetricName = "nats_per_token", *, resamples: int = _RESAMPLES, seed: int = 0
