@@ -27,7 +27,8 @@ _TERMINAL_COLUMNS = 4  # further metrics per table
 _MARKS = {True: "✓", False: "✗", None: ABSENT}
 _NOTE = (
     "Old and new: nats per token. Forgotten: the loss on the old domain minus the backbone's. Learned: the backbone's "
-    "loss on the new domain minus the method's. Brackets: 95% intervals."
+    "loss on the new domain minus the method's. Own KL, chat KL, new KL: divergence from the backbone on text and "
+    "conversations that it sampled itself, and on the new domain. Brackets: 95% intervals."
 )
 
 
@@ -89,6 +90,8 @@ def metric_title(name: str, names: Iterable[str] = ()) -> str:
     """A metric's title with its unit. A metric is in nats per token when `names` has its bits per byte as well."""
     if name.endswith("_bpb"):
         return f"{name.removesuffix('_bpb')}, bits per byte"
+    if name.endswith("_kl"):
+        return f"{name.removesuffix('_kl')} KL, nats per token"
     nats = name in ("learned", "forgotten") or f"{name}_bpb" in names
     return f"{name}, nats per token" if nats else name.replace("_", " ")
 
