@@ -62,6 +62,9 @@ SUITES = {
         "Test_lora and llama",
     ),
     "loss": Suite(("tests/neutral_residues/test_reference.py", "tests/training/test_loop.py")),
+    "own text": Suite(
+        ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
+    ),
     "samplers": Suite(("tests/data/test_samplers.py",)),
     "block-state": Suite(
         ("tests/block_state/test_state_space.py", "tests/block_state/test_reference.py", "tests/block_state")
@@ -167,7 +170,17 @@ MUTATIONS = [
         ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
         # The training loss, and biases on attention
         ("loss on the token itself", "loss", "grafts/model.py", "logits[:, :-1].reshape", "logits[:, 1:].reshape"),
-        ("loss over ignored targets", "loss", "grafts/model.py", "(targets != -100).sum() if totals", "(targets != 0).sum() if totals"),
+        ("divergence the other way round", "own text", "evaluation/metrics.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
+        ("divergence of padding", "own text", "evaluation/metrics.py", "torch.cat(values).view_as(labels).where(labels != -100, 0)", "torch.cat(values).view_as(labels)"),
+        ("header of an answer scored as sampled", "own text", "evaluation/metrics.py", "Window(ids, start, np.zeros(stop - start", "Window(ids, start - 1, np.zeros(stop - start + 1"),
+        ("new rows distil", "own text", "grafts/model.py", "(domain == OLD_DOMAIN).nonzero()", "(domain != OLD_DOMAIN).nonzero()"),
+        ("old rows replay beside distilling", "own text", "grafts/model.py", "labels.index_fill(0, old, IGNORED)", "labels"),
+        ("distils the other way round", "own text", "grafts/model.py", "functional.kl_div(own, other,", "functional.kl_div(other, own,"),
+        ("the teacher has the grafts", "own text", "grafts/model.py", "taught = self.backbone.bare_model(", "taught = self.model("),
+        ("sampling with a checkpoint's penalties", "own text", "data/own_text.py", "self._model.generation_config = GenerationConfig()", "pass"),
+        ("one seed for all batches", "own text", "data/own_text.py", "[self._config.seed, number]", "[self._config.seed]"),
+        ("user's turn without its end", "own text", "data/own_text.py", "before + turn + after[1:]", "before + turn[:-1] + after[1:]"),
+        ("loss over ignored targets", "loss", "grafts/model.py", "(targets != IGNORED).sum() if totals", "(targets != 0).sum() if totals"),
         ("bias without the causal offset", "taps", "backbone/taps.py", ".tril(keys - queries)", ".tril()"),
         ("bias opens hidden keys", "taps", "backbone/taps.py", "return torch.where(mask, bias, torch.finfo(bias.dtype).min)", "return bias"),
         # Block-state transformers
