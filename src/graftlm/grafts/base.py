@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, Fingerprint, Tap
+from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
 from graftlm.grafts.heads import TaskSpec
@@ -35,6 +35,11 @@ class GraftConfig(Config):
     kind: str
     needs_tasks: ClassVar[bool] = False
     graft_class: ClassVar[type[Graft]]
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables and plots."""
+        return self.graft_class.label or self.kind
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -170,6 +175,10 @@ class ReplacesModel(ABC):
     @abstractmethod
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach`; the graft keeps its tensors."""
+
+    def sites(self, model: PreTrainedModel) -> Sites:
+        """Where taps find the backbone's parts in the model from `attach`."""
+        return Sites(model)
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
         """Modules of the model from `attach` that stay in evaluation mode during training."""
