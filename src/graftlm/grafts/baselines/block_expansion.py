@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.backbone.families import RUNTIME_FIELDS, linear_sizes
 from graftlm.errors import BackboneError, RecipeError, first_line
-from graftlm.grafts.base import Exportable, Graft, GraftConfig, ReplacesModel
+from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import check_plain
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LlamaProConfig(GraftConfig):
         return self
 
 
-class LlamaPro(Graft, ReplacesModel, Exportable):
+class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
     """Copies of layers behind the last of each group, with output projections of zero; the copies alone train.
 
     It runs another model of the backbone's class with more layers, which shares the backbone's weights. The copies are
@@ -61,8 +61,9 @@ class LlamaPro(Graft, ReplacesModel, Exportable):
             sites.module(Site("layer", layer))
             check_plain(dict(sites.layers[layer].named_parameters(f"layer {layer}")), "train another kind of graft")
         deeper = _deeper(model, sites, self._copied)
-        self.blocks = nn.ModuleList(Sites(deeper).layers[position] for position in self._positions())
-        for layer, block in zip(self._copied, self.blocks, strict=True):
+        # In a list, which no Module registers, as the live model has them.
+        self._blocks = [Sites(deeper).layers[position] for position in self._positions()]
+        for layer, block in zip(self._copied, self._blocks, strict=True):
             _own_weights(block)
             _zero(_output_projections(sites, layer), sites.layers[layer], block)
             if model.dtype.itemsize < 4:
@@ -79,7 +80,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable):
         """The deeper model with the graft's blocks in it."""
         deeper = _deeper(model, Sites(model), self._copied)
         layers = Sites(deeper).layers
-        for position, block in zip(self._positions(), self.blocks, strict=True):
+        for position, block in zip(self._positions(), self._blocks, strict=True):
             for module in block.modules():
                 if hasattr(module, "config"):  # which says how attention is computed
                     module.config = deeper.config
@@ -121,6 +122,14 @@ class LlamaPro(Graft, ReplacesModel, Exportable):
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
         return model.to(backbone.model.dtype).eval()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: weight.detach() for name, weight in nn.ModuleList(self._blocks).named_parameters()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        check_tensors(own := self.tensors(), tensors)
+        for name, weight in own.items():
+            weight.copy_(tensors[name])
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         return {"copied_layers": list(self._copied)}

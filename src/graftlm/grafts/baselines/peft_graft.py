@@ -147,7 +147,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         config = cast("PeftGraftConfig", self.config)
         if "target_modules" in config.options or config.label == "TRAINABLE_TOKENS":
             return config.peft_config(fan_in_fan_out=_has_conv1d(backbone))
-        return config.peft_config(**default_targets(config.label, backbone))
+        return config.peft_config(**default_targets(config.method, backbone))
 
     def _tensors_without_values(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The tensors that PEFT will create: without storage, or, as some methods need values, on the same weights."""
@@ -161,14 +161,14 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
 
     def _adapt(self, model: PreTrainedModel) -> _Adapted:
         """Put PEFT's modules into a model; `BackboneError` where that fails, and the model is as before."""
-        found = f"{self._label} on this {model.config.model_type} model"
+        use = f"{self._label} on this {model.config.model_type} model"
         with _as_before_on_errors(model) as weights:
             try:
                 adapted = _Adapted(model, self._peft)
             except Exception as error:  # whatever PEFT raises
                 problem = first_line(error)
                 raise BackboneError(
-                    f"PEFT can't put {found} ({problem}): choose other options, such as target_modules, or another "
+                    f"PEFT can't put {use} ({problem}): choose other options, such as target_modules, or another "
                     "method."
                 ) from error
             inside = {id(parameter) for parameter in model.parameters()}
@@ -180,7 +180,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             if any(_moved(parameter, data) for parameter, data in weights):
                 problem = "changes the backbone's own weights"
             if problem:
-                raise BackboneError(f"{found} {problem}: choose other options, or another method.")
+                raise BackboneError(f"{use} {problem}: choose other options, or another method.")
         return adapted
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -252,12 +252,12 @@ def default_targets(method: str, backbone: Backbone) -> dict[str, Any]:
     """PEFT's fields for the Linears of the FFNs, by full names; for the layers' norms where the method trains those."""
     sites = backbone.sites
     layers = range(sites.n_layers)
-    if method == "LN_TUNING":
+    if method.upper() == "LN_TUNING":
         return {"target_modules": [site.path for layer in layers for site in sites.norms(layer)]}
     flags = {"fan_in_fan_out": _has_conv1d(backbone)}
     paths = {module: path for path, module in backbone.model.named_modules()}
     weights = [weight for layer in layers for weight in sites.ffn_weights(layer)]
-    if any(map(sites.is_mixture, layers)):
+    if any(map(sites.is_mixture, layers)) and "target_parameters" in _fields(_config_class(method)[0]):
         # PEFT takes the Linears of a mixture for those of older checkpoints, so parameters are named instead.
         return flags | {"target_modules": [], "target_parameters": [f"{paths[m]}.{name}" for m, name in weights]}
     outputs = [paths[sites.ffn_linears(layer)[-1]] for layer in layers]  # whose input IA3 scales
