@@ -272,7 +272,19 @@ EXAMPLES: dict[str, list[Example]] = {
             {"blocks": 1},
             spread=0.1,
             hosts=(
-                *("llama", "gemma3", "gpt2", "mistral", "gemma2", "qwen3", "phi", "olmo2", "smollm3", "cohere2", "lfm2"),
+                *(
+                    "llama",
+                    "gemma3",
+                    "gpt2",
+                    "mistral",
+                    "gemma2",
+                    "qwen3",
+                    "phi",
+                    "olmo2",
+                    "smollm3",
+                    "cohere2",
+                    "lfm2",
+                ),
                 *("modernbert", "llama+bfloat16", "gemma3+bfloat16", "qwen3+float16"),
             ),
         )

@@ -8,12 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.backbone.families import RUNTIME_FIELDS, linear_sizes
-from graftlm.errors import BackboneError, RecipeError, first_line
+from graftlm.errors import BackboneError, RecipeError, TapConflictError, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import check_plain
 
@@ -185,7 +186,13 @@ def _deeper(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) -> PreT
 
     Raises:
         BackboneError: the config can't describe those layers.
+        TapConflictError: an adapter of PEFT is in the model.
     """
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise TapConflictError(
+            "A PEFT adapter is attached to the backbone, and new blocks would copy it: merge or unload that adapter "
+            "first."
+        )
     order = [layer for layer in range(sites.n_layers) for _ in range(1 + (layer in copied))]
     path = next(name for name, module in model.named_modules() if module is sites.layers)
     modules, depth = dict(model.named_modules()), path.count(".") + 1

@@ -42,7 +42,7 @@ class LoRABaseline(PeftGraft):
     def _peft_config(self, backbone: Backbone) -> PeftConfig:
         config = cast("LoRABaselineConfig", self.config)
         self._rank = config.rank or rank_for(config.capacity, backbone)
-        options = dict(r=self._rank, lora_alpha=config.scale * self._rank)  # PEFT takes fractions as well
+        options = {"r": self._rank, "lora_alpha": config.scale * self._rank}  # PEFT takes fractions as well
         return PeftGraftConfig(method="LORA", options=options).peft_config(**default_targets("LORA", backbone))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, cast_adapter_dtype
+from peft.utils.other import AuxiliaryTrainingWrapper
 from pydantic import Field, JsonValue, model_validator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +29,7 @@ _ADAPTER = "graft"
 _PREFIX = "base_model."  # before every name of a `PeftModel`
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"DORA": ("LORA", {"use_dora": True})}
 _NOT_HERE = {  # methods, and why they are refused
+    "ADAPTION_PROMPT": "it puts other modules in the place of the attention",
     "ADALORA": "its ranks are chosen by calls in a training loop of its own",
     "PVERA": "it draws weights at random in training mode, in which the modules of a frozen backbone never are",
     "POLY": "it needs a task with each row",
@@ -36,7 +38,14 @@ _NOT_HERE = {  # methods, and why they are refused
 }
 _PROMPT = "it puts trained states before the text, whose positions and cache would no longer be the backbone's"
 _NOT_SET = {field.name for field in dataclasses.fields(PeftConfig)}  # what PEFT keeps about files and tasks
-_STARTS = (True, "gaussian", "orthogonal", "mica")  # other ways of LoRA to start take it out of the backbone's weights
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # option -> the values that a graft may have, and why no others
+    "init_lora_weights": (
+        (None, "gaussian", "orthogonal", "mica", True),
+        "takes the start out of the backbone's weights or out of text",
+    ),
+    "layer_replication": ((None,), "changes the backbone's layers"),
+    "alora_invocation_tokens": ((None,), "acts through PEFT's own model class alone"),
+}
 _START_TOLERANCE = 1e-4  # of the largest logit, for what is equal but for rounding; in half precision 16 roundings
 
 
@@ -67,26 +76,22 @@ class PeftGraftConfig(GraftConfig):
         cls, _ = _config_class(self.method)
         for key in self.options.keys() - _fields(cls):
             raise ValueError(f"options: unknown key {key}{did_you_mean(key, _fields(cls))}")
+        names = {} if "target_modules" in self.options else {"target_modules": ["a"], "feedforward_modules": ["a"]}
         try:
-            values = vars(self.peft_config(target_modules=["q"], feedforward_modules=["q"]))
+            values = vars(self.peft_config(**names))
         except Exception as error:  # whatever PEFT raises
             raise ValueError(f"options: PEFT refuses them ({first_line(error)}); correct them") from None
         for key, value in values.items():
-            if "dropout" in key and value:
-                raise ValueError(
-                    f"options: {key} is {value}, but a frozen backbone stays in evaluation mode, in which nothing is "
-                    "dropped; set it to 0"
-                )
-        for key, allowed in {"init_lora_weights": _STARTS, "layer_replication": (None,)}.items():
-            if values.get(key) not in (None, *allowed):
-                raise ValueError(
-                    f"options: {key} is {values[key]}, which would change the backbone itself; leave it out"
-                )
+            allowed, reason = _FIXED.get(key, ((value,), ""))
+            if "dropout" in key:
+                allowed, reason = (None, 0), "has no effect, as a frozen backbone stays in evaluation mode"
+            if value not in allowed:
+                raise ValueError(f"options: {key} is {value!r}, which {reason}; set it to {allowed[-1]!r}")
         return self
 
 
 def _config_class(method: str) -> tuple[Any, dict[str, Any]]:
-    """PEFT's config class of a method, and the fields that an alias fixes; `ValueError` for one that can't be a graft."""
+    """PEFT's config class of a method, and the fields that an alias fixes; `ValueError` for one that is no graft."""
     name, fixed = _ALIASES.get(method.upper(), (method.upper(), {}))
     known = {kind.value: cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if name not in known:
@@ -99,7 +104,9 @@ def _config_class(method: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _fields(config_class: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(config_class) if field.init} - _NOT_SET
+    """The fields that options set; those that take an object of PEFT's are none of them."""
+    names = {field.name for field in dataclasses.fields(config_class) if field.init} - _NOT_SET
+    return {name for name in names if not name.endswith("_config")}
 
 
 class _Adapted(nn.Module):
@@ -155,9 +162,14 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             with torch.device("meta"):
                 return _Adapted(type(model)(copy.deepcopy(model.config)), self._peft).tensors()
         except Exception:  # whatever the method does without values; what is the user's mistake comes again below
+            flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
             shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-            with torch.random.fork_rng(devices=[]):
-                return self._adapt(copy.deepcopy(model, shared)).tensors()
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    return self._adapt(copy.deepcopy(model, shared)).tensors()
+            finally:
+                for parameter, flag in flags:
+                    parameter.requires_grad_(flag)
 
     def _adapt(self, model: PreTrainedModel) -> _Adapted:
         """Put PEFT's modules into a model; `BackboneError` where that fails, and the model is as before."""
@@ -166,20 +178,12 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             try:
                 adapted = _Adapted(model, self._peft)
             except Exception as error:  # whatever PEFT raises
-                problem = first_line(error)
+                problem = first_line(error).partition(". ")[0]
                 raise BackboneError(
                     f"PEFT can't put {use} ({problem}): choose other options, such as target_modules, or another "
                     "method."
                 ) from error
-            inside = {id(parameter) for parameter in model.parameters()}
-            problem = "" if adapted.trained() else "finds no module that it can train"
-            if any(parameter.itemsize < 4 and parameter.is_floating_point() for parameter in adapted.trained()):
-                problem = "trains weights in half precision, in which small updates are lost"
-            if any(id(parameter) not in inside for parameter in adapted.trained()):
-                problem = "keeps its weights outside the model"
-            if any(_moved(parameter, data) for parameter, data in weights):
-                problem = "changes the backbone's own weights"
-            if problem:
+            if problem := _problem(adapted, weights):
                 raise BackboneError(f"{use} {problem}: choose other options, or another method.")
         return adapted
 
@@ -189,36 +193,34 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
                 "A PEFT adapter is attached to the backbone already, and that of this graft would be unloaded together "
                 "with it: merge or unload that adapter first."
             )
-        bare = _logits(model)
+        bare = _logits(model) if self._pending is None else None
         self._live = [self._adapt(model)]
         try:
-            self._begin(model, bare)
+            if bare is not None:
+                self._check_start(model, bare)
+            elif self._pending is not None:
+                self._live[0].load(self._pending)
         except BaseException:
             self._live.pop().base_model.unload()
             raise
+        self._pending = None
         return model
 
-    def _begin(self, model: PreTrainedModel, bare: Tensor) -> None:
-        """Set the values from before, or check that new ones leave the model as it is."""
+    def _check_start(self, model: PreTrainedModel, bare: Tensor) -> None:
+        """Raise `BackboneError` unless an untrained adapter leaves logits (1, 5, V) as they are, but for rounding."""
         try:
-            if self._pending is not None:
-                self._live[0].load(self._pending)
-            logits = _logits(model)
-        except Exception as error:
+            change = (_logits(model) - bare).abs().max()
+        except Exception as error:  # whatever a method's code raises
             raise BackboneError(
-                f"{self._label} can't run on this {model.config.model_type} model ({first_line(error)}): choose "
-                "other options, or another method."
+                f"{self._label} can't run on this {model.config.model_type} model ({first_line(error)}): choose other "
+                "options, or another method."
             ) from error
-        if self._pending is None:
-            largest, change = bare.abs().max(), (logits - bare).abs().max()
-            tolerance = max(_START_TOLERANCE, 16 * torch.finfo(bare.dtype).eps)
-            if not change <= tolerance * largest:
-                raise BackboneError(
-                    f"{self._label} changes the logits of the backbone by {change:.2g} before training, and a "
-                    "graft begins as its backbone: set its initial weights to zero by PEFT's options (such as "
-                    "init_weights), or choose another method."
-                )
-        self._pending = None
+        if not change <= max(_START_TOLERANCE, 16 * torch.finfo(bare.dtype).eps) * bare.abs().max():
+            raise BackboneError(
+                f"{self._label} changes the logits of the backbone by {change:.2g} before training, and a graft begins "
+                "as its backbone: set its initial weights to zero by PEFT's options (such as init_weights), or choose "
+                "another method."
+            )
 
     def detach(self, model: PreTrainedModel) -> None:
         if self._live:
@@ -269,10 +271,25 @@ def _has_conv1d(backbone: Backbone) -> bool:
     return any(isinstance(module, Conv1D) for module in backbone.model.modules())
 
 
+def _problem(adapted: _Adapted, weights: Sequence[tuple[nn.Parameter, Tensor]]) -> str:
+    """What makes an adapter in a model unfit for a graft, as the end of a sentence; `weights` are the backbone's."""
+    trained, inside = adapted.trained(), {id(parameter) for parameter in adapted.base_model.model.parameters()}
+    own = {id(parameter) for parameter, _ in weights}
+    if not trained:
+        return "finds no module that it can train"
+    if any(id(parameter) in own for parameter in trained) or any(_moved(*weight) for weight in weights):
+        return "changes the backbone's own weights"
+    if any(id(parameter) not in inside for parameter in trained):
+        return "keeps weights outside the model, where they would not be trained"
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in adapted.modules()):
+        return "trains copies of whole modules (modules_to_save and the like), which PEFT does not take out again"
+    return ""
+
+
 @torch.no_grad()
 def _logits(model: PreTrainedModel) -> Tensor:
-    """(1, 5, V) of five tokens, or the last hidden states of a model without a head."""
-    return model(input_ids=torch.arange(1, 6, device=model.device)[None], use_cache=False)[0]
+    """(1, 5, V) of five tokens, or the last hidden states of a model without a head; without compiled code."""
+    return model.forward(input_ids=torch.arange(1, 6, device=model.device)[None], use_cache=False)[0]
 
 
 @contextmanager
