@@ -109,7 +109,7 @@ def test_capacity_is_a_share_of_the_backbones_weights(capacity: float) -> None:
     graft = build_graft(graft_config({"kind": "llama-pro", "capacity": capacity}), host)
     tensors = graft.tensors().values()  # type: ignore[attr-defined]
     added = sum(tensor.numel() for tensor in tensors)
-    assert abs(added - capacity * weights) <= block / 2 or added == block
+    assert abs(added - capacity * weights) <= block * (0.5 if capacity > 0.1 else 1)
     assert len(graft.describe(host)["copied_layers"]) == added / block
 
 

@@ -30,16 +30,13 @@ class GraftConfig(Config):
         kind: the name of the method in recipes and in the registry.
         needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
         graft_class: the class that the config builds; set by `Graft.__init_subclass__`.
+        label: the method's name in tables and plots; set with it, unless the config has one of its own.
     """
 
     kind: str
     needs_tasks: ClassVar[bool] = False
     graft_class: ClassVar[type[Graft]]
-
-    @property
-    def label(self) -> str:
-        """The method's name in tables and plots."""
-        return self.graft_class.label or self.kind
+    label: ClassVar[str]
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -68,6 +65,8 @@ class Graft(nn.Module):
         super().__init_subclass__(**kwargs)
         if "Config" in cls.__dict__:
             cls.Config.graft_class = cls
+            if "label" not in vars(cls.Config):
+                cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
 
     def taps(self) -> list[Tap]:
         """The places where the graft reads and writes activations."""
