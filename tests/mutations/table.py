@@ -160,7 +160,7 @@ MUTATIONS = [
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
         ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
-        ("OSF's projection lost by a cast", "baselines", _PEFT, "hooked._attach_hooks(_ADAPTER)", "pass"),
+        ("OSF's projection lost by a cast", "baselines", _PEFT, "layer._attach_hooks(_ADAPTER)", "pass"),
         ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),

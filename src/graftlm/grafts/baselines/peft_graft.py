@@ -109,6 +109,17 @@ def _fields(config_class: Any) -> set[str]:
     return {name for name in names if not name.endswith("_config")}
 
 
+def _mend_after_cast(layer: Any) -> None:
+    """Set right what a cast to float32 leaves behind: hooks on the old parameters, and magnitudes of rounded norms."""
+    if hasattr(layer, "_attach_hooks"):
+        layer._detach_hooks()
+        layer._attach_hooks(_ADAPTER)
+    if _ADAPTER in getattr(layer, "lora_magnitude_vector", ()) and _ADAPTER in layer.lora_A:
+        factors = {"lora_A": layer.lora_A[_ADAPTER].weight, "lora_B": layer.lora_B[_ADAPTER].weight}
+        base, scaling = layer.get_base_layer(), layer.scaling[_ADAPTER]
+        layer.lora_magnitude_vector[_ADAPTER].update_layer(base_layer=base, scaling=scaling, **factors)
+
+
 class _Adapted(nn.Module):
     """A model with PEFT's modules in it, under the names that a `PeftModel` would have, without its side effects."""
 
@@ -119,10 +130,8 @@ class _Adapted(nn.Module):
         self.peft_config = self.base_model.peft_config
         cast_adapter_dtype(model, _ADAPTER)  # to float32, as PEFT trains on half-precision models
         for module in model.modules():
-            if isinstance(module, BaseTunerLayer) and hasattr(module, "_attach_hooks"):
-                hooked: Any = module  # hooks on gradients, which stayed with the parameters that were cast
-                hooked._detach_hooks()
-                hooked._attach_hooks(_ADAPTER)
+            if isinstance(module, BaseTunerLayer):
+                _mend_after_cast(module)
 
     def trained(self) -> list[Tensor]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -289,7 +298,8 @@ def _problem(adapted: _Adapted, weights: Sequence[tuple[nn.Parameter, Tensor]]) 
 @torch.no_grad()
 def _logits(model: PreTrainedModel) -> Tensor:
     """(1, 5, V) of five tokens, or the last hidden states of a model without a head; without compiled code."""
-    return model.forward(input_ids=torch.arange(1, 6, device=model.device)[None], use_cache=False)[0]
+    size = model.config.get_text_config().vocab_size
+    return model.forward(input_ids=torch.arange(1, 6, device=model.device)[None] * size // 6, use_cache=False)[0]
 
 
 @contextmanager
