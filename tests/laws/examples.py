@@ -256,7 +256,12 @@ EXAMPLES: dict[str, list[Example]] = {
             hosts=("llama", "gemma3", "phi", "block-state", "bert", "modernbert", "llama+bfloat16", "qwen3+float16"),
         ),
         Example("peft", {"method": "OSF"}, name="osf", start=1e-5, hosts=("llama", "llama+bfloat16")),
-        Example("peft", {"method": "DORA", "options": {"r": 4}}, name="dora", hosts=("gpt2", "llama+int8", "llama+bfloat16")),
+        Example(
+            "peft",
+            {"method": "DORA", "options": {"r": 4}},
+            name="dora",
+            hosts=("gpt2", "llama+int8", "llama+bfloat16"),
+        ),
         Example("peft", {"method": "IA3"}, name="ia3", learning_rate=3e-2, hosts=("gemma3", "gpt2+bfloat16")),
         Example(
             "peft",
