@@ -76,21 +76,32 @@ def test_sampled_texts_estimate_it_without_bias(tmp_path: Path) -> None:
     assert scores.kl.mean() == pytest.approx(conditional, abs=4 * scores.kl.std() / len(whole) ** 0.5)
 
 
-def test_a_graft_diverges_on_its_own_terms_and_the_bare_model_stays_bare() -> None:
-    """The reference is the bare backbone while a graft is attached: taps, PEFT modules and copies do not act in it."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kind": "neutral-residues"},
+        {"kind": "finetune"},
+        {"kind": "lora"},
+        {"kind": "peft", "method": "OFT", "options": {"oft_block_size": 8}},
+        {"kind": "peft", "method": "OSF"},
+        {"kind": "llama-pro", "blocks": 1},
+    ],
+    ids=lambda config: config.get("method", config["kind"]),
+)
+def test_the_bare_model_stays_bare_while_a_graft_is_attached(config: dict[str, Any]) -> None:
+    """Taps, modules of PEFT, copies and new blocks do not act in it."""
     ids = torch.randint(10, 200, (2, 12), generator=torch.Generator().manual_seed(0))
-    for kind in ("neutral-residues", "lora", "finetune"):
-        backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
-        expected = backbone.model(ids).logits
-        with GraftedModel(backbone, {"graft": build_graft(graft_config({"kind": kind}), backbone)}) as model:
-            with torch.no_grad():
-                for parameter in model.trainable_parameters().values():
-                    parameter.add_(torch.randn(parameter.shape) * 0.1)
-            assert (model(ids).logits - expected).abs().max() > 0.1
-            torch.testing.assert_close(backbone.bare_model(ids).logits, expected, rtol=1e-5, atol=5e-5)
-            scores = score(model, backbone.tokenizer, ["the garden"] * 4, reference=backbone.bare_model)
-        assert scores.kl is not None
-        assert scores.kl.min() > 1e-4
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
+    expected = backbone.model(ids).logits
+    with GraftedModel(backbone, {"graft": build_graft(graft_config(config), backbone)}) as model:
+        with torch.no_grad():
+            for parameter in model.trainable_parameters().values():
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+        assert (model(ids).logits - expected).abs().max() > 0.1
+        torch.testing.assert_close(backbone.bare_model(ids).logits, expected, rtol=1e-5, atol=5e-5)
+        scores = score(model, backbone.tokenizer, ["the garden"] * 4, reference=backbone.bare_model)
+    assert scores.kl is not None
+    assert scores.kl.min() > 1e-4
 
 
 def test_new_text_has_a_divergence_where_it_was_measured() -> None:

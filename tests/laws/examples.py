@@ -34,6 +34,8 @@ class Example:
         name: its name in test ids.
         spread: standard deviation of the noise that replaces training.
         learning_rate: a rate at which its loss falls within a few steps.
+        start: how much an untrained graft may change logits, by rounding.
+        hosts: the backbones of the laws, where not all are needed.
         exceptions: a law, the host of a backbone, a family, `encoders`, or a family and a law with a blank between
             them -> the reason why the law is skipped.
     """
@@ -43,6 +45,8 @@ class Example:
     name: str = ""
     spread: float = 0.2
     learning_rate: float = 1e-2
+    start: float = 0.0
+    hosts: tuple[str, ...] = ()
     exceptions: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -51,6 +55,8 @@ class Example:
     def exception(self, name: str, law: str = "") -> str | None:
         """The reason why a law is skipped on a backbone; None where it holds."""
         family, _, host = name.partition("+")
+        if self.hosts and name not in self.hosts:
+            return f"{name}: other backbones tell"
         if law == _CROPPED and host in ("bfloat16", "float16"):
             return f"{host}, {law}: the rounding of longer passes may choose another token"
         if (family, law) in FAMILY_EXCEPTIONS:
@@ -66,9 +72,11 @@ class Example:
 
     def backbones(self) -> tuple[str, ...]:
         """The backbones of the laws: few for further examples, and two kinds for each family without a row."""
+        if self.hosts:
+            return self.hosts
         if self is not _all_examples(self.kind)[0]:
             return FEW_BACKBONES
-        others = [kind for kind in kinds() if kind != "neutral-residues"]
+        others = [kind for kind in kinds() if kind != "neutral-residues" and not _all_examples(kind)[0].hosts]
         turn = {family: others[number % len(others)] for number, family in enumerate(MORE_FAMILIES)}
         return (*BACKBONES, *(name for name in MORE_FAMILIES if self.kind in ("neutral-residues", turn[name])))
 
@@ -102,6 +110,7 @@ _ROUTED = {
     **dict.fromkeys(("qwen3_next", "lfm2"), "a layer without attention is refused by a TapError"),
     "deberta-v2": "its attention reads relative positions, which have no route, so a GraftError says so",
 }
+_PACKED_WEIGHTS = "packed weights can't be trained, so a BackboneError says so"
 _WHOLE = "its tensors are the whole model's: DESIGN's exception"
 _OTHER_TOKENIZER = "tokens of two tokenizers are aligned in causal order only, so a GraftError says so"
 _READS_TEXT = "characters are aligned on the host, which docs/what-it-needs.md says"
@@ -184,7 +193,7 @@ EXAMPLES: dict[str, list[Example]] = {
             _HALF_FROZEN,
             spread=0.05,
             exceptions={
-                "int8": "packed weights can't be trained, so a BackboneError says so",
+                "int8": _PACKED_WEIGHTS,
                 **dict.fromkeys(("block-state", "mpt", "deberta-v2"), _NO_BIAS),
                 "gemma3n": _STREAMS,
             },
@@ -236,7 +245,53 @@ EXAMPLES: dict[str, list[Example]] = {
             "finetune",
             spread=0.05,
             learning_rate=1e-3,
-            exceptions={_SAVED: _WHOLE, "int8": "packed weights can't be trained, so a BackboneError says so"},
+            exceptions={_SAVED: _WHOLE, "int8": _PACKED_WEIGHTS},
+        )
+    ],
+    "peft": [
+        Example(
+            "peft",
+            {"method": "OFT", "options": {"oft_block_size": 4}},
+            name="oft",
+            hosts=("llama", "gemma3", "phi", "block-state", "bert", "modernbert", "llama+bfloat16", "qwen3+float16"),
+        ),
+        Example("peft", {"method": "OSF"}, name="osf", start=1e-5, hosts=("llama", "llama+bfloat16")),
+        Example(
+            "peft",
+            {"method": "DORA", "options": {"r": 4}},
+            name="dora",
+            hosts=("gpt2", "llama+int8", "llama+bfloat16"),
+        ),
+        Example("peft", {"method": "IA3"}, name="ia3", learning_rate=3e-2, hosts=("gemma3", "gpt2+bfloat16")),
+        Example(
+            "peft",
+            {"method": "VERA", "options": {"r": 8}},
+            name="vera",
+            hosts=("llama",),
+            exceptions={_SAVED: "its fixed random projections are saved too"},
+        ),
+    ],
+    "llama-pro": [
+        Example(
+            "llama-pro",
+            {"blocks": 1},
+            spread=0.1,
+            hosts=(
+                *(
+                    "llama",
+                    "gemma3",
+                    "gpt2",
+                    "mistral",
+                    "gemma2",
+                    "qwen3",
+                    "phi",
+                    "olmo2",
+                    "smollm3",
+                    "cohere2",
+                    "lfm2",
+                ),
+                *("modernbert", "llama+bfloat16", "gemma3+bfloat16", "qwen3+float16"),
+            ),
         )
     ],
 }

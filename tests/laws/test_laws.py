@@ -144,7 +144,7 @@ def _seeded_gradients(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _law_class(example: Example) -> type[ExampleLaws]:
-    fields = ("spread", "learning_rate")
+    fields = ("spread", "learning_rate", "start")
     attributes = {field: getattr(example, field) for field in fields} | {"example": example, "config": example.values()}
     attributes["families"] = example.backbones()
     return type(f"Test_{example}".replace("-", "_"), (ExampleLaws,), {**attributes, "__module__": __name__})

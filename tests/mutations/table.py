@@ -61,6 +61,10 @@ SUITES = {
         ),
         "Test_lora and llama",
     ),
+    "baselines": Suite(
+        ("tests/baselines/test_block_expansion.py", "tests/baselines/test_peft_graft.py"),
+        "(Test_llama_pro or Test_oft or Test_osf) and llama",
+    ),
     "loss": Suite(("tests/neutral_residues/test_reference.py", "tests/training/test_loop.py")),
     "own text": Suite(
         ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
@@ -79,6 +83,7 @@ _ATTENTION = "grafts/composition/attention.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
 _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
+_BLOCKS, _PEFT = "grafts/baselines/block_expansion.py", "grafts/baselines/peft_graft.py"
 _MODULES, _TASKS, _HEADS = (
     "grafts/conditional_tasks/modules.py",
     "grafts/conditional_tasks/method.py",
@@ -144,11 +149,23 @@ MUTATIONS = [
         # LoRA: experts and baseline
         ("expert's alpha not over rank", "lora", _EXPERTS, "next(matches, peft_config.lora_alpha) / divisor", "next(matches, peft_config.lora_alpha)"),
         ("rslora's root dropped", "lora", _EXPERTS, "rank**0.5 if peft_config.use_rslora else rank", "rank"),
-        ("baseline's alpha not times rank", "lora", "grafts/baselines/method.py", "lora_alpha=config.scale * self._rank", "lora_alpha=config.scale"),
+        ("baseline's alpha not times rank", "lora", "grafts/baselines/method.py", '"lora_alpha": config.scale * self._rank', '"lora_alpha": config.scale'),
         ("baseline's rank from one side", "lora", "grafts/baselines/method.py", "sum(shape[-2:])", "max(shape[-2:])"),
         ("new expert's A normal", "lora", _EXPERTS, "nn.init.kaiming_uniform_(a, a=5**0.5)", "nn.init.normal_(a)"),
         ("new expert's B not zero", "lora", _EXPERTS, "torch.zeros(config.rank, sizes.outputs)", "torch.full((config.rank, sizes.outputs), 1e-3)"),
         ("new expert's alpha not over rank", "lora", _EXPERTS, "(config.alpha or config.rank) / config.rank", "(config.alpha or config.rank) / 1"),
+        # Other baselines
+        ("new blocks write", "baselines", _BLOCKS, "nn.init.zeros_(parameter)", "nn.init.normal_(parameter, std=1e-3)"),
+        ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),
+        ("new blocks a layer early", "baselines", _BLOCKS, "number * layers // blocks - 1", "(number * layers - 1) // blocks - 1"),
+        ("new blocks share their layers' weights", "baselines", _BLOCKS, "parameter.detach().to(torch.float32, copy=True)", "parameter.detach().float()"),
+        ("new blocks have the last window", "baselines", _BLOCKS, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
+        ("new blocks leave float32 behind", "baselines", _BLOCKS, "return _cast(output, dtype)", "return output"),
+        ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
+        ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
+        ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
+        ("OSF's projection lost by a cast", "baselines", _PEFT, "layer._attach_hooks(_ADAPTER)", "pass"),
+        ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
         ("alignment modulates x alone", "tasks", _MODULES, "self.film.change(x_BTD + product, tasks)", "self.film.change(x_BTD, tasks)"),

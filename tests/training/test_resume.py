@@ -68,6 +68,8 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
         pytest.param("lora", (1,), marks=pytest.mark.exhaustive),
         ("finetune", (3,)),
         pytest.param("finetune", (0,), marks=pytest.mark.exhaustive),
+        pytest.param("osf", (3,), marks=pytest.mark.exhaustive),
+        ("llama-pro", (3,)),
     ],
 )
 def test_resume_is_bit_for_bit(

@@ -26,6 +26,8 @@ GRAFTS: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "adapter", "capacity": 0.2},
     "lora": {"kind": "lora", "capacity": 0.2},
     "finetune": {"kind": "finetune"},
+    "osf": {"kind": "peft", "method": "OSF"},
+    "llama-pro": {"kind": "llama-pro", "blocks": 1},
 }
 
 

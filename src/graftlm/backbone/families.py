@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -377,7 +378,8 @@ def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
     modules = [module for root in roots for module in root.named_modules()]
     if linear_sizes(roots[0]):  # the FFN's Linears stand in the layer itself
         modules += layer.named_children()
-    return next((module for name, module in modules if "act" in name.rpartition(".")[2] or "gelu" in name), None)
+    # Not every "act": adapters inside an FFN have factors.
+    return next((module for name, module in modules if re.search(r"(^|[._])act[^.]*$|gelu", name)), None)
 
 
 def same_function(first: nn.Module, second: nn.Module) -> bool:

@@ -120,7 +120,7 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
         {
             "folder": str(folder),
             "kind": manifest.kind,
-            "label": graft_class(manifest.graft_config().kind).label or manifest.kind,
+            "label": manifest.graft_config().label,
             "config": manifest.config,
             "library": manifest.library,
             "backbone": {

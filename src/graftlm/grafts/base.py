@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, Fingerprint, Tap
+from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
 from graftlm.grafts.heads import TaskSpec
@@ -30,11 +30,13 @@ class GraftConfig(Config):
         kind: the name of the method in recipes and in the registry.
         needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
         graft_class: the class that the config builds; set by `Graft.__init_subclass__`.
+        label: the method's name in tables and plots; set with it, unless the config has one of its own.
     """
 
     kind: str
     needs_tasks: ClassVar[bool] = False
     graft_class: ClassVar[type[Graft]]
+    label: ClassVar[str]
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -63,6 +65,8 @@ class Graft(nn.Module):
         super().__init_subclass__(**kwargs)
         if "Config" in cls.__dict__:
             cls.Config.graft_class = cls
+            if "label" not in vars(cls.Config):
+                cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
 
     def taps(self) -> list[Tap]:
         """The places where the graft reads and writes activations."""
@@ -170,6 +174,10 @@ class ReplacesModel(ABC):
     @abstractmethod
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach`; the graft keeps its tensors."""
+
+    def sites(self, model: PreTrainedModel) -> Sites:
+        """Where taps find the backbone's parts in the model from `attach`."""
+        return Sites(model)
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
         """Modules of the model from `attach` that stay in evaluation mode during training."""

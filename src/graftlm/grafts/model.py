@@ -96,6 +96,11 @@ class GraftedModel(PreTrainedModel):
             self.model: PreTrainedModel = backbone.model
             for graft in self._by_name.values():
                 if isinstance(graft, ReplacesModel):
+                    if self._replacing and self._replacing[-1].sites(self.model).layers is not Sites(self.model).layers:
+                        raise TapConflictError(
+                            f"Of the grafts {', '.join(self._by_name)}, one adds layers to the backbone, and another "
+                            "changes its modules, which then have other numbers: attach one of them."
+                        )
                     self.model, below = graft.attach(self.model), self.model
                     self._replacing.append(graft)
                     if self.model is not below is not backbone.model:
@@ -104,7 +109,8 @@ class GraftedModel(PreTrainedModel):
                             "one can run: attach one of them."
                         )
             taps = {name: graft.taps() for name, graft in self._by_name.items()}
-            self._tap_hooks = TapHooks(self.model, Sites(self.model), taps, self._prepare)
+            sites = self._replacing[-1].sites(self.model) if self._replacing else Sites(self.model)
+            self._tap_hooks = TapHooks(self.model, sites, taps, self._prepare)
             if taps:
                 self._tap_hooks.mark_prompts()
         except BaseException:

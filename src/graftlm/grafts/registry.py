@@ -19,6 +19,8 @@ REGISTRY: dict[str, str | type[Graft]] = {
     "token-routing": "graftlm.grafts.token_routing:TokenRouting",
     "lora": "graftlm.grafts.baselines:LoRABaseline",
     "finetune": "graftlm.grafts.baselines:FineTuning",
+    "peft": "graftlm.grafts.baselines:PeftGraft",
+    "llama-pro": "graftlm.grafts.baselines:LlamaPro",
 }
 
 
@@ -101,9 +103,10 @@ def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
 def default_config(kind: str) -> GraftConfig | None:
     """The config of a kind with default values; None for a kind that has required values."""
     config = graft_class(kind).Config
-    if config.needs_tasks or any(field.is_required() for field in config.model_fields.values()):
+    try:
+        return None if config.needs_tasks else config()  # type: ignore[call-arg]  # methods' configs default `kind`
+    except RecipeError:
         return None
-    return config()  # type: ignore[call-arg]  # `kind` has a default in every method's config
 
 
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:

@@ -49,12 +49,7 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
                 "The modules to copy have adapters of PEFT around them: attach the graft that trains a copy first, "
                 "before them in the dict."
             )
-        for name in self._originals:
-            if type(parameters[name]) is not nn.Parameter or not parameters[name].is_floating_point():
-                raise BackboneError(
-                    f"The weight {name} is quantised ({type(parameters[name]).__name__}), and training it needs plain "
-                    f"numbers: load the backbone without quantisation, or {self.remedy}."
-                )
+        check_plain({name: parameters[name] for name in self._originals}, self.remedy)
         half = any(parameters[name].dtype in (torch.bfloat16, torch.float16) for name in self._originals)
         shared = [*(p for name, p in parameters.items() if name not in self._originals), *model.buffers()]
         copied = copy.deepcopy(model, {} if half else {id(tensor): tensor for tensor in shared})
@@ -93,3 +88,13 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
             self._copy[0].load_state_dict(tensors, strict=False)
         else:
             self._pending = dict(tensors)
+
+
+def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:
+    """Raise `BackboneError`, with what else can be done, if one of the parameters by name is quantised."""
+    for name, parameter in parameters.items():
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            raise BackboneError(
+                f"The weight {name} is quantised ({type(parameter).__name__}), and training it needs plain numbers: "
+                f"load the backbone without quantisation, or {remedy}."
+            )

@@ -413,7 +413,7 @@ class BackboneEvaluator:
 
 def graft_label(config: GraftConfig) -> str:
     """The name of a kind of graft in tables."""
-    return config.graft_class.label or config.kind
+    return config.label
 
 
 def count_parameters(parameters: Iterable[Tensor]) -> int:

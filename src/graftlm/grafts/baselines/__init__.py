@@ -1,5 +1,15 @@
-"""Baselines: LoRA and full fine-tuning (see README.md in this folder)."""
+"""Baselines: LoRA, fine-tuning, other methods of PEFT and block expansion (see README.md in this folder)."""
 
+from graftlm.grafts.baselines.block_expansion import LlamaPro, LlamaProConfig
 from graftlm.grafts.baselines.method import FineTuning, LoRABaseline, LoRABaselineConfig
+from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig
 
-__all__ = ["FineTuning", "LoRABaseline", "LoRABaselineConfig"]
+__all__ = [
+    "FineTuning",
+    "LlamaPro",
+    "LlamaProConfig",
+    "LoRABaseline",
+    "LoRABaselineConfig",
+    "PeftGraft",
+    "PeftGraftConfig",
+]

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-import torch
-from peft import LoraConfig, LoraModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from peft import PeftConfig
 from pydantic import Field
-from torch import Tensor
-from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.errors import TapConflictError
-from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.base import Exportable, GraftConfig
+from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig, default_targets
 from graftlm.grafts.trained_copy import TrainsCopy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ADAPTER = "graft"
 
 
 class LoRABaselineConfig(GraftConfig):
@@ -40,69 +33,17 @@ class LoRABaselineConfig(GraftConfig):
     scale: float = Field(1.0, gt=0)
 
 
-class LoRABaseline(Graft, ReplacesModel, Exportable, HasTensors):
+class LoRABaseline(PeftGraft):
     """LoRA on every Linear of the FFNs. PEFT adds its modules to the live model, and unloads them again."""
 
     Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
     label = "LoRA on the FFN"
 
-    def __init__(self, config: LoRABaselineConfig, backbone: Backbone) -> None:
-        super().__init__()
-        self.config = config
+    def _peft_config(self, backbone: Backbone) -> PeftConfig:
+        config = cast("LoRABaselineConfig", self.config)
         self._rank = config.rank or rank_for(config.capacity, backbone)
-        weights, sites = _ffn_weights(backbone), backbone.sites
-        paths = {module: path for path, module in backbone.model.named_modules()}
-        modules, parameters = [paths[module] for module, _ in weights], []
-        if any(sites.is_mixture(layer) for layer in range(sites.n_layers)):
-            # PEFT takes the Linears of a mixture for those of older checkpoints, so parameters are named instead.
-            modules, parameters = [], [f"{paths[module]}.{name}" for module, name in weights]
-        self._peft = LoraConfig(
-            r=self._rank,
-            lora_alpha=config.scale * self._rank,  # type: ignore[arg-type]  # PEFT takes fractions as well
-            target_modules=modules,
-            target_parameters=parameters or None,
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module, _ in weights),
-        )
-        self._expected = _factors(self._peft, backbone.model)
-        self._live: list[LoraModel] = []
-        self._pending: dict[str, Tensor] | None = None
-
-    def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-            raise TapConflictError(
-                "A PEFT adapter is attached to the backbone already, and LoRA as a baseline would be unloaded together "
-                "with it: merge or unload that adapter first."
-            )
-        self._live = [LoraModel(model, copy.deepcopy(self._peft), _ADAPTER)]
-        cast_adapter_dtype(self._live[0], _ADAPTER)  # to float32, as PEFT trains on half-precision models
-        if self._pending is not None:
-            set_peft_model_state_dict(self._live[0], self._pending, adapter_name=_ADAPTER)
-            self._pending = None
-        return model
-
-    def detach(self, model: PreTrainedModel) -> None:
-        if self._live:
-            self._pending = {name: tensor.clone() for name, tensor in self.tensors().items()}
-            self._live.pop().unload()
-
-    def merged(self, backbone: Backbone) -> PreTrainedModel:
-        adapted = LoraModel(copy.deepcopy(backbone.model), copy.deepcopy(self._peft), _ADAPTER)
-        cast_adapter_dtype(adapted, _ADAPTER)
-        set_peft_model_state_dict(adapted, self.tensors(), adapter_name=_ADAPTER)
-        model: Any = adapted.eval().merge_and_unload()
-        return model
-
-    def tensors(self) -> dict[str, Tensor]:
-        if not self._live:
-            return dict(self._pending or {})
-        return get_peft_model_state_dict(self._live[0], adapter_name=_ADAPTER)
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        check_tensors(self._expected, tensors)
-        if self._live:
-            set_peft_model_state_dict(self._live[0], dict(tensors), adapter_name=_ADAPTER)
-        else:
-            self._pending = dict(tensors)
+        options = {"r": self._rank, "lora_alpha": config.scale * self._rank}  # PEFT takes fractions as well
+        return PeftGraftConfig(method="LORA", options=options).peft_config(**default_targets("LORA", backbone))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         return {"rank": self._rank}
@@ -117,13 +58,6 @@ def rank_for(capacity: float, backbone: Backbone) -> int:
 
 def _ffn_weights(backbone: Backbone) -> list[tuple[Any, str]]:
     return [weight for layer in range(backbone.sites.n_layers) for weight in backbone.sites.ffn_weights(layer)]
-
-
-def _factors(peft: LoraConfig, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The factors that PEFT will create, as tensors without storage."""
-    with torch.device("meta"):
-        adapted = LoraModel(type(model)(copy.deepcopy(model.config)), copy.deepcopy(peft), _ADAPTER)
-    return get_peft_model_state_dict(adapted, adapter_name=_ADAPTER)
 
 
 class FineTuningConfig(GraftConfig):

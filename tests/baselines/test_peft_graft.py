@@ -1,0 +1,165 @@
+"""Methods of PEFT as grafts: their formulas on one Linear, and what can't be a graft is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlm.artifact import load_graft, save_graft
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError, TapError
+from graftlm.export import export_graft
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.testing.laws import attach_graft, gradients, logits, randomise, state_of
+from laws.examples import backbone
+from tiny import tiny_ids, tiny_model, tiny_tokenizer
+
+LINEAR = "model.layers.1.mlp.up_proj"
+
+
+def of_peft(method: str, **options: Any) -> dict[str, Any]:
+    return {"kind": "peft", "method": method, "options": options}
+
+
+def outputs(method: str, **options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """x (3, d), the bare weight, what one Linear with random adapter weights gives for x, and those weights."""
+    host = backbone("llama")
+    weight = host.model.get_submodule(LINEAR).weight.detach().clone()
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with randomise(attach_graft(host, of_peft(method, **options)).eval(), 0.2) as model, torch.no_grad():
+        y = model.model.get_submodule(LINEAR)(x)
+        tensors = {name: tensor.clone() for name, tensor in model.grafts["graft"].tensors().items()}  # type: ignore[operator]
+    own = {name.partition(f"{LINEAR}.")[2]: t for name, t in tensors.items() if LINEAR in name}
+    return x, weight, y, own
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # other orders of float32 products
+
+
+def test_oft_rotates_blocks_of_the_input() -> None:
+    """y = W R' x, R = (I - Q)(I + Q)^-1 on blocks of 4, Q skew-symmetric from its upper triangle."""
+    x, weight, y, own = outputs("oft", oft_block_size=4, use_cayley_neumann=False)
+    upper = own["oft_R.weight"]
+    rotated = torch.zeros_like(x)
+    for block, values in enumerate(upper):
+        q = torch.zeros(4, 4)
+        q[tuple(torch.triu_indices(4, 4, 1))] = values
+        q, eye = q - q.T, torch.eye(4)
+        rotation = (eye - q) @ torch.linalg.inv(eye + q)
+        rotated[:, 4 * block : 4 * block + 4] = x[:, 4 * block : 4 * block + 4] @ rotation
+    close(y, rotated @ weight.T)
+
+
+def test_dora_scales_rows_of_the_sum_to_its_magnitude() -> None:
+    """y = m (W + s B A) / ||W + s B A|| x, by rows; s = alpha / r = 8 / 4."""
+    x, weight, y, own = outputs("DoRA", r=4, lora_alpha=8)
+    total = weight + 2 * own["lora_B.weight"] @ own["lora_A.weight"]
+    close(y, x @ (own["lora_magnitude_vector"][:, None] * total / total.norm(dim=1, keepdim=True)).T)
+
+
+def test_ia3_scales_what_the_ffn_writes_between() -> None:
+    x, weight, y, own = outputs("ia3")
+    close(y, x @ weight.T * own["ia3_l"].flatten())
+    scales = [tensor for name, tensor in _tensors("ia3").items() if "down_proj" in name]
+    assert {tuple(scale.shape) for scale in scales} == {(1, 80)}, "the input of the last Linear is scaled"
+
+
+def _tensors(method: str, **options: Any) -> dict[str, Tensor]:
+    with attach_graft(backbone("llama"), of_peft(method, **options)) as model:
+        return dict(model.grafts["graft"].tensors())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("host", ["llama", "llama+bfloat16"])
+def test_osf_keeps_gradients_out_of_the_large_directions(host: str) -> None:
+    """The gradient of the left vectors is orthogonal to those of the larger half of the singular values."""
+    weight = backbone(host).model.get_submodule(LINEAR).weight.detach().float()
+    large = torch.linalg.svd(weight, full_matrices=False)[0][:, : min(weight.shape) // 2]
+    with randomise(attach_graft(backbone(host), of_peft("osf")), 0.02) as model:
+        grads = gradients(model, input_ids=tiny_ids(), labels=tiny_ids())
+    grad = next(grad for name, grad in grads.items() if LINEAR in name and name.endswith("U_low"))
+    tolerance = 1e-5 if host == "llama" else 2e-2  # PEFT rounds the directions to the backbone's dtype
+    assert (large.T @ grad).norm() < tolerance * grad.norm()
+
+
+def test_lora_is_the_same_by_either_kind() -> None:
+    ids, results = tiny_ids(), []
+    for values in ({"kind": "lora", "rank": 3, "scale": 2.0}, of_peft("lora", r=3, lora_alpha=6)):
+        with randomise(attach_graft(backbone("llama"), values).eval(), 0.2) as model:
+            results.append(logits(model, ids))
+    assert torch.equal(*results)
+
+
+def test_tables_have_the_methods_name() -> None:
+    assert [graft_config(of_peft(name)).label for name in ("oft", "DoRA")] == ["OFT", "DORA"]
+    assert graft_config({"kind": "lora"}).label == "LoRA on the FFN"
+
+
+@pytest.mark.parametrize("method", ["BOFT", "LN_TUNING", pytest.param("SHIRA", marks=pytest.mark.exhaustive)])
+def test_methods_that_read_weights_while_they_are_built(method: str, tmp_path: Path) -> None:
+    """Their tensors are known before they are attached, and building them changes nothing, flags included."""
+    host = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "llama")
+    for number, parameter in enumerate(host.model.parameters()):
+        parameter.requires_grad_(number % 2 == 0)
+    before = state_of(host.model)
+    values = of_peft(method, **({"r": 4} if method == "SHIRA" else {}))
+    with randomise(attach_graft(host, values).eval(), 0.2) as model:
+        expected = logits(model, tiny_ids())
+        save_graft(model.grafts["graft"], host, tmp_path / "graft")  # type: ignore[arg-type]
+    again = load_graft(tmp_path / "graft", host)
+    assert state_of(host.model) == before
+    with GraftedModel(host, {"graft": again}).eval() as model:
+        assert torch.equal(logits(model, tiny_ids()), expected)
+    assert state_of(host.model) == before
+
+
+def test_what_peft_can_not_merge_is_not_exported(tmp_path: Path) -> None:
+    with attach_graft(backbone("llama"), of_peft("lily")) as model:
+        graft: Any = model.grafts["graft"]
+    with pytest.raises(ArtifactError, match=r"PEFT can't merge LILY into the backbone's weights .*: load the graft"):
+        export_graft(graft, backbone("llama"), tmp_path / "model")
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "peft"}, "the key method is missing"),
+    (of_peft("OFTT"), r"graft: PEFT [\d.]+ has no method OFTT \(did you mean OFT\?\)"),
+    (of_peft("prefix_tuning"), "the method PREFIX_TUNING can't be a graft, since it puts trained states before"),
+    (of_peft("AdaLoRA"), "the method ADALORA can't be a graft, since its ranks are chosen by calls"),
+    (of_peft("oft", oft_blocksize=4), r"options: unknown key oft_blocksize \(did you mean oft_block_size\?\)"),
+    (of_peft("oft", r=4, oft_block_size=4), "options: PEFT refuses them .*; correct them"),
+    (of_peft("oft", task_type="CAUSAL_LM"), "options: unknown key task_type"),
+    (of_peft("oft", module_dropout=0.1), "module_dropout is 0.1, which has no effect, as a frozen backbone stays"),
+    (of_peft("lora", init_lora_weights="pissa"), "init_lora_weights is 'pissa', which takes the start out of"),
+    (of_peft("lora", layer_replication=[[0, 2]]), "which changes the backbone's layers; set it to None"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), MISTAKES, ids=[sentence[:40] for _, sentence in MISTAKES])
+def test_mistakes_in_a_config(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        graft_config(values)
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[GraftError], str]] = [
+    ("llama", of_peft("oft", target_modules=["nope"]), BackboneError, "PEFT can't put OFT on this llama model .*nope"),
+    ("llama", of_peft("ia3", target_modules="nope"), BackboneError, "PEFT can't put IA3 on this llama model"),
+    ("llama", of_peft("fourierft"), BackboneError, "changes the logits of the backbone by .* before training"),
+    ("llama", of_peft("lora", modules_to_save=["lm_head"]), BackboneError, "trains copies of whole modules"),
+    ("llama+bfloat16", of_peft("ln_tuning"), BackboneError, "LN_TUNING can't run on this llama model .*same dtype"),
+    ("gpt2", of_peft("lora", bias="all"), BackboneError, "changes the backbone's own weights"),
+    ("gpt2", of_peft("oft", oft_block_size=4), BackboneError, r"Target module Conv1D.* is not supported\): choose"),
+    ("gpt2", of_peft("osf"), BackboneError, "OSF on this gpt2 model finds no module that it can train"),
+    ("mixtral", of_peft("oft", oft_block_size=4), TapError, "is a mixture of experts: choose the attention"),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "error", "sentence"), REFUSED, ids=[r[3][:40] for r in REFUSED])
+def test_what_a_backbone_can_not_have(family: str, values: Any, error: type[GraftError], sentence: str) -> None:
+    before = state_of(backbone(family).model)
+    with pytest.raises(error, match=sentence):
+        GraftedModel(backbone(family), {"graft": build_graft(graft_config(values), backbone(family))})
+    assert state_of(backbone(family).model) == before
