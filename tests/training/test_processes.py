@@ -31,9 +31,12 @@ JOBS = [
     {"name": "fsdp-lora", "graft": "lora", "training": SHARDED},
     {"name": "fsdp-composition", "graft": "composition", "training": SHARDED},
     {"name": "fsdp-finetune", "graft": "finetune", "training": SHARDED},
+    {"name": "fsdp-llama-pro", "graft": "llama-pro", "training": SHARDED},
+    {"name": "fsdp-osf", "graft": "osf", "training": SHARDED},
 ]
 NAMES = [str(job["name"]) for job in JOBS]
 HERE = Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE.parent), str(HERE.parents[1] / "src")])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def launch(folder: Path, jobs: list[dict]) -> None:
     """Run the jobs with `accelerate launch` in two processes on the CPU."""
     options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
     command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), str(HERE / "toy.py")]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(folder), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
     )
