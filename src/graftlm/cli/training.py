@@ -72,16 +72,18 @@ def compare(
 
 def demo(
     out: Annotated[Path, Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
+    tiny: Annotated[bool, Option("--tiny", help="Pretrain a toy model here, and teach it with four methods.")] = False,
     quick: Annotated[bool, Option("--quick", help="Run a smaller demo of the same form.")] = False,
     seed: Annotated[int, Option(min=0, metavar="N", help="Random seed.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the main workflow at toy size, on text of this machine."""
+    """Teach a real chat model text of this machine, beside LoRA; needs the extra smollm2, or the hub."""
     configure_logging()
-    from graftlm.demo import run_demo
+    from graftlm import demo
 
-    print_report(run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)
+    run = demo.run_demo if tiny else demo.run_chat_demo
+    print_report(run(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)
 
 
 def schema(

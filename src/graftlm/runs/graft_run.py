@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, Field, SerializeAsAny
 from torch import Tensor
@@ -103,8 +104,9 @@ class SamplingRun(Run):
         backbone = load_shared(self.backbone)
         context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s own text.")
         started = perf_counter()
-        path = context.folder / _SAMPLES
-        samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=context.progress)
+        with PartialState().main_process_first():  # the others read its file
+            path, show = context.folder / _SAMPLES, context.progress
+            samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=show)
         metrics: dict[str, Any] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
