@@ -79,7 +79,7 @@ def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> No
     outcome = fresh_graft("train", "recipe.yaml", "out=runs/launched", launcher=launcher)
     assert outcome.code == 0, outcome.err[-2000:]
     assert outcome.out.count("\nneutral residues") == 2, "in the table of losses, and in that of divergences"
-    assert outcome.err.count("Sampling 4,096 tokens") == 2, "each process says what it does"
+    assert outcome.err.count("Sampling 4,096 tokens") == 1
     assert outcome.err.count("Training neutral residues") == 1
     assert json.loads((home / "runs/launched/results.json").read_text())["command"].startswith(
         "graft train recipe.yaml"
