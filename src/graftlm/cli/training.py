@@ -78,7 +78,10 @@ def demo(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Teach a real chat model text of this machine, beside a baseline; needs the extra smollm2, or the hub."""
+    """Teach a real chat model text of this machine.
+
+    It needs the extra smollm2, or the hub.
+    """
     configure_logging()
     from graftlm import demo
 
