@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +45,23 @@ def test_a_graft_of_another_backbone_is_refused(other: tuple[str, int], tmp_path
     with GraftedModel(wrapped(), {"graft": copy.deepcopy(adapter(backbone))}):
         pass  # another copy of the backbone is the same
     assert backbone.model.get_input_embeddings() is not None
+
+
+@pytest.mark.parametrize("kind", ["neutral-residues", "lora", "finetune"])
+def test_a_detached_model_is_freed_without_a_garbage_collection(kind: str) -> None:
+    """Trained copies are as large as the backbone, and runs follow each other in one process."""
+    backbone = wrapped()
+    graft = adapter(backbone, kind)
+    gc.collect()
+    gc.disable()
+    try:
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            model(tiny_ids(), labels=tiny_ids()).loss.backward()  # type: ignore[union-attr]
+            alive = [weakref.ref(model)] + ([weakref.ref(model.model)] if model.model is not backbone.model else [])
+        del model
+        assert [reference() for reference in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

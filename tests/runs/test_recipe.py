@@ -213,6 +213,17 @@ def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> N
     assert value_of(results.row("neutral-residues").metrics["learned"]) > 0
 
 
+def test_a_methods_own_text_is_looked_for_before_another_one_trains(tmp_path: Path, tiny_backbone) -> None:
+    methods = {
+        "first": {"graft": {"kind": "lora", "rank": 2}},
+        "second": {"graft": {"kind": "lora", "rank": 2}, "data": {"old": [{"path": str(tmp_path / "absent.txt")}]}},
+    }
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), methods=methods))
+    with pytest.raises(DataError, match=r"There is no file or folder .*absent.txt"):
+        compare_recipe(recipe, progress=False, log=lambda _: None)
+    assert not (tmp_path / "run" / "first").exists()
+
+
 def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tiny_backbone) -> None:
     tasks = {"words": {"path": str(tmp_path / "nothing.jsonl"), "metric": "chrf"}}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation={"tasks": tasks}))
@@ -232,6 +243,18 @@ def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tin
         ({"evaluation": {"tasks": {"a": {"path": "x", "metrc": "chrf"}}}}, r"did you mean metric\?"),
         ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, "the method id backbone is taken"),
         ({"methods": {"a": {"graft": {"kind": "lora"}, "training": {"step": 1}}}}, r"did you mean steps\?"),
+        ({"methods": {"a": {"graft": {"kind": "lora"}, "data": {"lenght": 1}}}}, r"did you mean length\?"),
+        (
+            {"methods": {"a": {"graft": {"kind": "lora"}, "data": {"test": {}}}}},
+            "has the key test, and all methods are",
+        ),
+        (
+            {
+                "methods": {"a": {"graft": {"kind": "lora"}, "data": {"old_objective": "distil"}}},
+                "training": {"steps": 2, "sharded": True},
+            },
+            "distil runs the bare backbone beside the graft, and training.sharded spreads its weights",
+        ),
     ],
 )
 def test_mistakes_in_a_recipe(changes: dict[str, Any], sentence: str, tmp_path: Path, tiny_backbone) -> None:

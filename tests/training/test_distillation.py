@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from graftlm.backbone import Backbone
+from graftlm.errors import GraftError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.model import language_modelling_loss
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
@@ -86,10 +87,19 @@ def test_an_untrained_graft_has_nothing_to_follow() -> None:
         assert model(**new).lm_loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_evaluation_and_rows_without_a_domain_have_the_plain_loss() -> None:
+def test_evaluation_has_the_plain_loss_and_training_needs_a_domain() -> None:
     batch = inputs()
     with grafted("neutral-residues", old_objective="distil") as model, grafted("neutral-residues") as plain:
         expected = plain(**batch).lm_loss.item()
         assert model.eval()(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
         del batch["domain"]
-        assert model.train()(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
+        assert model(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(GraftError, match="The model distils old rows, but the batches have no `domain`: give"):
+            model.train()(**batch)
+        with pytest.raises(GraftError, match="The model distils old rows, but this trainer has a loss of its own"):
+            model(input_ids=batch["input_ids"], domain=ROWS, num_items_in_batch=40)
+
+
+def test_another_objective_is_named() -> None:
+    with pytest.raises(GraftError, match="There is no objective 'distill' of old rows: give replay or distil"):
+        grafted("neutral-residues", old_objective="distill")

@@ -291,6 +291,7 @@ class TapHooks:
             if value is not None:
                 setattr(self._model, name, value)
         self._replaced.clear()
+        self._prepare = lambda call: None  # the owner's method is a reference circle, which keeps trained copies alive
         _forget_compiled()
 
     def mark_prompts(self) -> None:

@@ -4,7 +4,7 @@ Free text begins as a document of the backbone's training does. Of a conversatio
 user's turn behind the chat template's beginning, then the answer behind the template's header of an answer.
 
 Samples are token ids, as they were drawn. A file holds one line for each batch, so that an interrupted sampling goes on
-behind the last complete line. A batch depends on the seed and its number only.
+behind the last complete line: a batch depends on the seed, its number and the batches before it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sample_own_text(
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone is an encoder, has no chat template for the conversations that are ended for, or ends
+        DataError: the backbone is an encoder, has no chat template for the conversations that are asked for, or ends
             its texts at once.
     """
     sampler = _Sampler(backbone, config, config.length or length)
@@ -100,7 +100,7 @@ def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str
                 raise DataError(
                     f"The backbone {sampler.name} samples nothing that can be used ({barren} batches of "
                     f"{config.batch_size} texts): it ends its texts at once, or no user's turn of a conversation. Name "
-                    "real text under data.old, or set chat_fraction or openings of this source."
+                    "real text under data.old, and set evaluation.own_tokens to 0."
                 )
             lines.append(batch)
             samples += batch
@@ -159,7 +159,7 @@ class _Sampler:
         if not (backbone.sites.family.causal and backbone.model.can_generate()):
             raise DataError(
                 f"The backbone {backbone.name} can't sample text, as it is no causal language model: name real text "
-                "under data.old."
+                "under data.old, and set evaluation.own_tokens to 0."
             )
         if (limit := max_sequence_length(backbone.model)) < length:
             raise DataError(
@@ -177,7 +177,7 @@ class _Sampler:
         self._starts = self._free_starts(backbone.name) if self._chat_fraction < 1 else []
 
     def _chats(self, name: str) -> tuple[float, tuple[list[int], list[int]]]:
-        """The share of conversations, and the parts of the chat template; none unended where the template has none."""
+        """The share of conversations, and the parts of the chat template; by default none without a usable one."""
         fraction = self._config.chat_fraction
         if fraction == 0 or (fraction is None and not self._tokenizer.chat_template):
             return 0.0, ([], [])
@@ -256,7 +256,7 @@ class _Sampler:
         if not start and not all(openings or [[]]):
             raise DataError(
                 f"The tokenizer of {name} has no token with which a text begins or ends: name openings for the "
-                "backbone's own text."
+                "backbone's own text, and set evaluation.own_tokens to 0."
             )
         if (longest := max(map(len, openings), default=0)) + len(start) >= self._length:
             raise DataError(

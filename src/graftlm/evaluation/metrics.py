@@ -14,8 +14,8 @@ Beside a reference, the bare backbone, each scored token also gives the divergen
 
     KL = Σ_v p_reference(v | before) (log p_reference(v | before) - log p(v | before))
 
-On text that the reference sampled itself, its mean over tokens estimates without bias the divergence of the two models'
-distributions over such texts, per token.
+On texts that the reference sampled itself, its mean over tokens estimates the divergence of the two models'
+distributions over such texts, per token, without bias.
 
 Cost is decoding speed in tokens per second and peak memory in bytes.
 """

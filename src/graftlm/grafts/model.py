@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -87,6 +87,8 @@ class GraftedModel(PreTrainedModel):
         self.grafts = nn.ModuleDict(dict(grafts or {}))
         self._by_name: dict[str, Graft] = dict(grafts or {})
         self._replacing: list[ReplacesModel] = []
+        if old_objective not in get_args(OldObjective):
+            raise GraftError(f"There is no objective {old_objective!r} of old rows: give replay or distil.")
         self._distils = old_objective == "distil"
         if self._distils or any(isinstance(graft, ReplacesModel) for graft in self._by_name.values()):
             with suppress(BackboneError):  # made before a graft replaces modules; its next reader gets the error
@@ -204,8 +206,11 @@ class GraftedModel(PreTrainedModel):
         self, logits: Tensor, labels: Tensor, inputs: dict[str, Any], domain: Tensor | None, totals: Tensor | None
     ) -> Tensor:
         """The loss of all targets; where the model distils, old rows follow the backbone's distributions instead."""
-        if not self._distils or domain is None or not self.training:
+        if not self._distils or not self.training:
             return language_modelling_loss(logits, labels, totals)
+        if domain is None:
+            self._refuse_trainer("the batches have no `domain`")
+        assert domain is not None, "refused"
         totals = (labels[:, 1:] != IGNORED).sum()[None] if totals is None else totals
         old = (domain == OLD_DOMAIN).nonzero().squeeze(-1)
         new_labels = labels.index_fill(0, old, IGNORED)
@@ -230,13 +235,17 @@ class GraftedModel(PreTrainedModel):
             )
 
     def _refuse_trainer(self, problem: str) -> None:
-        """Raise `GraftError` if a graft has an auxiliary loss and trains."""
-        names = [name for name, graft in self._by_name.items() if graft.config.has_auxiliary_loss]
-        if names and self.training:
+        """Raise `GraftError` if old rows have a loss of their own in training: of a graft, or as the model distils."""
+        losses = [
+            f"The graft {name} has an auxiliary loss"
+            for name, graft in self._by_name.items()
+            if graft.config.has_auxiliary_loss
+        ]
+        losses += ["The model distils old rows"] if self._distils else []
+        if losses and self.training:
             raise GraftError(
-                f"The graft {names[0]} has an auxiliary loss, but {problem}: give every row a column `domain`, 0 for "
-                "old text and 1 for new, and put graftlm.training.trainers.DomainTrainer before the trainer's class; "
-                "or configure the graft without that loss."
+                f"{losses[0]}, but {problem}: give every row a column `domain`, 0 for old text and 1 for new, and put "
+                "graftlm.training.trainers.DomainTrainer before the trainer's class; or do without that loss."
             )
 
     def predict(

@@ -154,8 +154,9 @@ def compare_recipe(
 def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progress: bool, log: Log) -> Results:
     """Execute runs, and write their report; the recipe is kept beside it."""
     main = PartialState().is_main_process
-    if isinstance(recipe, Recipe) and recipe.training.steps:
-        check_sources([*recipe.data.new, *(recipe.data.old if recipe.data.replay_fraction else [])])
+    for run in runs:
+        if isinstance(run, GraftRun) and run.graft is not None and run.training.steps:
+            check_sources([*run.data.new, *(run.data.old if run.data.replay_fraction else [])])
     with locked(folder):
         if main:
             write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())

@@ -163,7 +163,7 @@ def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterato
         yield accelerator
     finally:
         if not on_cpu:
-            accelerator.free_memory()  # which takes half a second, and on a CPU frees nothing: all is local here
+            accelerator.free_memory()  # collects garbage for half a second; reference counts free it on a CPU
         if ours:
             AcceleratorState._reset_state(reset_partial_state=alone)
 
