@@ -59,6 +59,9 @@ def compare(
     recipe: RecipeFile,
     overrides: Overrides = None,
     out: RunFolder = None,
+    frontier: Annotated[
+        bool, Option("--frontier", help="Sweep rates and strengths; compare at equal learning.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -67,7 +70,8 @@ def compare(
     from graftlm import compare_recipe
 
     folder = out or Path(parsed.out)
-    print_report(compare_recipe(parsed, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
+    results = compare_recipe(parsed, folder, frontier=frontier, progress=not quiet, log=logger(quiet))
+    print_report(results, folder, as_json)
 
 
 def demo(

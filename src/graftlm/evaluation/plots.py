@@ -50,6 +50,27 @@ def learn_against_forget(rows: Sequence[Row], paths: Mapping[str, Sequence[Point
     return figure
 
 
+def frontier_curves(learned: Sequence[float], losses: Mapping[str, Sequence[float | None]], name: str) -> Figure:
+    """What each method loses at each level of learning, in nats per token; down and right is better.
+
+    Args:
+        learned: the levels.
+        losses: by method, the loss at each level; None where the method does not learn so much.
+        name: what is lost: `forgotten` or `own_kl`.
+    """
+    lost = {"forgotten": "forgotten", "own_kl": "divergence from the backbone on its own text"}.get(name, name)
+    figure, axes = _figure("Lost at equal learning", "learned: nats per token", f"{lost}: nats per token")
+    axes.axhline(0, color=_GREY, linewidth=0.9, zorder=1)
+    for index, (method, values) in enumerate(losses.items()):
+        known = [(level, value) for level, value in zip(learned, values, strict=True) if value is not None]
+        axes.plot(
+            [level for level, _ in known], [value for _, value in known], **_style(index), markersize=6,
+            markevery=(index % 5, 8), linewidth=1.8, label=method,
+        )  # fmt: skip
+    _legend(axes)
+    return figure
+
+
 def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gates") -> Figure:
     """The share of tokens with an open gate per layer; `shares` maps a domain to one value per layer."""
     figure, axes = _figure(title, "layer", "share of tokens with an open gate")

@@ -77,6 +77,12 @@ class EvaluationConfig(Config):
         description="Tokens of text that the backbone samples, on which own_kl measures the divergence from it; 0 "
         "leaves it out.",
     )
+    own_seed: int = Field(_TEST_SEED, ge=0, description="Seed of that text.")
+    strengths: list[Annotated[float, Field(ge=0, le=1)]] = Field(
+        [],
+        description="Measure the model also with its weights moved back: shares of the way from their start to where "
+        "training took them.",
+    )
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
@@ -159,7 +165,8 @@ class GraftRun(TrainingRun):
         """The run that samples the text to measure on: plainly, as the divergence is over the backbone's own texts."""
         if not self.evaluation.own_tokens:
             return []
-        source = SelfSourceConfig(self=True, tokens=self.evaluation.own_tokens, seed=_TEST_SEED)
+        settings = self.evaluation
+        source = SelfSourceConfig(self=True, tokens=settings.own_tokens, seed=settings.own_seed)
         return [SamplingRun.of(self.backbone, source, self._scored_length)]
 
     @property
@@ -205,7 +212,9 @@ class GraftRun(TrainingRun):
         if isinstance(graft, FitsOnText):
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
         with GraftedModel(backbone, {"graft": graft}, old_objective=self.data.old_objective) as model:
-            yield Trainee(model, batches, identity, evaluator=evaluator)
+            weights = model.trainable_parameters() if self.evaluation.strengths else {}
+            start = {name: weight.detach().clone() for name, weight in weights.items()}
+            yield Trainee(model, batches, identity, evaluator=evaluator, start=start)
 
     def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
         """The run's batches; runs of one process share those that keep no position."""
@@ -223,7 +232,8 @@ class GraftRun(TrainingRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         assert self.graft is not None, "a bare backbone is not trained"
-        return trainee.evaluator.measure(trainee.model, self.id, self.label or graft_label(self.graft))
+        label = self.label or graft_label(self.graft)
+        return trainee.evaluator.measure(trainee.model, self.id, label, trainee.start)
 
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
@@ -315,31 +325,66 @@ class BackboneEvaluator:
             self._outcomes = self._do_tasks(self.backbone.model)
         return self._outcomes
 
-    def measure(self, model: GraftedModel, row_id: str, label: str) -> Measurement:
-        """Measure a trained model."""
-        metrics: dict[str, Any] = dict(learning_and_forgetting(self.backbone_scores(), self._score(model)))
-        metrics |= self._own_divergence(model) | self._speeds(model)
+    def measure(
+        self, model: GraftedModel, row_id: str, label: str, start: Mapping[str, Tensor] | None = None
+    ) -> Measurement:
+        """Measure a trained model, with `start`, its weights before training, also at the strengths."""
+        scores, own = self._score(model), self._own_scores(model)
+        metrics: dict[str, Any] = dict(learning_and_forgetting(self.backbone_scores(), scores))
+        metrics |= self._own_metrics(own) | self._speeds(model)
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
         metrics["total_parameters"] = count_parameters(model.parameters())
         outcomes = self._do_tasks(model)
         for name, outcome in outcomes.items():
             metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes()[name])
-        return Measurement(
-            Row(id=row_id, label=label, metrics=metrics), self._details(self._statistics(model), outcomes)
-        )
+        details = self._details(self._statistics(model), outcomes)
+        if start:
+            details["strengths"] = self._at_strengths(model, start, self._point(1.0, scores, own))
+        return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
+
+    def _at_strengths(
+        self, model: GraftedModel, start: Mapping[str, Tensor], trained: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """What a model learned and forgot at each strength, ordered; `trained` is its point at strength 1.
+
+        At strength s each weight is start + s (trained - start), so the curve begins at the backbone; for fine-tuned
+        weights it is that of WiSE-FT (Wortsman et al., 2022, arXiv 2109.01903).
+        """
+        points = []
+        for strength in sorted(set(self.evaluation.strengths) - {1.0}):
+            with weights_moved_back(model.trainable_parameters(), start, strength):
+                points.append(self._point(strength, self._score(model, divergence=False), self._own_scores(model)))
+        return [*points, trained]
+
+    def _point(self, strength: float, scores: Mapping[str, Scores], own: Scores | None) -> dict[str, Any]:
+        """`strength`, `metrics` as in a row, and `windows`: the `nats` and `tokens` of each window, by what changed.
+
+        `learned`, `forgotten` and `own_kl` are sums of such nats over sums of tokens, so that anything between two
+        points has an interval.
+        """
+        metrics = learning_and_forgetting(self.backbone_scores(), scores) | self._own_metrics(own)
+        changes = {"own_kl": (own.kl, own.tokens)} if own and own.kl is not None else {}
+        for name, key, sign in (("learned", NEW_SET, -1), ("forgotten", OLD_SET, 1)):
+            if key in scores:
+                changes[name] = (sign * (scores[key].nats - self.backbone_scores()[key].nats), scores[key].tokens)
+        return {
+            "strength": strength,
+            "metrics": {name: value.model_dump(mode="json") for name, value in metrics.items()},
+            "windows": {n: {"nats": nats.tolist(), "tokens": tokens.tolist()} for n, (nats, tokens) in changes.items()},
+        }
 
     def _details(self, statistics: Mapping[str, Any], outcomes: Mapping[str, TaskResult]) -> dict[str, Any]:
         tasks = {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
         details = {"statistics": dict(statistics), "tasks": tasks}
         return {name: value for name, value in details.items() if value}
 
-    def _own_divergence(self, model: Any) -> dict[str, Interval]:
-        """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""
+    def _own_scores(self, model: Any) -> Scores | None:
+        """Scores of the backbone's own text with the divergence from it; None without such text."""
         if not self.own_text:
-            return {}
+            return None
         settings = self.evaluation
         windows = list(own_windows(self.own_text))
-        scores = score_windows(
+        return score_windows(
             model,
             self.tokenizer,
             windows,
@@ -347,16 +392,21 @@ class BackboneEvaluator:
             precision=settings.precision,
             reference=self.backbone.bare_model,
         )
+
+    def _own_metrics(self, scores: Scores | None) -> dict[str, Interval]:
+        """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""
+        if scores is None:
+            return {}
         chats = np.array([self.own_text[number].is_chat for number in scores.document])
         metrics = {"own_kl": scores.interval("kl_per_token")}
         if chats.any() and not chats.all():
             metrics["chat_kl"] = scores.subset(chats).interval("kl_per_token")
         return metrics
 
-    def _score(self, model: Any) -> dict[str, Scores]:
+    def _score(self, model: Any, *, divergence: bool = True) -> dict[str, Scores]:
         """Scores by test set; those of a grafted model have the divergence from the bare backbone on new text."""
         settings = self.evaluation
-        bare = None if model is self.backbone.model else self.backbone.bare_model
+        bare = self.backbone.bare_model if divergence and model is not self.backbone.model else None
         return {
             name: score(
                 model,
@@ -411,6 +461,23 @@ class BackboneEvaluator:
         length = min(len(ids), self.length)
         rows = max(1, min(len(ids), _OBSERVED_TOKENS) // length)
         return torch.tensor(ids[: rows * length], device=self.backbone.device).view(rows, length)
+
+
+@contextmanager
+def weights_moved_back(
+    weights: Mapping[str, torch.nn.Parameter], start: Mapping[str, Tensor], strength: float
+) -> Iterator[None]:
+    """Weights at start + strength (weight - start) in the block, and as they were behind it."""
+    trained = {name: weight.detach().clone() for name, weight in weights.items()}
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(torch.lerp(start[name], trained[name], strength))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(trained[name])
 
 
 def graft_label(config: GraftConfig) -> str:
@@ -468,4 +535,5 @@ __all__ = [
     "count_parameters",
     "graft_label",
     "load_tests",
+    "weights_moved_back",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from accelerate import PartialState
 from pydantic import Field, model_validator
@@ -19,7 +19,8 @@ from graftlm.evaluation import Aim, Results, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
-from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.frontier import add_frontier
+from graftlm.runs.graft_run import BACKBONE_ROW, NEW_SET, OLD_SET, AnyGraft, EvaluationConfig, GraftRun, graft_label
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
@@ -37,6 +38,18 @@ class MethodConfig(Config):
     data: dict[str, Any] = Field({}, description="Keys of the data section, such as replay_fraction.")
 
 
+class FrontierConfig(Config):
+    """What `graft compare --frontier` sweeps for every method alike."""
+
+    rates: list[Annotated[float, Field(gt=0)]] = Field(
+        [0.5, 2.0], description="Factors on each method's learning rate, beside 1."
+    )
+    strengths: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        [0.25, 0.5, 0.75],
+        description="Shares of the way from the weights' start to where training took them, beside 1.",
+    )
+
+
 class Recipe(Config):
     """A training run of one graft on text, or a comparison of several grafts on the same text."""
 
@@ -46,6 +59,7 @@ class Recipe(Config):
     data: DataConfig = DataConfig()
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
+    frontier: FrontierConfig = Field(FrontierConfig(), description="For graft compare --frontier.")
     out: str = Field("runs/graft", description="Folder for the graft, its report and the checkpoints.")
 
     @model_validator(mode="after")
@@ -63,6 +77,11 @@ class Recipe(Config):
             raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
         for name in self.methods or [""]:
             training, data = self._sections_of(name)
+            if training.sharded and self.evaluation.strengths:
+                raise ValueError(
+                    "strengths move weights back to their start, and training.sharded spreads them over processes: set "
+                    "sharded to false, or leave evaluation.strengths out"
+                )
             if training.sharded and data.old_objective == "distil":
                 raise ValueError(
                     "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
@@ -110,6 +129,26 @@ class Recipe(Config):
             runs.append(GraftRun(id=name, label=method.label, graft=method.graft, **shared))
         return runs
 
+    def frontier_runs(self) -> dict[str, list[GraftRun]]:
+        """The runs of a comparison at every rate and strength, by method; the first has the method's own rate.
+
+        Raises:
+            RecipeError: what is learned and lost would not be measured.
+        """
+        if not {OLD_SET, NEW_SET} <= self.data.test.keys():
+            raise RecipeError(
+                "A frontier shows what was learned against what was forgotten: name test texts old and new under "
+                "data.test."
+            )
+        evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths})
+        recipe = Recipe.parse(self.model_dump() | {"evaluation": evaluation.model_dump()})  # which checks them
+        runs: dict[str, list[GraftRun]] = {}
+        for run in recipe.comparison():
+            factors = sorted({1.0, *self.frontier.rates}) if run.training.steps else [1.0]
+            factors.sort(key=lambda factor: factor != 1)
+            runs[run.id] = [_at_rate(run, factor) for factor in factors]
+        return runs
+
     def backbone_runs(self) -> list[Run]:
         """The run that measures the bare backbone; none without tests and tasks."""
         if not (self.data.test or self.evaluation.tasks):
@@ -132,10 +171,34 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
     return results
 
 
+def _at_rate(run: GraftRun, factor: float) -> GraftRun:
+    """A run with its learning rate multiplied, and an id and label that say so."""
+    if factor == 1:
+        return run
+    assert run.graft is not None, "of a comparison"
+    rate = run.training.learning_rate * factor
+    training = run.training.model_copy(update={"learning_rate": rate})
+    label = f"{run.label or graft_label(run.graft)}, rate {rate:g}"
+    return run.model_copy(update={"id": f"{run.id}-rate-{rate:g}", "label": label, "training": training})
+
+
 def compare_recipe(
-    recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print
+    recipe: AnyRecipe,
+    out: str | Path | None = None,
+    *,
+    frontier: bool = False,
+    progress: bool = True,
+    log: Log = print,
 ) -> Results:
     """Train every method of the recipe on the same data, and report them side by side; grafts are in `out/ROW/graft`.
+
+    Args:
+        recipe: of a graft or of several methods on text.
+        out: the output folder; the recipe's when None.
+        frontier: train each method at several rates, measure each at several strengths, and give what it forgets at
+            equal learning.
+        progress: show the progress of training.
+        log: takes lines for people.
 
     Raises:
         RecipeError: the recipe is one of a language model or of tasks.
@@ -147,12 +210,25 @@ def compare_recipe(
             "The recipe has tasks, and graft compare trains on text: run graft train once for each method, with an "
             "--out of its own."
         )
-    runs = [*recipe.backbone_runs(), *recipe.comparison()]
-    return _run(recipe, runs, Path(out or recipe.out), "compare", progress, log)
+    folder = Path(out or recipe.out)
+    if not frontier:
+        return _run(recipe, [*recipe.backbone_runs(), *recipe.comparison()], folder, "compare", progress, log)
+    by_method = recipe.frontier_runs()
+    runs = [*recipe.backbone_runs(), *(run for of_method in by_method.values() for run in of_method)]
+    methods = {name: [run.id for run in of_method] for name, of_method in by_method.items()}
+    return _run(recipe, runs, folder, "compare", progress, log, methods)
 
 
-def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progress: bool, log: Log) -> Results:
-    """Execute runs, and write their report; the recipe is kept beside it."""
+def _run(
+    recipe: AnyRecipe,
+    runs: Sequence[Run],
+    folder: Path,
+    name: str,
+    progress: bool,
+    log: Log,
+    frontier: Mapping[str, Sequence[str]] | None = None,
+) -> Results:
+    """Execute runs, and write their report; the recipe is kept beside it. `frontier` has the ids of rows by method."""
     main = PartialState().is_main_process
     for run in runs:
         if isinstance(run, GraftRun) and run.graft is not None and run.training.steps:
@@ -163,7 +239,9 @@ def _run(recipe: AnyRecipe, runs: Sequence[Run], folder: Path, name: str, progre
         measurements = execute(runs, folder, progress=progress, log=log)
         results = make_results(recipe, name, list(measurements.values()))
         if main:
-            plots = recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else None
+            plots = recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else {}
+            if frontier:
+                results, plots = add_frontier(results, measurements, frontier)
             write_report(results, folder, plots=plots)
     return results
 
@@ -174,10 +252,17 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
     for measurement in measurements:
         for kind, value in measurement.details.items():
             if value:
-                details.setdefault(kind, {})[measurement.row.id] = value
+                details.setdefault(kind, {})[measurement.row.id] = _without_windows(value)
     rows = [measurement.row for measurement in measurements]
     aims = _budget_aims(measurements, recipe.evaluation.forgetting_budget) if isinstance(recipe, Recipe) else []
     return Results.here(name, rows, seeds=[recipe.training.seed], aims=aims, details=details)
+
+
+def _without_windows(value: Any) -> Any:
+    """A detail of a measurement without the numbers of each window, which only intervals need."""
+    if not (isinstance(value, list) and value and isinstance(value[0], dict) and "windows" in value[0]):
+        return value
+    return [{key: item for key, item in point.items() if key != "windows"} for point in value]
 
 
 def _budget_aims(measurements: Sequence[Measurement], budget: float | None) -> list[Aim]:

@@ -25,6 +25,7 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 
 from graftlm.config import Config
 from graftlm.data.packing import Batches
@@ -156,6 +157,7 @@ class Trainee:
         tokenizer: the model's tokenizer, where evaluation needs it.
         tests: what evaluation reads, by name.
         evaluator: what measures the model, where the run made it before training.
+        start: the weights before training by name, where evaluation needs them.
     """
 
     model: Any
@@ -164,6 +166,7 @@ class Trainee:
     tokenizer: Any = None
     tests: Any = None
     evaluator: Any = None
+    start: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class TrainingRun(Run):
