@@ -14,6 +14,7 @@ from graftlm.evaluation import Interval, Results
 ROOT = Path(__file__).parents[1]
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
+    "distillation": ["step", "memory"],
     "composition": ["decode_step", "generate_256_vs_recompute", "train_step", "memory"],
     "token_routing": [
         "decode_vs_one_lora",
@@ -35,6 +36,7 @@ ROWS = {
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
+    "distillation": [],
     "composition": ["ratio"] * 2,
     "token_routing": [*["ratio"] * 5, "ratio_top2"],
     "block_state": [*["ratio"] * 3, "value", "value"],
