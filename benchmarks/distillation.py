@@ -7,8 +7,9 @@ Speed is measured turn by turn in one process; memory in a process for each obje
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from graftlm.training.loop import make_optimizer
 from neutral_residues import CAPACITY, QUICK, Size, gated, random_backbone
 
 NAME = "bench-distillation"
+PEAK = "--peak-of"  # of the process that `peak_bytes` starts
 SIZE = replace(Size(), vocabulary=49_152, rows=8)
 OBJECTIVES = ("replay", "distil")
 OLD_FRACTION = 0.25
@@ -63,14 +65,19 @@ class Training:
         self.optimiser.zero_grad()
 
 
-def peak_bytes(objective: str, size: Size, device: torch.device, threads: int) -> int:
-    """The peak memory of a process that trains."""
-    torch.set_num_threads(threads)
-    training, watch = Training(objective, size, device), MemoryWatch()
+def peak_bytes(objective: str, size: Size, device: torch.device) -> int:
+    """The peak memory of a process of its own that trains, since freed memory may stay with a process."""
+    command = [sys.executable, __file__, PEAK, objective, json.dumps(asdict(size)), str(device)]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def print_peak(objective: str, size: str, device: str) -> None:
+    """What the process of `peak_bytes` does: three updates."""
+    training, watch = Training(objective, Size(**json.loads(size)), torch.device(device)), MemoryWatch()
     with watch:
         for _ in range(3):
             training.step()
-    return watch.peak
+    print(watch.peak)
 
 
 def benchmark(size: Size, device: torch.device) -> Results:
@@ -78,10 +85,7 @@ def benchmark(size: Size, device: torch.device) -> Results:
     trainings = {objective: Training(objective, size, device) for objective in OBJECTIVES}
     speeds = rounds({name: training.speed for name, training in trainings.items()}, size.train_rounds)
     del trainings
-    peaks = {}
-    for objective in OBJECTIVES:  # a process for each, since freed memory may stay with a process
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            peaks[objective] = pool.submit(peak_bytes, objective, size, device, torch.get_num_threads()).result()
+    peaks = {objective: peak_bytes(objective, size, device) for objective in OBJECTIVES}
     memory = peaks["distil"] / peaks["replay"]
     found = {
         "step": interval([d / r for d, r in zip(speeds["distil"], speeds["replay"], strict=True)]),
@@ -101,6 +105,8 @@ def benchmark(size: Size, device: torch.device) -> Results:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [PEAK]:
+        sys.exit(print_peak(*sys.argv[2:]))
     command(
         NAME,
         "What distilling costs beside replay, in ratios.",

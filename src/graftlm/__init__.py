@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graftlm.errors import GraftError
     from graftlm.export import export_graft
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
-    from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
+    from graftlm.runs.recipe import compare_recipe, grow_recipe, load_recipe, run_recipe
 
 _MODULES = {
     "Graft": "graftlm.grafts",
@@ -26,6 +26,7 @@ _MODULES = {
     "compare_recipe": "graftlm.runs.recipe",
     "export_graft": "graftlm.export",
     "graft_config": "graftlm.grafts",
+    "grow_recipe": "graftlm.runs.recipe",
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
     "load_recipe": "graftlm.runs.recipe",
@@ -44,6 +45,7 @@ __all__ = [
     "compare_recipe",
     "export_graft",
     "graft_config",
+    "grow_recipe",
     "load_backbone",
     "load_graft",
     "load_recipe",

@@ -17,7 +17,7 @@ from graftlm.artifact import read_manifest
 from graftlm.evaluation import Results, Row
 from graftlm.grafts import kinds
 
-VERBS = ("train", "compare", "eval", "generate", "predict", "inspect", "export", "demo", "methods", "schema")
+VERBS = ("train", "compare", "grow", "eval", "generate", "predict", "inspect", "export", "demo", "methods", "schema")
 TEXTS = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--limit-tokens", "200", "--length", "32")
 
 

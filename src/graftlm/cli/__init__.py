@@ -16,7 +16,7 @@ from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
-_RESUMABLE = ("train", "compare", "demo")
+_RESUMABLE = ("train", "compare", "grow", "demo")
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
@@ -68,8 +68,16 @@ def _root(
     pass
 
 
-_VERBS = [training.train, training.compare, grafts.evaluate, grafts.generate, grafts.predict, grafts.inspect]
-_VERBS += [grafts.export, summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
+_VERBS = [training.train, training.compare, training.grow, grafts.evaluate, grafts.generate, grafts.predict]
+_VERBS += [
+    grafts.inspect,
+    grafts.export,
+    summarize.summarize,
+    summarize.rate,
+    summarize.ratings,
+    clarify.clarify,
+    serve.serve,
+]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
     app.command("eval" if _verb is grafts.evaluate else None)(_verb)

@@ -74,6 +74,21 @@ def compare(
     print_report(results, folder, as_json)
 
 
+def grow(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: RunFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe's stages one after the other, and report each."""
+    parsed = _load(recipe, overrides)
+    from graftlm import grow_recipe
+
+    folder = out or Path(parsed.out)
+    print_report(grow_recipe(parsed, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
+
+
 def demo(
     out: Annotated[Path, Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
     tiny: Annotated[bool, Option("--tiny", help="Pretrain a toy model here, and teach it with four methods.")] = False,

@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from pydantic import BeforeValidator, Field, SerializeAsAny
 from torch import Tensor
 
-from graftlm.artifact import save_graft
+from graftlm.artifact import TENSORS_NAME, load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
@@ -40,7 +40,7 @@ from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
 from graftlm.evaluation.results import Interval
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
-from graftlm.io import digest
+from graftlm.io import digest, file_digest
 from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
 from graftlm.training.loop import TrainingSummary
 
@@ -133,8 +133,13 @@ def load_shared(backbone: BackboneConfig) -> Backbone:
 
 
 class GraftRun(TrainingRun):
-    """One graft on one backbone, trained on text; without a graft, the bare backbone."""
+    """One graft on one backbone, trained on text; without a graft, the bare backbone.
 
+    The grafts of the runs in `depends_on` are attached before it, frozen; with `continues` the last of them is not, and
+    trains on in the place of a new one.
+    """
+
+    continues: bool = False
     backbone: BackboneConfig
     graft: AnyGraft | None = None
     data: DataConfig = DataConfig()
@@ -143,6 +148,8 @@ class GraftRun(TrainingRun):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
+        if not self.continues:
+            del settings["continues"]
         if self.graft is None:
             settings["data"] = {"test": settings["data"]["test"], "length": settings["data"]["length"]}
             del settings["training"]
@@ -199,9 +206,14 @@ class GraftRun(TrainingRun):
         backbone = evaluator.backbone
         batches = self._batches(backbone, context.dependencies) if self.training.steps else None
         set_seed(self.training.seed)
-        graft = self.graft.graft_class(self.graft, backbone)
+        earlier = {name: load_graft(context.dependencies[name] / "graft", backbone) for name in self.depends_on}
+        files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
+        continued = earlier.popitem()[1] if self.continues and earlier else None
+        graft = continued or self.graft.graft_class(self.graft, backbone)
         identity: dict[str, Any] = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
         identity |= {"data": batches.fingerprint() if batches else None, "old_objective": self.data.old_objective}
+        if files:
+            identity["trained_after"] = [file_digest(file) for file in files]
         if isinstance(graft, ReadsModels):
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
         evaluator.backbone_scores()  # before the graft is attached
@@ -209,9 +221,12 @@ class GraftRun(TrainingRun):
         steps = self.training.steps
         label = self.label or graft_label(self.graft)
         context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
-        if isinstance(graft, FitsOnText):
+        if isinstance(graft, FitsOnText) and continued is None:
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
-        with GraftedModel(backbone, {"graft": graft}, old_objective=self.data.old_objective) as model:
+        grafts = {**earlier, "graft": graft}
+        with GraftedModel(backbone, grafts, old_objective=self.data.old_objective) as model:
+            for frozen in earlier.values():
+                frozen.requires_grad_(False)
             weights = model.trainable_parameters() if self.evaluation.strengths else {}
             start = {name: weight.detach().clone() for name, weight in weights.items()}
             yield Trainee(model, batches, identity, evaluator=evaluator, start=start)
@@ -246,6 +261,8 @@ class GraftRun(TrainingRun):
             "tokens": summary.tokens if summary else 0,
             "training": self.training.model_dump(mode="json"),
         }
+        if self.depends_on:
+            training["trained_after"] = list(self.depends_on)
         statistics = measurement.details.get("statistics", {})
         training["measured"] = measurement.row.model_dump(mode="json")["metrics"]
         training["observed"] = {name: value for name, value in statistics.items() if _is_per_layer(value)}

@@ -21,12 +21,13 @@ from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
 from graftlm.runs.frontier import add_frontier
 from graftlm.runs.graft_run import BACKBONE_ROW, NEW_SET, OLD_SET, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.growth import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
 
-AnyRecipe: TypeAlias = "Recipe | LanguageModelRecipe | TaskRecipe"
+AnyRecipe: TypeAlias = "Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe"
 
 
 class MethodConfig(Config):
@@ -164,6 +165,8 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
         ForgettingBudgetError: the run forgot more than the recipe allows. Graft and report are written all the same.
     """
     folder = Path(out or recipe.out)
+    if isinstance(recipe, GrowthRecipe):
+        raise RecipeError("The recipe has stages: run graft grow.")
     if not isinstance(recipe, Recipe):
         return _run(recipe, [recipe.run()], folder, "train", progress, log)
     results = _run(recipe, [*recipe.backbone_runs(), recipe.run()], folder, "train", progress, log)
@@ -210,6 +213,8 @@ def compare_recipe(
             "The recipe has tasks, and graft compare trains on text: run graft train once for each method, with an "
             "--out of its own."
         )
+    if isinstance(recipe, GrowthRecipe):
+        raise RecipeError("The recipe has stages: run graft grow, or name methods to compare.")
     folder = Path(out or recipe.out)
     if not frontier:
         return _run(recipe, [*recipe.backbone_runs(), *recipe.comparison()], folder, "compare", progress, log)
@@ -217,6 +222,21 @@ def compare_recipe(
     runs = [*recipe.backbone_runs(), *(run for of_method in by_method.values() for run in of_method)]
     methods = {name: [run.id for run in of_method] for name, of_method in by_method.items()}
     return _run(recipe, runs, folder, "compare", progress, log, methods)
+
+
+def grow_recipe(
+    recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print
+) -> Results:
+    """Train the recipe's stages one after the other, and report the model after each; grafts are in `out/STAGE/graft`.
+
+    Raises:
+        RecipeError: the recipe has no stages.
+    """
+    if not isinstance(recipe, GrowthRecipe):
+        raise RecipeError(
+            "The recipe has no stages, and graft grow trains them in order: name some, or run graft train."
+        )
+    return _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
 
 
 def _run(
@@ -287,7 +307,7 @@ def _check_budget(results: Results, budget: float | None) -> None:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe of a graft on text, of a graft on tasks (key `tasks`), or of a language model (key `kind`).
+    """Read a recipe of a graft on text, of one on tasks (key `tasks`), of a language model (`kind`), or of `stages`.
 
     Args:
         path: a YAML file. Local paths in it are relative to the working folder.
@@ -301,12 +321,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
 
 
 def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
-    """The recipe in plain values; `kind` and `tasks` decide which of the three forms it has.
+    """The recipe in plain values; `kind`, `tasks` and `stages` decide which of the forms it has.
 
     Raises:
         RecipeError: one sentence on the first problem.
     """
     kind = values.get("kind")
+    if "stages" in values:
+        return GrowthRecipe.parse(values, where=where)
     if kind is None:
         return (TaskRecipe if "tasks" in values else Recipe).parse(values, where=where)
     if kind != LanguageModelRecipe.model_fields["kind"].default:
@@ -318,10 +340,9 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of recipes, for editors: every kind of graft with its own keys, and language models."""
-    of_grafts, of_models, of_tasks = (
-        recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe)
-    )
-    definitions = of_grafts.pop("$defs") | of_models.pop("$defs") | of_tasks.pop("$defs")
+    forms = [recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe, GrowthRecipe)]
+    definitions = {name: schema for form in forms for name, schema in form.pop("$defs").items()}
+    of_models = forms[1]
     of_models["required"] = sorted({*of_models["required"], "kind"})
     variants = []
     for kind in kinds():
@@ -330,7 +351,7 @@ def recipe_schema() -> dict[str, Any]:
         variant["required"] = sorted({*variant.get("required", []), "kind"})
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
-    return {"title": "Recipe", "oneOf": [of_grafts, of_models, of_tasks], "$defs": definitions}
+    return {"title": "Recipe", "oneOf": forms, "$defs": definitions}
 
 
 __all__ = [
@@ -339,6 +360,7 @@ __all__ = [
     "Recipe",
     "compare_recipe",
     "graft_label",
+    "grow_recipe",
     "load_recipe",
     "recipe_schema",
     "run_recipe",

@@ -1,0 +1,112 @@
+"""Growth: several grafts trained one after the other, each beside those before it, and attached together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config
+from graftlm.data import DataConfig
+from graftlm.grafts.base import ReplacesModel
+from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.run import Run
+from graftlm.training.config import TrainingConfig
+
+
+class StageConfig(Config):
+    """One stage: what it is taught, and the keys that differ from the recipe's."""
+
+    label: str = ""
+    graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
+    training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
+    data: dict[str, Any] = Field({}, description="Keys of the data section, such as new.")
+
+
+class GrowthRecipe(Config):
+    """Grafts trained one after the other on one backbone.
+
+    A stage's model has the grafts of the stages before it, which don't change any more. To its old text come the new
+    texts of those stages, so that its graft is silent on what the others know.
+    """
+
+    backbone: BackboneConfig
+    graft: AnyGraft | None = Field(None, description="What each stage trains, unless it has a graft of its own.")
+    stages: dict[str, StageConfig] = Field(description="The stages in order, by name.")
+    one_graft: bool = Field(
+        False, description="Train one graft further in every stage instead: the usual rival, which forgets."
+    )
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    out: str = Field("runs/growth", description="Folder for the grafts, the report and the checkpoints.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.stages:
+            raise ValueError("there are no stages: name at least one, with its text under data.new")
+        if BACKBONE_ROW in self.stages:
+            raise ValueError("the stage name backbone is taken by the backbone's own row; choose another")
+        grafts = []
+        for number, (name, graft, training, data) in enumerate(self._sections()):
+            where = f"stages.{name}"
+            if not (training.steps and data.new):
+                lacks = "new text: name some under its data.new" if training.steps else "steps: set training.steps"
+                raise ValueError(f"{where} has no {lacks}")
+            if graft.needs_tasks:
+                raise ValueError(
+                    f"{where} has a graft of the kind {graft.kind}, which learns tasks, and stages have text"
+                )
+            if number and data.replay_fraction and data.old_objective == "distil":
+                raise ValueError(
+                    f"{where} has old_objective distil, which follows the bare backbone, and that does not know what "
+                    "the stages before it taught: set it to replay behind the first stage"
+                )
+            grafts.append(graft)
+        replacing = [graft for graft in grafts if issubclass(graft.graft_class, ReplacesModel)]
+        if len(replacing) > 1 and not self.one_graft:
+            raise ValueError(
+                f"grafts of the kind {replacing[1].kind} change the backbone's modules, and two of that sort can't be "
+                "attached together: choose another kind for all stages but one, or set one_graft to train one further"
+            )
+        if self.one_graft and any(graft != grafts[0] for graft in grafts):
+            raise ValueError("one_graft trains one graft further, and the stages name different ones: name it once")
+        return self
+
+    def _sections(self) -> Iterator[tuple[str, Any, TrainingConfig, DataConfig]]:
+        """Name, graft, training and data of each stage; its old text has the new text of the stages before it."""
+        earlier: list[Any] = []
+        for name, stage in self.stages.items():
+            where, graft = f"stages.{name}", stage.graft or self.graft
+            if graft is None:
+                raise ValueError(f"{where} has no graft: name one, or one for all stages under graft")
+            if changed := stage.data.keys() & {"test", "validation"}:
+                raise ValueError(
+                    f"{where}.data has the key {min(changed)}, and all stages are measured on the same texts"
+                )
+            training = TrainingConfig.parse(self.training.model_dump() | stage.training, where=f"{where}.training")
+            data = DataConfig.parse(self.data.model_dump() | stage.data, where=f"{where}.data")
+            new = list(data.new)
+            yield name, graft, training, data.model_copy(update={"old": [*data.old, *earlier]})
+            earlier += new
+
+    def runs(self) -> list[Run]:
+        """The bare backbone's run, where there is something to measure, and the stages' in order."""
+        shared: dict[str, Any] = {"backbone": self.backbone, "evaluation": self.evaluation}
+        measured = self.data.test or self.evaluation.tasks
+        runs: list[Run] = []
+        if measured:
+            runs.append(GraftRun(id=BACKBONE_ROW, data=self.data, training=self.training, **shared))
+        before: list[str] = []
+        for name, graft, training, data in self._sections():
+            label = self.stages[name].label or f"{graft_label(graft)}, up to {name}"
+            fields = {"label": label, "graft": graft, "training": training, "data": data, **shared}
+            depends_on = before[-1:] if self.one_graft else before
+            runs.append(GraftRun(id=name, depends_on=tuple(depends_on), continues=self.one_graft, **fields))
+            before.append(name)
+        return runs
+
+
+__all__ = ["GrowthRecipe", "StageConfig"]

@@ -1,0 +1,135 @@
+"""Grafts trained one after the other: each leaves those before it alone, and the last row is all of them together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftlm.artifact import load_graft, read_manifest
+from graftlm.backbone import load_backbone
+from graftlm.errors import RecipeError, TrainingError
+from graftlm.evaluation import Results, value_of
+from graftlm.grafts import GraftedModel
+from graftlm.runs.graft_run import BackboneEvaluator, load_tests
+from graftlm.runs.growth import GrowthRecipe
+from graftlm.runs.recipe import compare_recipe, grow_recipe, parse_recipe, run_recipe
+from tests.runs.test_recipe import values
+
+DANISH = "den gamle have sov under den hvide måne. "
+
+
+def growth(tmp_path: Path, backbone: Path, **changes: Any) -> dict[str, Any]:
+    plain = values(tmp_path, backbone)
+    texts = {name: str(tmp_path / f"{name}.txt") for name in ("new", "danish", "danish-test")}
+    for name in ("danish", "danish-test"):
+        (tmp_path / f"{name}.txt").write_text(DANISH * (60 if name == "danish" else 8), encoding="utf-8")
+    plain["data"] |= {"new": [], "test": plain["data"]["test"] | {"danish": [{"path": texts["danish-test"]}]}}
+    plain["stages"] = {name: {"data": {"new": [{"path": texts[name]}]}} for name in ("new", "danish")}
+    plain["evaluation"] |= {"own_tokens": 0, "decode_prompts": 0}
+    return plain | changes
+
+
+def grow(values: dict[str, Any]) -> Results:
+    return grow_recipe(parse_recipe(values, "recipe"), progress=False, log=lambda _: None)
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "graft.safetensors")
+
+
+def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_backbone) -> None:
+    changed = growth(tmp_path, tiny_backbone("llama"))
+    changed["stages"]["danish"]["graft"] = {"kind": "lora", "rank": 2}  # beside one that has hooks
+    results = grow(changed)
+    assert [row.id for row in results.rows] == ["backbone", "new", "danish"]
+    bare, first, both = (results.row(name).metrics for name in ("backbone", "new", "danish"))
+    assert value_of(first["new"]) < value_of(bare["new"])
+    assert value_of(both["danish"]) < value_of(first["danish"]), "the second stage learned its text"
+    own = sum(tensor.numel() for tensor in tensors(tmp_path / "run" / "danish" / "graft").values())
+    assert value_of(both["trainable_parameters"]) == own, "the first graft is frozen"
+
+    backbone = load_backbone(changed["backbone"]["name"])
+    recipe = GrowthRecipe.parse(changed)
+    evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
+    evaluator.backbone_scores()
+    grafts = {name: load_graft(tmp_path / "run" / name / "graft", backbone) for name in ("new", "danish")}
+    grafts["graft"] = grafts.pop("danish")
+    with GraftedModel(backbone, grafts) as model:
+        measured = evaluator.measure(model, "both", "both").row.metrics
+    for name in ("old", "new", "danish"):
+        assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4)
+    assert read_manifest(tmp_path / "run" / "danish" / "graft").training["trained_after"] == ["new"]
+
+
+def test_a_changed_first_stage_makes_those_behind_it_another_run(tmp_path: Path, tiny_backbone) -> None:
+    def written() -> list[int]:
+        files = [tmp_path / "run" / name / "graft" / "graft.safetensors" for name in ("new", "danish")]
+        return [file.stat().st_mtime_ns for file in files]
+
+    changed = growth(tmp_path, tiny_backbone("llama"))
+    grow(changed)
+    start = written()
+    grow(changed)
+    assert written() == start, "finished stages are read back"
+    shutil.rmtree(tmp_path / "run" / "new")
+    changed["stages"]["new"]["training"] = {"learning_rate": 0.02}
+    with pytest.raises(TrainingError, match=r"The run in .*danish has trained_after"):
+        grow(changed)
+    shutil.rmtree(tmp_path / "run" / "danish")
+    grow(changed)
+    assert all(now != before for now, before in zip(written(), start, strict=True))
+
+
+def test_old_text_of_a_stage_has_what_the_stages_before_it_taught(tmp_path: Path, tiny_backbone) -> None:
+    runs = GrowthRecipe.parse(growth(tmp_path, tiny_backbone("llama"))).runs()
+    old = [[Path(source.path).name for source in run.data.old] for run in runs[1:]]  # type: ignore[attr-defined]
+    assert old == [["old.txt"], ["old.txt", "new.txt"]]
+
+
+def test_one_graft_trains_on_from_where_the_stage_before_left_it(tmp_path: Path, tiny_backbone) -> None:
+    changed = growth(tmp_path, tiny_backbone("llama"), one_graft=True, graft={"kind": "lora", "rank": 2})
+    changed["training"] |= {"learning_rate": 1e-3}
+    changed["stages"]["danish"]["training"] = {"learning_rate": 1e-9}
+    grow(changed)
+    first, second = (tensors(tmp_path / "run" / name / "graft") for name in ("new", "danish"))
+    assert any(tensor.abs().max() > 0 for name, tensor in first.items() if "lora_B" in name)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_what_a_stage_can_not_be_is_one_sentence(tmp_path: Path, tiny_backbone) -> None:
+    backbone = tiny_backbone("llama")
+
+    def message(change: Any) -> str:
+        changed = growth(tmp_path, backbone)
+        change(changed)
+        with pytest.raises(RecipeError) as caught:
+            parse_recipe(changed, "recipe")
+        return str(caught.value)
+
+    assert "there are no stages" in message(lambda v: v["stages"].clear())
+    assert "name backbone is taken" in message(lambda v: v["stages"].update(backbone=v["stages"]["new"]))
+    assert "stages.danish has no new text" in message(lambda v: v["stages"]["danish"].clear())
+    assert "stages.new has no steps" in message(lambda v: v["training"].update(steps=0))
+    assert "stages.new has no graft" in message(lambda v: v.pop("graft"))
+    assert "measured on the same texts" in message(lambda v: v["stages"]["new"]["data"].update(test={}))
+    assert "set it to replay behind the first stage" in message(lambda v: v["data"].update(old_objective="distil"))
+    other = {"kind": "lora", "rank": 2}
+    different = message(lambda v: (v.update(one_graft=True), v["stages"]["danish"].update(graft=other)))
+    assert "the stages name different ones" in different
+    replacing = message(lambda v: v.update(graft=other))
+    assert "can't be attached together" in replacing
+    assert "methods" in message(lambda v: v.update(methods={}))
+
+    recipe = parse_recipe(growth(tmp_path, backbone), "recipe")
+    for verb in (run_recipe, compare_recipe):
+        with pytest.raises(RecipeError, match="run graft grow"):
+            verb(recipe)
+    with pytest.raises(RecipeError, match="has no stages"):
+        grow_recipe(parse_recipe(values(tmp_path, backbone), "recipe"))
