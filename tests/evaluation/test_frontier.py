@@ -79,6 +79,8 @@ def test_a_difference_is_over_the_same_windows() -> None:
     assert alone.low < alone.mean < alone.high
     assert paired.low == pytest.approx(0.1, abs=1e-9)
     assert paired.high == pytest.approx(0.1, abs=1e-9)
+    again = Frontier({"a": [shifted(0.1)]}).at_level(1.0)["a"]["forgotten"]
+    assert again.low == pytest.approx(alone.low, abs=1e-9), "the same resamples in every call"
 
 
 def without(point: Mapping[str, Any], name: str) -> dict[str, Any]:
