@@ -206,7 +206,7 @@ def _verbs() -> dict[str, Any]:
 
 def _overrides(words: list[str]) -> list[str]:
     """SMALL for the kind of the recipe that a command trains."""
-    if words[1] not in ("train", "compare"):
+    if words[1] not in ("train", "compare", "grow"):
         return []
     if {"danish.yaml", "recipe.yaml"} & {*words}:  # made small by the fixture
         return ["training.steps=2", "evaluation.decode_prompts=0", "evaluation.limit_tokens=200"]
