@@ -95,6 +95,19 @@ def test_a_frontier_sweeps_every_method_alike(tmp_path: Path, tiny_backbone) -> 
         assert (tmp_path / "run" / f"{name}.png").exists()
 
 
+def test_a_method_that_does_not_train_has_one_point(tmp_path: Path, tiny_backbone) -> None:
+    still = {"graft": {"kind": "lora", "rank": 2}, "training": {"steps": 0}}
+    methods = {"lora": {"graft": {"kind": "lora", "rank": 2}}, "still": still}
+    changed = values(tmp_path, tiny_backbone("llama"), methods=methods, frontier={"rates": [], "strengths": [0.5]})
+    del changed["graft"]
+    changed["evaluation"] |= {"own_tokens": 0, "decode_prompts": 0}
+    lines: list[str] = []
+    results = compare_recipe(Recipe.parse(changed), frontier=True, progress=False, log=lines.append)
+    assert [point["strength"] for point in strengths_of(results, "still")] == [1.0]
+    assert "equal_learned" not in results.row("lora").metrics
+    assert any("learned nothing" in line for line in lines)
+
+
 def test_a_frontier_that_nothing_measures_is_refused(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"))
     del changed["data"]["test"]["old"]

@@ -11,9 +11,9 @@ import torch
 
 from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
-from graftlm.errors import RecipeError, TrainingError
+from graftlm.errors import ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
-from graftlm.grafts import GraftedModel
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import BackboneEvaluator, load_tests
 from graftlm.runs.growth import GrowthRecipe
 from graftlm.runs.recipe import compare_recipe, grow_recipe, parse_recipe, run_recipe
@@ -86,6 +86,36 @@ def test_a_changed_first_stage_makes_those_behind_it_another_run(tmp_path: Path,
     assert all(now != before for now, before in zip(written(), start, strict=True))
 
 
+def test_a_frozen_graft_teaches_the_others_nothing(tmp_path: Path, tiny_backbone) -> None:
+    """A frozen graft's local loss would pull its output on old rows to zero through the layers below it."""
+    backbone = load_backbone(str(tiny_backbone("llama")))
+
+    def gradients(alpha: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        frozen = build_graft(graft_config({"kind": "neutral-residues", "alpha": alpha}), backbone)
+        new = build_graft(graft_config({"kind": "neutral-residues", "alpha": 0.0}), backbone)
+        for parameter in (*frozen.parameters(), *new.parameters()):
+            torch.nn.init.normal_(parameter, 0.1, 0.1)
+        with GraftedModel(backbone, {"frozen": frozen, "graft": new}) as model:
+            frozen.requires_grad_(False)
+            ids = torch.arange(1, 17).view(2, 8)
+            model.train()(input_ids=ids, labels=ids, domain=torch.tensor([0, 1])).loss.backward()
+        return {name: parameter.grad for name, parameter in new.named_parameters() if parameter.grad is not None}
+
+    alone, beside = gradients(0.0), gradients(100.0)
+    assert alone
+    for name, gradient in alone.items():
+        torch.testing.assert_close(beside[name], gradient)
+
+
+def test_the_forgetting_budget_holds_for_stages(tmp_path: Path, tiny_backbone) -> None:
+    changed = growth(tmp_path, tiny_backbone("llama"))
+    changed["evaluation"] |= {"forgetting_budget": -100.0}
+    with pytest.raises(ForgettingBudgetError):
+        grow(changed)
+    assert (tmp_path / "run" / "report.md").exists()
+
+
 def test_old_text_of_a_stage_has_what_the_stages_before_it_taught(tmp_path: Path, tiny_backbone) -> None:
     runs = GrowthRecipe.parse(growth(tmp_path, tiny_backbone("llama"))).runs()
     old = [[Path(source.path).name for source in run.data.old] for run in runs[1:]]  # type: ignore[attr-defined]
@@ -120,6 +150,12 @@ def test_what_a_stage_can_not_be_is_one_sentence(tmp_path: Path, tiny_backbone) 
     assert "stages.new has no graft" in message(lambda v: v.pop("graft"))
     assert "measured on the same texts" in message(lambda v: v["stages"]["new"]["data"].update(test={}))
     assert "set it to replay behind the first stage" in message(lambda v: v["data"].update(old_objective="distil"))
+    assert "sharded to false" in message(
+        lambda v: (v["training"].update(sharded=True), v["evaluation"].update(strengths=[0.5]))
+    )
+    own = [{"self": True, "seed": 3}]
+    leak = message(lambda v: (v["data"].update(old=own), v["evaluation"].update(own_seed=3, own_tokens=10)))
+    assert "measured on text that was trained on" in leak
     other = {"kind": "lora", "rank": 2}
     different = message(lambda v: (v.update(one_graft=True), v["stages"]["danish"].update(graft=other)))
     assert "the stages name different ones" in different

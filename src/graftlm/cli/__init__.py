@@ -68,16 +68,9 @@ def _root(
     pass
 
 
-_VERBS = [training.train, training.compare, training.grow, grafts.evaluate, grafts.generate, grafts.predict]
-_VERBS += [
-    grafts.inspect,
-    grafts.export,
-    summarize.summarize,
-    summarize.rate,
-    summarize.ratings,
-    clarify.clarify,
-    serve.serve,
-]
+_VERBS = [training.train, training.compare, training.grow]
+_VERBS += [grafts.evaluate, grafts.generate, grafts.predict, grafts.inspect, grafts.export]
+_VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
     app.command("eval" if _verb is grafts.evaluate else None)(_verb)

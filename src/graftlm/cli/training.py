@@ -23,15 +23,25 @@ from graftlm.cli.common import (
 from graftlm.errors import ForgettingBudgetError
 
 
-def _load(recipe: Path, overrides: list[str] | None) -> Any:
-    """The recipe. A missing or broken file is an error before slow imports."""
+def _run(
+    name: str, recipe: Path, overrides: list[str] | None, out: Path | None, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """Read a recipe, hand it to the function of the package with this name, and print the report."""
     from graftlm.config import read_yaml
 
-    read_yaml(recipe)
+    read_yaml(recipe)  # a missing or broken file is an error before slow imports
     configure_logging()
-    from graftlm import load_recipe
+    import graftlm
+    from graftlm.evaluation import Results
 
-    return load_recipe(recipe, overrides or ())
+    parsed: Any = graftlm.load_recipe(recipe, overrides or ())
+    folder = out or Path(parsed.out)
+    try:
+        results = getattr(graftlm, name)(parsed, folder, progress=not quiet, log=logger(quiet), **options)
+    except ForgettingBudgetError:
+        print_report(Results.read(folder), folder, as_json)
+        raise
+    print_report(results, folder, as_json)
 
 
 def train(
@@ -42,17 +52,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe's graft or language model, and report."""
-    parsed = _load(recipe, overrides)
-    from graftlm import run_recipe
-    from graftlm.evaluation import Results
-
-    folder = out or Path(parsed.out)
-    try:
-        results = run_recipe(parsed, folder, progress=not quiet, log=logger(quiet))
-    except ForgettingBudgetError:
-        print_report(Results.read(folder), folder, as_json)
-        raise
-    print_report(results, folder, as_json)
+    _run("run_recipe", recipe, overrides, out, as_json, quiet)
 
 
 def compare(
@@ -66,12 +66,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
-    parsed = _load(recipe, overrides)
-    from graftlm import compare_recipe
-
-    folder = out or Path(parsed.out)
-    results = compare_recipe(parsed, folder, frontier=frontier, progress=not quiet, log=logger(quiet))
-    print_report(results, folder, as_json)
+    _run("compare_recipe", recipe, overrides, out, as_json, quiet, frontier=frontier)
 
 
 def grow(
@@ -82,11 +77,7 @@ def grow(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe's stages one after the other, and report each."""
-    parsed = _load(recipe, overrides)
-    from graftlm import grow_recipe
-
-    folder = out or Path(parsed.out)
-    print_report(grow_recipe(parsed, folder, progress=not quiet, log=logger(quiet)), folder, as_json)
+    _run("grow_recipe", recipe, overrides, out, as_json, quiet)
 
 
 def demo(

@@ -239,7 +239,7 @@ class GraftedModel(PreTrainedModel):
         losses = [
             f"The graft {name} has an auxiliary loss"
             for name, graft in self._by_name.items()
-            if graft.config.has_auxiliary_loss
+            if graft.config.has_auxiliary_loss and not _is_frozen(graft)
         ]
         losses += ["The model distils old rows"] if self._distils else []
         if losses and self.training:
@@ -303,7 +303,8 @@ class GraftedModel(PreTrainedModel):
         return grafts[0]
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
-        losses = [loss for graft in self._by_name.values() if (loss := graft.auxiliary_loss(call)) is not None]
+        learning = [graft for graft in self._by_name.values() if not _is_frozen(graft)]
+        losses = [loss for graft in learning if (loss := graft.auxiliary_loss(call)) is not None]
         return sum(losses[1:], losses[0]) if losses else None
 
     @torch.no_grad()
@@ -515,6 +516,12 @@ class GraftedModel(PreTrainedModel):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _is_frozen(graft: Graft) -> bool:
+    """Whether a graft has weights and none trains: its loss would reach the grafts below it, and teach them."""
+    parameters = list(graft.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _check_grafts(backbone: Backbone, grafts: Any) -> None:

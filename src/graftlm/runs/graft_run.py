@@ -42,6 +42,7 @@ from graftlm.evaluation.results import Interval
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
 from graftlm.io import digest, file_digest
 from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
+from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
 
 OLD_SET, NEW_SET = "old", "new"
@@ -227,7 +228,8 @@ class GraftRun(TrainingRun):
         with GraftedModel(backbone, grafts, old_objective=self.data.old_objective) as model:
             for frozen in earlier.values():
                 frozen.requires_grad_(False)
-            weights = model.trainable_parameters() if self.evaluation.strengths else {}
+            moves = self.evaluation.strengths and self.training.steps
+            weights = model.trainable_parameters() if moves else {}
             start = {name: weight.detach().clone() for name, weight in weights.items()}
             yield Trainee(model, batches, identity, evaluator=evaluator, start=start)
 
@@ -355,8 +357,8 @@ class BackboneEvaluator:
         for name, outcome in outcomes.items():
             metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes()[name])
         details = self._details(self._statistics(model), outcomes)
-        if start:
-            details["strengths"] = self._at_strengths(model, start, self._point(1.0, scores, own))
+        if self.evaluation.strengths:
+            details["strengths"] = self._at_strengths(model, start or {}, self._point(1.0, scores, own))
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
     def _at_strengths(
@@ -364,11 +366,11 @@ class BackboneEvaluator:
     ) -> list[dict[str, Any]]:
         """What a model learned and forgot at each strength, ordered; `trained` is its point at strength 1.
 
-        At strength s each weight is start + s (trained - start), so the curve begins at the backbone; for fine-tuned
-        weights it is that of WiSE-FT (Wortsman et al., 2022, arXiv 2109.01903).
+        At strength s each weight is start + s (trained - start); for fine-tuned weights the curve is that of WiSE-FT
+        (Wortsman et al., 2022, arXiv 2109.01903). What learns without training has that one point.
         """
         points = []
-        for strength in sorted(set(self.evaluation.strengths) - {1.0}):
+        for strength in sorted(set(self.evaluation.strengths) - {1.0}) if start else []:
             with weights_moved_back(model.trainable_parameters(), start, strength):
                 points.append(self._point(strength, self._score(model, divergence=False), self._own_scores(model)))
         return [*points, trained]
@@ -507,6 +509,26 @@ def count_parameters(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def check_sections(training: TrainingConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
+    """Raise `ValueError` where sections of a recipe do not fit together."""
+    if training.sharded and evaluation.strengths:
+        raise ValueError(
+            "strengths move weights back to their start, and training.sharded spreads them over processes: set "
+            "sharded to false, or leave evaluation.strengths out"
+        )
+    if training.sharded and data.old_objective == "distil":
+        raise ValueError(
+            "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
+            "weights over processes: set sharded to false, or old_objective to replay"
+        )
+    own = [source.seed for source in data.old if isinstance(source, SelfSourceConfig)] if data.replay_fraction else []
+    if evaluation.own_tokens and evaluation.own_seed in own:
+        raise ValueError(
+            f"evaluation.own_seed is {evaluation.own_seed}, as the seed of an old text that the backbone samples, and "
+            "own_kl would be measured on text that was trained on: choose another"
+        )
+
+
 def _read_texts(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     """The documents of a graft that learns from text without gradients."""
     return [document.full_text for source in sources for document in read_documents(SourceConfig.parse(dict(source)))]
@@ -549,6 +571,7 @@ __all__ = [
     "BackboneEvaluator",
     "EvaluationConfig",
     "GraftRun",
+    "check_sections",
     "count_parameters",
     "graft_label",
     "load_tests",

@@ -11,7 +11,7 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig
 from graftlm.grafts.base import ReplacesModel
-from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, check_sections, graft_label
 from graftlm.runs.run import Run
 from graftlm.training.config import TrainingConfig
 
@@ -35,9 +35,7 @@ class GrowthRecipe(Config):
     backbone: BackboneConfig
     graft: AnyGraft | None = Field(None, description="What each stage trains, unless it has a graft of its own.")
     stages: dict[str, StageConfig] = Field(description="The stages in order, by name.")
-    one_graft: bool = Field(
-        False, description="Train one graft further in every stage instead: the usual rival, which forgets."
-    )
+    one_graft: bool = Field(False, description="Train one graft further in every stage instead of a new one.")
     data: DataConfig = DataConfig()
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -64,6 +62,7 @@ class GrowthRecipe(Config):
                     f"{where} has old_objective distil, which follows the bare backbone, and that does not know what "
                     "the stages before it taught: set it to replay behind the first stage"
                 )
+            check_sections(training, data, self.evaluation)
             grafts.append(graft)
         replacing = [graft for graft in grafts if issubclass(graft.graft_class, ReplacesModel)]
         if len(replacing) > 1 and not self.one_graft:

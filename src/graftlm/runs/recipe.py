@@ -20,7 +20,16 @@ from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
 from graftlm.runs.frontier import add_frontier
-from graftlm.runs.graft_run import BACKBONE_ROW, NEW_SET, OLD_SET, AnyGraft, EvaluationConfig, GraftRun, graft_label
+from graftlm.runs.graft_run import (
+    BACKBONE_ROW,
+    NEW_SET,
+    OLD_SET,
+    AnyGraft,
+    EvaluationConfig,
+    GraftRun,
+    check_sections,
+    graft_label,
+)
 from graftlm.runs.growth import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
@@ -78,16 +87,7 @@ class Recipe(Config):
             raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
         for name in self.methods or [""]:
             training, data = self._sections_of(name)
-            if training.sharded and self.evaluation.strengths:
-                raise ValueError(
-                    "strengths move weights back to their start, and training.sharded spreads them over processes: set "
-                    "sharded to false, or leave evaluation.strengths out"
-                )
-            if training.sharded and data.old_objective == "distil":
-                raise ValueError(
-                    "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
-                    "weights over processes: set sharded to false, or old_objective to replay"
-                )
+            check_sections(training, data, self.evaluation)
         return self
 
     def _sections_of(self, name: str) -> tuple[TrainingConfig, DataConfig]:
@@ -231,12 +231,15 @@ def grow_recipe(
 
     Raises:
         RecipeError: the recipe has no stages.
+        ForgettingBudgetError: a stage forgot more than the recipe allows. Grafts and report are written all the same.
     """
     if not isinstance(recipe, GrowthRecipe):
         raise RecipeError(
             "The recipe has no stages, and graft grow trains them in order: name some, or run graft train."
         )
-    return _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
+    results = _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
+    _check_budget(results, recipe.evaluation.forgetting_budget)
+    return results
 
 
 def _run(
@@ -262,6 +265,8 @@ def _run(
             plots = recipe.plots(results) if isinstance(recipe, LanguageModelRecipe) else {}
             if frontier:
                 results, plots = add_frontier(results, measurements, frontier)
+                if not plots:
+                    log("A method learned nothing at any rate, so there is no level of learning to compare at.")
             write_report(results, folder, plots=plots)
     return results
 
@@ -274,7 +279,11 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
             if value:
                 details.setdefault(kind, {})[measurement.row.id] = _without_windows(value)
     rows = [measurement.row for measurement in measurements]
-    aims = _budget_aims(measurements, recipe.evaluation.forgetting_budget) if isinstance(recipe, Recipe) else []
+    aims = (
+        _budget_aims(measurements, recipe.evaluation.forgetting_budget)
+        if isinstance(recipe, Recipe | GrowthRecipe)
+        else []
+    )
     return Results.here(name, rows, seeds=[recipe.training.seed], aims=aims, details=details)
 
 
