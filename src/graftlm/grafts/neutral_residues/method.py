@@ -52,7 +52,7 @@ class NeutralResiduesConfig(GraftConfig):
     gate: GateKind = "relu"
     gate_init: Literal["open", "random"] = "open"
     local_loss: LocalLoss | None = None
-    alpha: float = Field(0.01, ge=0)
+    alpha: float = Field(1.0, ge=0)
     init: Literal["low-variance", "he"] = "low-variance"
 
     @model_validator(mode="after")

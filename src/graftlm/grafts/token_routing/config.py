@@ -57,7 +57,8 @@ class EmbedderConfig(Config):
         layers: which hidden states of the backbone, numbered as in transformers. 0: token embeddings, at no cost. n:
             after the n-th layer. -1: the last, behind the final norm. States come from a separate pass of the bare
             backbone over those layers.
-        whiten: whiten vectors by the covariance of the examples within their domains.
+        whiten: whiten vectors by the covariance of the examples within their domains. Default: only for `backbone`, where
+            an expert has several examples.
         centre: subtract the mean of all centroids before comparing. Default: only for `backbone`, whose vectors share
             one dominant direction.
         trust_remote_code: run code that comes with a sentence-transformers model.
@@ -65,7 +66,7 @@ class EmbedderConfig(Config):
 
     name: str = Field("backbone", min_length=1)
     layers: int = 0
-    whiten: bool = False
+    whiten: bool | None = None
     centre: bool | None = None
     trust_remote_code: bool = False
 
@@ -74,6 +75,11 @@ class EmbedderConfig(Config):
         if self.layers and self.name != "backbone":
             raise ValueError(f"layers selects hidden states of the backbone: remove it for the embedder {self.name}")
         return self
+
+    @property
+    def whitens(self) -> bool:
+        """Whether vectors are whitened, where the examples allow it."""
+        return self.name == "backbone" if self.whiten is None else self.whiten
 
 
 class TokenRoutingConfig(GraftConfig):

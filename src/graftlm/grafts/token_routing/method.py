@@ -184,7 +184,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         if not len(self.centroids):
             self.fit({})
         vectors = self._need_embedder().prefixes(call, spans, running_sum)
-        whitener = self.whitener if self.config.embedder.whiten else None
+        whitener = self.whitener if self.config.embedder.whitens else None
         cosines = cosines_to(self.centroids, vectors, self._centre(self.centroids), whitener)
         if call.training:
             return nn.functional.one_hot(cosines.argmax(-1), experts + 1).to(cosines.dtype)
@@ -224,8 +224,14 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
                     f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
             groups.append(embedder.texts(examples))
-        whitener = fit_whitener(groups) if self.config.embedder.whiten else None
+        whitener = self._fit_whitener(groups) if self.config.embedder.whitens else None
         self._set_centroids(torch.stack([group.mean(0) for group in groups]), embedder.texts([PROBE])[0], whitener)
+
+    def _fit_whitener(self, groups: Sequence[Tensor]) -> Tensor:
+        """(K, d); no rows, which change no vector, where whitening is the default and no expert has two examples."""
+        if self.config.embedder.whiten is None and max(map(len, groups)) < 2:
+            return groups[0].new_zeros(0, groups[0].shape[1])
+        return fit_whitener(groups)
 
     def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor, whitener_Kd: Tensor | None) -> None:
         device = self._backbone[0].device
@@ -281,7 +287,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         """Centroids, the whitener if used, and the factors of new or bundled experts."""
         if not len(self.centroids):
             self.fit({})  # from the config's own examples
-        whitener = {"whitener": self.whitener} if self.config.embedder.whiten else {}
+        whitener = {"whitener": self.whitener} if self.config.embedder.whitens else {}
         return {"centroids": self.centroids, "probe": self.probe} | whitener | self._saved_factors()
 
     def _saved_factors(self) -> dict[str, Tensor]:
@@ -308,7 +314,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
 
     def _check_router(self, router: Mapping[str, Tensor]) -> None:
         """Raise `ArtifactError` unless the centroids fit the experts, and probe and whitener fit the centroids."""
-        expected = {"centroids", "probe"} | ({"whitener"} if self.config.embedder.whiten else set())
+        expected = {"centroids", "probe"} | ({"whitener"} if self.config.embedder.whitens else set())
         count = len(router.get("centroids", ()))
         fits = router.keys() == expected and count in (0, len(self.names))
         if not fits or (count and len({tensor.shape[-1] for tensor in router.values()}) > 1):
