@@ -13,6 +13,23 @@ ROOT = Path(__file__).parents[1]
 
 # Each figure of the experiments' table with where it stands in that experiment's results: row.metric.
 FIGURES = {
+    "self_replay": {
+        "0.029": "open-self.forgotten",
+        "0.036": "open-self.forgotten_bible",
+        "0.240": "lora-self.forgotten",
+        "0.239": "lora-self.forgotten_bible",
+    },
+    "keep_smollm2": {
+        "0.021": "neutral_self_replay.own_kl",
+        "0.061": "lora_replay.own_kl",
+        "0.037": "lora_kl.own_kl",
+        "0.015": "neutral_self_replay.own_kl_at_equal",
+        "0.023": "lora_replay.own_kl_at_equal",
+        "0.016": "lora_kl.own_kl_at_equal",
+        "0.469": "lora_kl.learned",
+        "0.434": "neutral_self_replay.learned",
+    },
+    "grow_smollm2": {},
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",
         "0.274": "lora.forgotten",
@@ -73,10 +90,12 @@ FIGURES = {
 }
 SHARES = {"routing_accuracy"}  # kept as shares of one, quoted in percent
 METHODS = {
-    "neutral residues": "neutral-residues",
-    "vanilla adapters": "adapter",
-    "LoRA on the FFN": "lora",
-    "fine-tuning": "finetune",
+    "neutral residues, its own text": "open-self",
+    "LoRA, its own text distilled": "lora-self-distil",
+    "LoRA, its own text": "lora-self",
+    "neutral residues, a novel": "open-replay",
+    "LoRA, a novel": "lora-replay",
+    "LoRA, no old text": "lora",
 }
 
 
@@ -119,13 +138,26 @@ def test_the_experiments_table_quotes_committed_results(experiment: str) -> None
 def test_the_front_page_quotes_committed_results(method: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {method} |")]
-    _, *figures = [cell.strip(" *") for cell in line.strip("|").split("|")][1:]
-    row = METHODS[method]
-    places = [f"{row}.{metric}" for metric in ("learned", "forgotten")]
-    places += [f"{row}.{text} - backbone.{text}" for text in ("shakespeare", "bible")]
-    assert figures == [
-        _rounded("neutral_residues", place, figure) for place, figure in zip(places, figures, strict=True)
-    ]
+    figures = [cell.strip(" *") for cell in line.strip("|").split("|")][1:]
+    metrics = ("learned", "forgotten", "forgotten_shakespeare", "forgotten_bible")
+    places = [f"{METHODS[method]}.{metric}" for metric in metrics]
+    assert figures == [_rounded("self_replay", place, figure) for place, figure in zip(places, figures, strict=True)]
+
+
+def test_the_front_page_quotes_the_real_model() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (item,) = [part for part in text.split("\n- ") if "SmolLM2-135M-Instruct learns" in part]
+    places = {
+        "0.021": "neutral_self_replay.own_kl",
+        "0.061": "lora_replay.own_kl",
+        "0.037": "lora_kl.own_kl",
+        "0.469": "lora_kl.learned",
+        "0.434": "neutral_self_replay.learned",
+    }
+    assert _quoted(item) == {*places}
+    assert {figure: _rounded("keep_smollm2", place, figure) for figure, place in places.items()} == {
+        f: f for f in places
+    }
 
 
 def test_every_experiment_has_its_figures_checked() -> None:

@@ -103,6 +103,12 @@ def test_of_a_conversation_the_model_writes_both_turns(tmp_path: Path) -> None:
     assert {text.ids[-1] for text in chats} & {EOS}
 
 
+def test_all_can_be_conversations_in_any_number_of_batches(tmp_path: Path) -> None:
+    texts = sample(tmp_path, chat_backbone(), length=64, chat_fraction=1.0, tokens=1000, batch_size=4)
+    assert len(texts) > 4
+    assert all(text.is_chat for text in texts)
+
+
 def test_openings_begin_free_texts_in_turn(tmp_path: Path) -> None:
     model = backbone()
     texts = sample(tmp_path, model, openings=["the garden", "a house"], tokens=300)

@@ -191,7 +191,8 @@ class _Sampler:
     def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
         """The next samples: of the kind whose share is behind, not many more than the `needed` tokens take."""
         chats = sum(sample.tokens for sample in samples if sample.is_chat)
-        is_chat = chats < self._chat_fraction * max(1, sum(sample.tokens for sample in samples))
+        share = self._chat_fraction
+        is_chat = share == 1 or chats < share * max(1, sum(sample.tokens for sample in samples))
         rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
         device = self._model.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
