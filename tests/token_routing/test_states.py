@@ -189,6 +189,18 @@ def test_identical_examples_cannot_be_whitened() -> None:
         graft.fit({})
 
 
+def test_vectors_of_the_backbone_are_whitened_by_default_where_examples_differ() -> None:
+    host, ids = backbone("llama"), tiny_ids()
+    single = {name: {**expert, "texts": expert["texts"][:1]} for name, expert in EXPERTS.items()}
+    for experts, plain in ((EXPERTS, {"whiten": True}), (single, {"whiten": False})):
+        logits = []
+        for embedder in ({}, plain):
+            graft = graft_of(host, experts=experts, embedder=embedder)
+            with torch.no_grad(), GraftedModel(host, {"graft": graft}) as model:
+                logits.append(model(ids).logits)
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=5e-5)
+
+
 # The artefact
 
 
