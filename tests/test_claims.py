@@ -29,7 +29,14 @@ FIGURES = {
         "0.469": "lora_kl.learned",
         "0.434": "neutral_self_replay.learned",
     },
-    "grow_smollm2": {},
+    "grow_smollm2": {
+        "0.023": "0 - together.lost_de",
+        "0.008": "0 - together.lost_fr",
+        "0.039": "lora_sequential.lost_de",
+        "0.042": "lora_sequential.lost_fr",
+        "0.105": "lora_sequential_plain.lost_de",
+        "0.102": "lora_sequential_plain.lost_fr",
+    },
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",
         "0.274": "lora.forgotten",
@@ -112,7 +119,11 @@ def _rows(experiment: str) -> dict[str, dict[str, float]]:
 def _rounded(experiment: str, place: str, figure: str) -> str:
     """The value at that place, or the difference of two, written as the figure is."""
     terms = [term.rpartition(".") for term in place.split(" - ")]
-    values = [_rows(experiment)[row][metric] * (100 if metric in SHARES else 1) for row, _, metric in terms]
+    scales = [100 if metric in SHARES else 1 for *_, metric in terms]
+    values = [
+        _rows(experiment)[row][metric] * scale if row else 0.0
+        for (row, _, metric), scale in zip(terms, scales, strict=True)
+    ]
     value = values[0] - sum(values[1:])
     digits = len(figure.removesuffix("%").partition(".")[2])
     return f"{value:.{digits}f}" + "%" * figure.endswith("%")
