@@ -62,7 +62,11 @@ CACHE_WINDOW = 16
 SHOWN_TOKENS = 48
 UNIFORM = {"temperature": 1e6}
 # The paper's weighting, without centring, by the backbone's token embeddings. `minilm_k2` has the paper's embedder.
-PUBLISHED: dict[str, Any] = {"policy": "nearest", "boost": 4.0, "embedder": {"name": "backbone", "centre": False, "whiten": False}}
+PUBLISHED: dict[str, Any] = {
+    "policy": "nearest",
+    "boost": 4.0,
+    "embedder": {"name": "backbone", "centre": False, "whiten": False},
+}
 EXPERT_RATE, XLORA_RATE = 1e-2, 3e-2  # chosen by `--table choices`
 TRIED_TARGETS = {"all": ("attention", "ffn"), "qv": ("q_proj", "v_proj")}
 TRIED_RATES = {"expert": (3e-3, 1e-2, 3e-2), "xlora": (1e-3, 1e-2, 3e-2, 1e-1)}
