@@ -57,8 +57,8 @@ class EmbedderConfig(Config):
         layers: which hidden states of the backbone, numbered as in transformers. 0: token embeddings, at no cost. n:
             after the n-th layer. -1: the last, behind the final norm. States come from a separate pass of the bare
             backbone over those layers.
-        whiten: whiten vectors by the covariance of the examples within their domains. Default: only for `backbone`, where
-            an expert has several examples.
+        whiten: whiten vectors by the covariance of the examples within their domains. Default: only for `backbone`,
+            where an expert has several examples.
         centre: subtract the mean of all centroids before comparing. Default: only for `backbone`, whose vectors share
             one dominant direction.
         trust_remote_code: run code that comes with a sentence-transformers model.
