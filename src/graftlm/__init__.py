@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from graftlm.artifact import load_graft, save_graft
     from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
+    from graftlm.evaluation.audit import audit
     from graftlm.export import export_graft
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, grow_recipe, load_recipe, run_recipe
@@ -22,6 +23,7 @@ _MODULES = {
     "Graft": "graftlm.grafts",
     "GraftError": "graftlm.errors",
     "GraftedModel": "graftlm.grafts",
+    "audit": "graftlm.evaluation.audit",
     "build_graft": "graftlm.grafts",
     "compare_recipe": "graftlm.runs.recipe",
     "export_graft": "graftlm.export",
@@ -41,6 +43,7 @@ __all__ = [
     "GraftError",
     "GraftedModel",
     "__version__",
+    "audit",
     "build_graft",
     "compare_recipe",
     "export_graft",

@@ -242,7 +242,7 @@ def load_backbone(
     files = find_model(name := str(name))
     _check_structure(files, kind, trust_remote_code, family)
     model = _load_model(name, files, kind, dtype, trust_remote_code)
-    backbone = Backbone.wrap(model, _load_tokenizer(name, files, trust_remote_code), name, kind)
+    backbone = Backbone.wrap(model, load_tokenizer(name, files, trust_remote_code=trust_remote_code), name, kind)
     if device is not None:
         backbone.move(device)
     if tokenizer_required:
@@ -318,7 +318,12 @@ def _load_model(
     return model
 
 
-def _load_tokenizer(name: str, files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer among a model's files; None where a local folder has none.
+
+    Raises:
+        BackboneError: its files are broken.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(files.source)

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import clarify, grafts, serve, summarize, training
+from graftlm.cli import audit, clarify, grafts, serve, summarize, training
 from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
-_RESUMABLE = ("train", "compare", "grow", "demo")
+_RESUMABLE = ("train", "compare", "grow", "demo", "audit")
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
@@ -68,7 +68,7 @@ def _root(
     pass
 
 
-_VERBS = [training.train, training.compare, training.grow]
+_VERBS = [training.train, training.compare, training.grow, audit.audit]
 _VERBS += [grafts.evaluate, grafts.generate, grafts.predict, grafts.inspect, grafts.export]
 _VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]

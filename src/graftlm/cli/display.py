@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from graftlm.evaluation.results import Results
 from graftlm.evaluation.tables import ABSENT, format_metric, metric_title, print_columns
 from graftlm.generation.inspect import Inspection, Method, TensorGroup
 
@@ -22,16 +20,6 @@ Column = tuple[str, Sequence[float]]
 def stdout_console() -> Console:
     """The console for results; files and pipes, which have no width, get 100 columns."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-
-
-def print_side_by_side(results: Results) -> None:
-    """One line per metric and one column per model."""
-    names = dict.fromkeys(chain.from_iterable(row.metrics for row in results.rows))
-    lines = [
-        [metric_title(name, names), *(format_metric(name, row.metrics.get(name)) for row in results.rows)]
-        for name in names
-    ]
-    print_columns(["", *(row.label for row in results.rows)], lines, stdout_console())
 
 
 def print_inspection(inspection: Inspection) -> None:

@@ -79,8 +79,9 @@ def evaluate(
 ) -> None:
     """Measure a graft and its backbone on texts, examples or tasks."""
     configure_logging()
-    from graftlm.cli.display import print_side_by_side
+    from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
+    from graftlm.evaluation.tables import print_side_by_side
     from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
     from graftlm.runs.graft_run import EvaluationConfig
@@ -109,7 +110,7 @@ def evaluate(
         )
     if out is not None:
         write_report(results, out)
-    print_result(results.model_dump(mode="json"), as_json, lambda: print_side_by_side(results))
+    print_result(results.model_dump(mode="json"), as_json, lambda: print_side_by_side(results, stdout_console()))
 
 
 def generate(

@@ -9,7 +9,6 @@ behind the last complete line: a batch depends on the seed, its number and the b
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +57,14 @@ class OwnText:
 
 
 def sample_own_text(
-    backbone: Backbone, config: SelfSourceConfig, length: int, path: Path, *, key: str = "", progress: bool = True
+    backbone: Backbone,
+    config: SelfSourceConfig,
+    length: int,
+    path: Path,
+    *,
+    key: str = "",
+    model: Any = None,
+    progress: bool = True,
 ) -> list[OwnText]:
     """The backbone's own samples, from `path` as far as an interrupted call left them there; it gets the rest.
 
@@ -68,6 +74,7 @@ def sample_own_text(
         length: most tokens of a text where the config names none.
         path: the file of samples, one JSON line for each batch.
         key: what the file belongs to; a file with another key is written anew.
+        model: what samples in the backbone's place, such as a `GraftedModel` on it; None is the bare backbone.
         progress: show a progress bar.
 
     Raises:
@@ -75,7 +82,7 @@ def sample_own_text(
         DataError: the backbone is an encoder, has no chat template for the conversations that are asked for, or ends
             its texts at once.
     """
-    sampler = _Sampler(backbone, config, config.length or length)
+    sampler = _Sampler(backbone, config, config.length or length, model)
     try:
         return _sample_to(path, sampler, config, key, progress)
     except OSError as error:
@@ -153,7 +160,7 @@ def _read_lines(path: Path, key: str) -> list[list[OwnText]]:
 class _Sampler:
     """Samples batches of one backbone."""
 
-    def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int) -> None:
+    def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int, model: Any = None) -> None:
         self.name = backbone.name
         self._tokenizer: Any = backbone.need_tokenizer()
         if not (backbone.sites.family.causal and backbone.model.can_generate()):
@@ -165,10 +172,8 @@ class _Sampler:
             raise DataError(
                 f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
             )
-        from transformers import GenerationConfig  # which imports the models
-
-        self._model: Any = copy.copy(backbone.bare_model)
-        self._model.generation_config = GenerationConfig()  # without the checkpoint's penalties
+        self._model: Any = backbone.bare_model if model is None else model
+        self._live: Any = self._model if model is None else backbone.model
         self._config, self._length = config, length
         self._pad = padding_id(self._tokenizer)
         own = getattr(backbone.model.generation_config, "eos_token_id", None)
@@ -195,7 +200,8 @@ class _Sampler:
         is_chat = share == 1 or chats < share * max(1, sum(sample.tokens for sample in samples))
         rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
         device = self._model.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type), _without_penalties(self._live):
             torch.manual_seed(int(SeedSequence([self._config.seed, number]).generate_state(1)[0]))
             made = list(self._conversations(rows) if is_chat else self._free_texts(rows, number))
         kept, total = [], 0
@@ -292,6 +298,18 @@ class _Sampler:
                 f"{self._length}: raise the length, or set chat_fraction to 0."
             )
         return ids[0], ids[1]
+
+
+@contextmanager
+def _without_penalties(model: Any) -> Iterator[None]:
+    """Generate without the settings of the checkpoint's generation config, such as its penalties."""
+    from transformers import GenerationConfig  # which imports the models
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -112,8 +112,7 @@ class Scores:
         self, metric: MetricName = "nats_per_token", *, resamples: int = _RESAMPLES, seed: int = 0
     ) -> Interval:
         """95% percentile bootstrap over windows: how the metric varies over other text of the same kind."""
-        (samples,) = _resample([self.fraction(metric)], resamples, seed)
-        return percentile_interval(self.value(metric), samples)
+        return ratio_interval(*self.fraction(metric), resamples=resamples, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _ends_from_decoding(tokenizer: Any, ids: np.ndarray, text: str) -> np.ndarra
     return np.rint(ends * (total / ends[-1])).astype(np.int64) if ends[-1] else np.full(len(ids), total)
 
 
-def _limit_tokens(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
+def limit_scored(windows: Iterator[Window], limit: int | None) -> Iterator[Window]:
     """Windows until `limit` tokens are scored; the last window is shortened."""
     left = sys.maxsize if limit is None else limit
     for window in windows:
@@ -285,7 +284,7 @@ def score(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
             f"set length (--length, or data.length of a recipe) to {limit} or less."
         )
-    windows = _limit_tokens(cut_windows(tokenizer, documents, length), limit_tokens)
+    windows = limit_scored(cut_windows(tokenizer, documents, length), limit_tokens)
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision, reference=reference)
 
 
@@ -325,6 +324,27 @@ def score_windows(
 
 def _score_batch(model: Any, tokenizer: Any, batch: list[Window], reference: Any) -> np.ndarray:
     """(B, 2): the summed losses of the scored tokens of each window, and their divergences, 0 without a reference."""
+    inputs, extra, labels = window_batch(model, tokenizer, batch)
+    logits = model(**inputs, **extra).logits
+    sums = torch.zeros(len(batch), 2, dtype=torch.float64)
+    sums[:, 0] = _token_losses(logits, labels).sum(dim=1)
+    if reference is not None:
+        sums[:, 1] = _token_divergences(reference(**inputs).logits, logits, labels).sum(dim=1)
+    if not sums.isfinite().all():
+        raise EvaluationError(
+            "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
+            '(try precision="fp32", or train with a lower learning rate).'
+        )
+    return sums.numpy()
+
+
+def window_batch(
+    model: Any, tokenizer: Any, batch: Sequence[Window]
+) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """Windows as a model's inputs (B, T), a `GraftedModel`'s further inputs, and labels (B, T), -100 where none is.
+
+    A label stands at the position that predicts it.
+    """
     from graftlm.grafts.model import GraftedModel
 
     shape = (len(batch), max(len(window.ids) for window in batch))
@@ -340,17 +360,7 @@ def _score_batch(model: Any, tokenizer: Any, batch: list[Window], reference: Any
     device = device_of(model)
     inputs: dict[str, Any] = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
     extra = {"prompt": prompt.to(device)} if prompt.any() and isinstance(model, GraftedModel) else {}
-    logits, labels = model(**inputs, **extra).logits, labels.to(device)
-    sums = torch.zeros(len(batch), 2, dtype=torch.float64)
-    sums[:, 0] = _token_losses(logits, labels).sum(dim=1)
-    if reference is not None:
-        sums[:, 1] = _token_divergences(reference(**inputs).logits, logits, labels).sum(dim=1)
-    if not sums.isfinite().all():
-        raise EvaluationError(
-            "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
-            '(try precision="fp32", or train with a lower learning rate).'
-        )
-    return sums.numpy()
+    return inputs, extra, labels.to(device)
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -480,6 +490,14 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = [sums[:, i] / sums[:, i + 1] for i in range(0, sums.shape[1], 2)]
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
+
+
+def ratio_interval(
+    numerators: np.ndarray, denominators: np.ndarray, *, resamples: int = _RESAMPLES, seed: int = 0
+) -> Interval:
+    """A ratio of sums over windows (n,) with its 95% percentile bootstrap interval over windows."""
+    (samples,) = _resample([(numerators, denominators)], resamples, seed)
+    return percentile_interval(float(numerators.sum() / denominators.sum()), samples)
 
 
 def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> Interval:

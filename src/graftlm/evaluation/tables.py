@@ -66,6 +66,16 @@ def print_table(results: Results, console: Console | None = None) -> None:
         console.print(line, highlight=False, markup=False)
 
 
+def print_side_by_side(results: Results, console: Console) -> None:
+    """Print one line per metric and one column per row."""
+    names = dict.fromkeys(name for row in results.rows for name in row.metrics)
+    lines = [
+        [metric_title(name, names), *(format_metric(name, row.metrics.get(name)) for row in results.rows)]
+        for name in names
+    ]
+    print_columns(["", *(row.label for row in results.rows)], lines, console)
+
+
 def print_columns(
     head: Sequence[str],
     lines: Iterable[Sequence[str]],

@@ -17,6 +17,7 @@ from graftlm.config import Config
 from graftlm.errors import DataError
 from graftlm.evaluation.results import Metric, Results
 from graftlm.grafts import Graft, graft_class, kinds
+from graftlm.io import read_text
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
@@ -286,6 +287,36 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
+
+
+def read_budget(named: Sequence[str]) -> dict[str, float]:
+    """Numbers by name, from `name=number`.
+
+    Raises:
+        DataError: a text has another form.
+    """
+    budget = {}
+    for argument in named:
+        name, _, number = argument.partition("=")
+        try:
+            budget[name] = float(number)
+        except ValueError:
+            raise DataError(
+                f"The budget {argument!r} names no metric and number: write --budget own_kl=0.05."
+            ) from None
+    return budget
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, without empty ones.
+
+    Raises:
+        DataError: the file can't be read, or has no text.
+    """
+    lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    if not lines:
+        raise DataError(f"{path} has no text: write one question a line.")
+    return lines
 
 
 def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The experiment that audits SmolLM2."""

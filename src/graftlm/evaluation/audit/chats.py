@@ -1,0 +1,195 @@
+"""How two chat models answer: whether they end their turn, keep the template, and answer in the question's language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from graftlm.backbone import max_sequence_length, padding_id
+from graftlm.data.own_text import OwnText
+from graftlm.errors import DataError, first_line
+from graftlm.evaluation.metrics import device_of, evaluation_mode, percentile_interval
+from graftlm.evaluation.results import Interval
+
+_MIN_LETTERS = 20  # of a text whose language is told
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation up to where the model answers: its ids, and the text of the user's last turn."""
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer.
+
+    Attributes:
+        text: without special tokens.
+        stops: the model ended its turn within the tokens that it was given.
+        keeps_template: no special token stands before that end.
+        same_language: it is in the question's language; None where one of the two is too short to tell.
+    """
+
+    text: str
+    stops: bool
+    keeps_template: bool
+    same_language: bool | None
+
+
+def own_questions(samples: Sequence[OwnText], tokenizer: Any, count: int) -> list[Question]:
+    """The first questions of the conversations that the base sampled, up to `count`."""
+    questions = []
+    for sample in samples:
+        if sample.is_chat:
+            (start, stop), (answer, _) = sample.turns[:2]
+            text = tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True).strip()
+            questions.append(Question(sample.ids[:answer], text))
+    return questions[:count]
+
+
+def template_questions(texts: Sequence[str], tokenizer: Any) -> list[Question]:
+    """Questions in the tokenizer's chat template.
+
+    Raises:
+        DataError: there is no template, or it can't be filled.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("BASE has no chat template, so it can't be asked questions: leave out --prompts.")
+    questions = []
+    for text in texts:
+        try:
+            turns = [{"role": "user", "content": text}]
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # of jinja, or raised by the template
+            raise DataError(
+                f"The chat template of BASE can't be filled ({first_line(error)}): leave out --prompts."
+            ) from None
+        questions.append(Question(tokenizer(rendered, add_special_tokens=False)["input_ids"], text))
+    return questions
+
+
+def answer_questions(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+    on_batch: Callable[[int], None] = lambda answers: None,
+) -> list[Answer]:
+    """Greedy answers of at most `max_new_tokens` tokens, in the order of the questions.
+
+    Raises:
+        DataError: a question and its answer exceed the model's positions.
+    """
+    longest = max((len(question.ids) for question in questions), default=0)
+    if (limit := max_sequence_length(model)) < longest + max_new_tokens:
+        raise DataError(
+            f"A question has {longest} tokens, and with {max_new_tokens} for the answer that exceeds the model's "
+            f"{limit} positions: shorten it."
+        )
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    ends = {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
+    answers: list[Answer] = []
+    with evaluation_mode(model), torch.inference_mode():
+        for start in range(0, len(questions), batch_size):
+            batch = questions[start : start + batch_size]
+            rows = _continue(model, tokenizer, [question.ids for question in batch], ends, max_new_tokens)
+            for question, row in zip(batch, rows, strict=True):
+                text = tokenizer.decode(row, skip_special_tokens=True).strip()
+                same = _same_language(question.text, text)
+                answers.append(Answer(text, bool(row) and row[-1] in ends, special.isdisjoint(row), same))
+            on_batch(len(batch))
+    return answers
+
+
+def _continue(
+    model: Any, tokenizer: Any, prompts: list[list[int]], ends: set[int], max_new_tokens: int
+) -> list[list[int]]:
+    """Greedy tokens behind each prompt, up to and with the first end."""
+    width, device = max(map(len, prompts)), device_of(model)
+    pad = padding_id(tokenizer)
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        repetition_penalty=1.0,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+    )
+    rows = output[:, width:].tolist()
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
+
+
+def tells_languages() -> bool:
+    """Whether the package that tells a text's language is installed."""
+    return find_spec("py3langid") is not None
+
+
+def _same_language(question: str, answer: str) -> bool | None:
+    texts = (question, answer)
+    if not tells_languages() or any(sum(character.isalpha() for character in text) < _MIN_LETTERS for text in texts):
+        return None
+    return _language(question) == _language(answer)
+
+
+def _language(text: str) -> str:
+    import py3langid
+
+    return str(py3langid.classify(text)[0])
+
+
+def behaviour(answers: Sequence[Answer]) -> dict[str, Interval]:
+    """`stops`, `keeps_template` and `same_language`: shares of answers with Wilson's 95% interval."""
+    return {name: _share(values) for name, values in _values(answers).items() if len(values)}
+
+
+def behaviour_lost(base: Sequence[Answer], tuned: Sequence[Answer]) -> dict[str, Interval]:
+    """`stops_lost` and so on: the base's share minus the tuned model's, with a bootstrap interval over questions.
+
+    For the language only those questions count at which both answers are long enough to tell.
+    """
+    lost = {}
+    for name in ("stops", "keeps_template", "same_language"):
+        pairs = [(getattr(first, name), getattr(second, name)) for first, second in zip(base, tuned, strict=True)]
+        known = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
+        if len(known):
+            gaps = known[:, 0] - known[:, 1]
+            draws = np.random.default_rng(0).integers(len(gaps), size=(_RESAMPLES, len(gaps)))
+            lost[f"{name}_lost"] = percentile_interval(float(gaps.mean()), gaps[draws].mean(axis=1))
+    return lost
+
+
+def _values(answers: Sequence[Answer]) -> dict[str, list[bool]]:
+    told = [answer.same_language for answer in answers if answer.same_language is not None]
+    return {
+        "stops": [answer.stops for answer in answers],
+        "keeps_template": [answer.keeps_template for answer in answers],
+        "same_language": told,
+    }
+
+
+def _share(values: Sequence[bool]) -> Interval:
+    from scipy.stats import binomtest  # takes a second to import
+
+    wilson = binomtest(sum(values), len(values)).proportion_ci(method="wilson")
+    mean = sum(values) / len(values)
+    return Interval(mean=mean, low=min(wilson.low, mean), high=max(wilson.high, mean))

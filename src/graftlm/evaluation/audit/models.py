@@ -1,0 +1,259 @@
+"""The two models of an audit, loaded from whatever holds one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from graftlm.artifact import backbone_of, load_graft, read_manifest
+from graftlm.backbone import Backbone, default_device, load_backbone
+from graftlm.backbone.load import load_tokenizer
+from graftlm.errors import (
+    ArtifactError,
+    BackboneError,
+    EvaluationError,
+    MissingExtraError,
+    WrongBackboneError,
+    first_line,
+)
+from graftlm.grafts import GraftedModel
+from graftlm.io import ModelFiles
+
+Auditable = str | Path | Backbone | GraftedModel
+Quantization = Literal["int8", "int4"]
+_INT4_GROUP = 32
+_PROBES = (
+    "The 3 cafés cost 1,250.75 €.",
+    "def f(x):\n\treturn  x ** 2\n",
+    "Ça, Größe, Łódź, Ελλάδα, 東京",
+    "<|a|> [b]",
+)
+
+
+@dataclass
+class AuditedModel:
+    """One of the two models.
+
+    Attributes:
+        name: as the user named it.
+        backbone: the loaded transformers model, its tokenizer and its structure.
+        model: what predicts and generates: the backbone's model, or what is built on it.
+        tokenizer: its own, which may differ from the backbone's.
+        is_bare: it is the backbone's model as it was loaded, with nothing put on it.
+        notes: what the user should know about it, one sentence each.
+    """
+
+    name: str
+    backbone: Backbone
+    model: Any
+    tokenizer: Any
+    is_bare: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def predictor(self) -> Any:
+        """What predicts and generates; that of a bare backbone does not see grafts that are attached to it."""
+        return self.backbone.bare_model if self.is_bare else self.model
+
+
+@contextmanager
+def load_pair(
+    base: Auditable,
+    tuned: Auditable,
+    *,
+    quantization: Quantization | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Iterator[tuple[AuditedModel, AuditedModel]]:
+    """Load both models; grafts are detached when the block ends.
+
+    Weights are shared where that is possible: a graft acts on the loaded base, whose own passes don't see it.
+
+    Raises:
+        BackboneError: a model can't be loaded, or is no causal language model.
+        ArtifactError: a graft or an adapter can't be loaded, or a folder holds neither.
+        EvaluationError: the quantisation is unknown.
+    """
+    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    first = _load(base, None, options)
+    try:
+        second = first if tuned is base or _same_name(base, tuned) else _load(tuned, first, options)
+        if quantization is not None:
+            second = _quantize(second, quantization)
+        elif second is first:
+            second = copy.copy(first)
+            second.notes = ["BASE and TUNED are one model, so every difference is zero."]
+        try:
+            yield first, second
+        finally:
+            _detach(second, tuned)
+    finally:
+        _detach(first, base)
+
+
+def _same_name(base: Auditable, tuned: Auditable) -> bool:
+    return isinstance(base, str | Path) and isinstance(tuned, str | Path) and str(base) == str(tuned)
+
+
+def _detach(audited: AuditedModel, given: Auditable) -> None:
+    """Take a graft off that was attached here."""
+    if isinstance(audited.model, GraftedModel) and audited.model is not given:
+        audited.model.detach()
+
+
+def _load(given: Auditable, base: AuditedModel | None, options: dict[str, Any]) -> AuditedModel:
+    if isinstance(given, GraftedModel):
+        loaded = AuditedModel("GraftedModel", given.backbone, given, given.backbone.need_tokenizer())
+    elif isinstance(given, Backbone):
+        loaded = AuditedModel(given.name, given, given.model, given.need_tokenizer(), is_bare=True)
+    elif not isinstance(given, str | Path):
+        raise BackboneError(
+            f"{type(given).__name__} can't be audited: give a name, a folder, a file, a Backbone (Backbone.wrap(model, "
+            "tokenizer) makes one) or a GraftedModel."
+        )
+    elif _holds(given, "graft.json"):
+        loaded = _load_graft(given, base, options)
+    elif _holds(given, "adapter_config.json"):
+        loaded = _load_adapter(Path(given), base, options)
+    else:
+        loaded = _load_model(str(given), options)
+    if not (loaded.backbone.sites.family.causal and loaded.backbone.model.can_generate()):
+        raise BackboneError(
+            f"{loaded.name} is no causal language model, and an audit compares what two of them predict."
+        )
+    return loaded
+
+
+def _holds(folder: str | Path, name: str) -> bool:
+    return (Path(folder) / name).is_file()
+
+
+def _load_model(name: str, options: dict[str, Any]) -> AuditedModel:
+    folder = Path(name)
+    if folder.is_dir() and not (_holds(folder, "config.json") or any(folder.glob("*.gguf"))):
+        raise ArtifactError(
+            f"The folder {name} holds no model (config.json or a GGUF file), no graft (graft.json) and no PEFT adapter "
+            "(adapter_config.json): name one that does."
+        )
+    backbone = load_backbone(name, **(options | {"device": options["device"] or default_device()}))
+    return AuditedModel(name, backbone, backbone.model, backbone.need_tokenizer(), is_bare=True)
+
+
+def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str, Any]) -> AuditedModel:
+    """A graft on the base where that is the backbone that it was trained on, else on the backbone that it names."""
+    if read_manifest(folder).graft_config().needs_tasks:
+        raise ArtifactError(
+            f"The graft {folder} answers by heads of its own and writes no text: measure it by graft eval."
+        )
+    loading = {"device": options["device"], "trust_remote_code": options["trust_remote_code"]}
+    backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
+    try:
+        graft = load_graft(folder, backbone)
+    except WrongBackboneError:
+        if base is None or backbone is not base.backbone:
+            raise
+        backbone = backbone_of(folder, **loading)
+        graft = load_graft(folder, backbone)
+    return AuditedModel(str(folder), backbone, GraftedModel(backbone, {"graft": graft}), backbone.need_tokenizer())
+
+
+def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, Any]) -> AuditedModel:
+    """A PEFT adapter on a copy of the base; without one, on the model that it names."""
+    from peft import PeftConfig, PeftModel
+
+    if not _holds(folder, "adapter_model.safetensors"):
+        raise ArtifactError(
+            f"The adapter {folder} has no adapter_model.safetensors, and pickled weights are not read: save it again "
+            "with safe_serialization=True."
+        )
+    named = _named_model(folder)
+    notes = []
+    if base is None or not base.is_bare:
+        on = _load_model(named, options).backbone
+        model = on.model
+    else:
+        on, model = base.backbone, copy.deepcopy(base.backbone.bare_model)
+        if Path(named).name.lower() != Path(on.name).name.lower():
+            notes.append(
+                f"The adapter {folder} names {named or 'no model'} as its model, and is put on {on.name} here."
+            )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped: Any = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
+    except Exception as error:  # PEFT, safetensors and torch share no base class
+        raise ArtifactError(
+            f"The adapter {folder} does not fit {on.name} ({first_line(error)}): name the model that it was trained on."
+        ) from error
+    if any("missing adapter keys" in str(warning.message) for warning in caught):
+        raise ArtifactError(f"The adapter {folder} lacks weights for {on.name}: name the model that it was trained on.")
+    wrapped.eval()
+    tokenizer = load_tokenizer(str(folder), ModelFiles(str(folder)), trust_remote_code=False)
+    if config.is_prompt_learning:
+        if base is None:
+            raise ArtifactError(
+                f"The adapter {folder} learns a prompt, which BASE can't: name the model below as BASE."
+            )
+        backbone, model = on, wrapped
+    else:
+        backbone = Backbone.wrap(wrapped, on.tokenizer, str(folder))
+        model = backbone.model
+    return AuditedModel(str(folder), backbone, model, tokenizer or on.need_tokenizer(), notes=notes)
+
+
+def _named_model(folder: Path) -> str:
+    try:
+        values = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        return str(values["base_model_name_or_path"] or "")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{folder / 'adapter_config.json'} can't be read ({first_line(error)}): restore the adapter's files."
+        ) from None
+
+
+def _quantize(audited: AuditedModel, quantization: Quantization) -> AuditedModel:
+    """A copy of a plain model with the weights of its linear layers in int8 or int4."""
+    try:
+        from torchao import quantization as torchao
+    except ImportError:
+        raise MissingExtraError("torchao", "quantised", "Quantising a model") from None
+    import torch
+
+    if not audited.is_bare:
+        raise EvaluationError(f"{audited.name} is no plain model, so it can't be quantised here: name a model.")
+    configs = {
+        "int8": lambda: torchao.Int8WeightOnlyConfig(),
+        "int4": lambda: torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=torchao.PerGroup(_INT4_GROUP)
+        ),
+    }
+    if quantization not in configs:
+        raise EvaluationError(f"There is no quantisation {quantization!r}: int8 and int4 are known.")
+    model = copy.deepcopy(audited.backbone.bare_model)
+    torchao.quantize_(model, configs[quantization]())
+    backbone = Backbone.wrap(model, audited.backbone.tokenizer, f"{audited.name} in {quantization}")
+    return AuditedModel(backbone.name, backbone, backbone.model, audited.tokenizer, is_bare=True)
+
+
+def tokenizer_difference(base: Any, tuned: Any) -> str | None:
+    """In words, why two tokenizers do not give one text the same ids; None when they do.
+
+    Tokens that `tuned` has beyond those of `base` don't count.
+    """
+    if base is tuned:
+        return None
+    first, second = base.get_vocab(), tuned.get_vocab()
+    moved = sum(second.get(token) != number for token, number in first.items())
+    if moved:
+        return f"{moved:,} of {len(first):,} tokens have another id or are missing"
+    if any(base(text)["input_ids"] != tuned(text)["input_ids"] for text in _PROBES):
+        return "one text gets different ids"
+    return None
