@@ -43,10 +43,10 @@ class AuditRun(Run):
     answers: int
 
     def measure(self, context: RunContext) -> Measurement:
-        folders = [folder / "graft" for folder in context.dependencies.values() if (folder / "graft").exists()]
+        folders = [context.dependencies[name] / "graft" for name in self.depends_on]
         tuned = str(folders[0]) if folders else self.backbone
         started = time.perf_counter()
-        found = audit(
+        result = audit(
             self.backbone,
             tuned,
             context.folder,
@@ -59,9 +59,9 @@ class AuditRun(Run):
             dtype="bfloat16",
         )
         seconds = round(time.perf_counter() - started, 1)
-        found.write(context.folder)
-        metrics = {name: value for name, value in found.metrics.items() if name in METRICS} | {"seconds": seconds}
-        base = found.results.row("base").metrics
+        result.write(context.folder)
+        metrics = {name: value for name, value in result.metrics.items() if name in METRICS} | {"seconds": seconds}
+        base = result.results.row("base").metrics
         return Measurement(
             Row(
                 id=self.id,

@@ -35,6 +35,9 @@ def audit(
         list[str] | None, Option(metavar="METRIC=X", help="Fail above this, as in own_kl=0.05. Repeatable.")
     ] = None,
     quantize: Annotated[str | None, Option(metavar="BITS", help="Audit TUNED in int8 or int4.")] = None,
+    backbone: Annotated[
+        str | None, Option(metavar="NAME", help="Where the model below a graft or adapter is now.")
+    ] = None,
     dtype: Annotated[str, Option(metavar="DTYPE", help="Precision of both; by default their own.")] = "auto",
     seed: Annotated[int | None, Option(min=0, metavar="N", help="Seed of the sampled text.")] = None,
     length: Annotated[int, Option(min=3, metavar="N", help="Tokens per text and window.")] = 256,
@@ -63,6 +66,7 @@ def audit(
         "max_new_tokens": max_new_tokens,
         "budget": read_budget(budget or ()),
         "quantize": quantize,
+        "backbone": backbone,
         "dtype": dtype,
         "length": length,
         "limit_tokens": limit_tokens,

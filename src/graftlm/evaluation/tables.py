@@ -66,9 +66,15 @@ def print_table(results: Results, console: Console | None = None) -> None:
         console.print(line, highlight=False, markup=False)
 
 
+def metric_names(results: Results) -> list[str]:
+    """The metrics of all rows; those of the row with most of them come first."""
+    rows = sorted(results.rows, key=lambda row: -len(row.metrics))
+    return list(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
 def print_side_by_side(results: Results, console: Console) -> None:
     """Print one line per metric and one column per row."""
-    names = dict.fromkeys(name for row in results.rows for name in row.metrics)
+    names = metric_names(results)
     lines = [
         [metric_title(name, names), *(format_metric(name, row.metrics.get(name)) for row in results.rows)]
         for name in names
@@ -102,7 +108,7 @@ def metric_title(name: str, names: Iterable[str] = ()) -> str:
         return f"{name.removesuffix('_bpb')}, bits per byte"
     if name.endswith("_kl"):
         return f"{name.removesuffix('_kl')} KL, nats per token"
-    nats = name in ("learned", "forgotten") or f"{name}_bpb" in names
+    nats = name in ("learned", "forgotten") or f"{name.removesuffix('_lost')}_bpb" in names
     return f"{name}, nats per token" if nats else name.replace("_", " ")
 
 

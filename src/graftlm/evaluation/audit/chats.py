@@ -21,7 +21,7 @@ _RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatQuestion:
     """A conversation up to where the model answers: its ids, and the text of the user's last turn."""
 
     ids: list[int]
@@ -29,7 +29,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """A greedy answer.
 
     Attributes:
@@ -45,18 +45,18 @@ class Answer:
     same_language: bool | None
 
 
-def own_questions(samples: Sequence[OwnText], tokenizer: Any, count: int) -> list[Question]:
+def own_questions(samples: Sequence[OwnText], tokenizer: Any, count: int) -> list[ChatQuestion]:
     """The first questions of the conversations that the base sampled, up to `count`."""
     questions = []
     for sample in samples:
         if sample.is_chat:
             (start, stop), (answer, _) = sample.turns[:2]
             text = tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True).strip()
-            questions.append(Question(sample.ids[:answer], text))
+            questions.append(ChatQuestion(sample.ids[:answer], text))
     return questions[:count]
 
 
-def template_questions(texts: Sequence[str], tokenizer: Any) -> list[Question]:
+def template_questions(texts: Sequence[str], tokenizer: Any) -> list[ChatQuestion]:
     """Questions in the tokenizer's chat template.
 
     Raises:
@@ -73,19 +73,19 @@ def template_questions(texts: Sequence[str], tokenizer: Any) -> list[Question]:
             raise DataError(
                 f"The chat template of BASE can't be filled ({first_line(error)}): leave out --prompts."
             ) from None
-        questions.append(Question(tokenizer(rendered, add_special_tokens=False)["input_ids"], text))
+        questions.append(ChatQuestion(tokenizer(rendered, add_special_tokens=False)["input_ids"], text))
     return questions
 
 
 def answer_questions(
     model: Any,
     tokenizer: Any,
-    questions: Sequence[Question],
+    questions: Sequence[ChatQuestion],
     *,
     max_new_tokens: int = 128,
     batch_size: int = 16,
     on_batch: Callable[[int], None] = lambda answers: None,
-) -> list[Answer]:
+) -> list[ChatAnswer]:
     """Greedy answers of at most `max_new_tokens` tokens, in the order of the questions.
 
     Raises:
@@ -101,7 +101,7 @@ def answer_questions(
     listed = configured if isinstance(configured, list) else [configured]
     ends = {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
-    answers: list[Answer] = []
+    answers: list[ChatAnswer] = []
     with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
@@ -109,7 +109,7 @@ def answer_questions(
             for question, row in zip(batch, rows, strict=True):
                 text = tokenizer.decode(row, skip_special_tokens=True).strip()
                 same = _same_language(question.text, text)
-                answers.append(Answer(text, bool(row) and row[-1] in ends, special.isdisjoint(row), same))
+                answers.append(ChatAnswer(text, bool(row) and row[-1] in ends, special.isdisjoint(row), same))
             on_batch(len(batch))
     return answers
 
@@ -157,12 +157,12 @@ def _language(text: str) -> str:
     return str(py3langid.classify(text)[0])
 
 
-def behaviour(answers: Sequence[Answer]) -> dict[str, Interval]:
+def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """`stops`, `keeps_template` and `same_language`: shares of answers with Wilson's 95% interval."""
     return {name: _share(values) for name, values in _values(answers).items() if len(values)}
 
 
-def behaviour_lost(base: Sequence[Answer], tuned: Sequence[Answer]) -> dict[str, Interval]:
+def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """`stops_lost` and so on: the base's share minus the tuned model's, with a bootstrap interval over questions.
 
     For the language only those questions count at which both answers are long enough to tell.
@@ -178,12 +178,12 @@ def behaviour_lost(base: Sequence[Answer], tuned: Sequence[Answer]) -> dict[str,
     return lost
 
 
-def _values(answers: Sequence[Answer]) -> dict[str, list[bool]]:
-    told = [answer.same_language for answer in answers if answer.same_language is not None]
+def _values(answers: Sequence[ChatAnswer]) -> dict[str, list[bool]]:
+    known = [answer.same_language for answer in answers if answer.same_language is not None]
     return {
         "stops": [answer.stops for answer in answers],
         "keeps_template": [answer.keeps_template for answer in answers],
-        "same_language": told,
+        "same_language": known,
     }
 
 

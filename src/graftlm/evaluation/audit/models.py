@@ -67,7 +67,8 @@ def load_pair(
     base: Auditable,
     tuned: Auditable,
     *,
-    quantization: Quantization | None = None,
+    quantize: Quantization | None = None,
+    backbone: str | None = None,
     device: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -76,17 +77,26 @@ def load_pair(
 
     Weights are shared where that is possible: a graft acts on the loaded base, whose own passes don't see it.
 
+    Args:
+        base: the model before.
+        tuned: the model after.
+        quantize: take the tuned model with its weights in fewer bits.
+        backbone: where the model below a graft or an adapter is; by default where it was when that was written.
+        device: torch device; None takes the fastest available.
+        dtype: precision of models that are loaded; `auto` keeps their own.
+        trust_remote_code: run model code that comes with a model.
+
     Raises:
         BackboneError: a model can't be loaded, or is no causal language model.
         ArtifactError: a graft or an adapter can't be loaded, or a folder holds neither.
         EvaluationError: the quantisation is unknown.
     """
-    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    options = {"backbone": backbone, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     first = _load(base, None, options)
     try:
         second = first if tuned is base or _same_name(base, tuned) else _load(tuned, first, options)
-        if quantization is not None:
-            second = _quantize(second, quantization)
+        if quantize is not None:
+            second = _quantize(second, quantize)
         elif second is first:
             second = copy.copy(first)
             second.notes = ["BASE and TUNED are one model, so every difference is zero."]
@@ -142,7 +152,9 @@ def _load_model(name: str, options: dict[str, Any]) -> AuditedModel:
             f"The folder {name} holds no model (config.json or a GGUF file), no graft (graft.json) and no PEFT adapter "
             "(adapter_config.json): name one that does."
         )
-    backbone = load_backbone(name, **(options | {"device": options["device"] or default_device()}))
+    device = options["device"] or default_device()
+    dtype, trust = options["dtype"], options["trust_remote_code"]
+    backbone = load_backbone(name, device=device, dtype=dtype, trust_remote_code=trust)
     return AuditedModel(name, backbone, backbone.model, backbone.need_tokenizer(), is_bare=True)
 
 
@@ -152,7 +164,7 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str
         raise ArtifactError(
             f"The graft {folder} answers by heads of its own and writes no text: measure it by graft eval."
         )
-    loading = {"device": options["device"], "trust_remote_code": options["trust_remote_code"]}
+    loading = {key: options[key] for key in ("device", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
     try:
         graft = load_graft(folder, backbone)
@@ -176,7 +188,9 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     named = _named_model(folder)
     notes = []
     if base is None or not base.is_bare:
-        on = _load_model(named, options).backbone
+        if not (options["backbone"] or named):
+            raise ArtifactError(f"The adapter {folder} names no model below it: say where that is (--backbone).")
+        on = _load_model(options["backbone"] or named, options).backbone
         model = on.model
     else:
         on, model = base.backbone, copy.deepcopy(base.backbone.bare_model)
@@ -232,13 +246,19 @@ def _quantize(audited: AuditedModel, quantization: Quantization) -> AuditedModel
     configs = {
         "int8": lambda: torchao.Int8WeightOnlyConfig(),
         "int4": lambda: torchao.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=torchao.PerGroup(_INT4_GROUP)
+            weight_dtype=torch.int4,  # type: ignore[attr-defined]  # which torch's stubs lack
+            granularity=torchao.PerGroup(_INT4_GROUP),
         ),
     }
     if quantization not in configs:
         raise EvaluationError(f"There is no quantisation {quantization!r}: int8 and int4 are known.")
     model = copy.deepcopy(audited.backbone.bare_model)
-    torchao.quantize_(model, configs[quantization]())
+    try:
+        torchao.quantize_(model, configs[quantization]())
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # of widths that its kernels don't take
+        raise EvaluationError(
+            f"{audited.name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
+        ) from error
     backbone = Backbone.wrap(model, audited.backbone.tokenizer, f"{audited.name} in {quantization}")
     return AuditedModel(backbone.name, backbone, backbone.model, audited.tokenizer, is_bare=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError, did_you_mean
 from graftlm.evaluation.audit.chats import (
-    Answer,
-    Question,
     answer_questions,
     behaviour,
     behaviour_lost,
@@ -34,7 +31,7 @@ from graftlm.evaluation.audit.chats import (
 )
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows, scores_of, widest_passages
 from graftlm.evaluation.audit.models import Auditable, AuditedModel, load_pair, tokenizer_difference
-from graftlm.evaluation.audit.page import render_page
+from graftlm.evaluation.audit.page import Conversation, render_page
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, ratio_interval, score
 from graftlm.evaluation.report import write_report
@@ -67,6 +64,7 @@ class AuditConfig(Config):
     batch_size: int = Field(8, ge=1, description="Rows per forward pass.")
     budget: dict[str, float] = Field({}, description="Most that the tuned model may have of a metric.")
     quantize: Literal["int8", "int4"] | None = Field(None, description="Audit TUNED with its weights in fewer bits.")
+    backbone: str | None = Field(None, description="Where the model below a graft or an adapter is now.")
     device: str | None = Field(None, description="Torch device; by default the fastest available.")
     dtype: str = Field("auto", description="Precision of models that are loaded; by default their own.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with a model.")
@@ -85,7 +83,7 @@ class Audit:
 
     results: Results
     passages: list[Passage] = field(default_factory=list)
-    conversations: list[tuple[Question, Answer, Answer]] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -109,7 +107,9 @@ class Audit:
             EvaluationError: the folder can't be written to.
         """
         write_report(self.results, folder)
-        return write_atomically(Path(folder) / PAGE_NAME, render_page(self).encode())
+        return write_atomically(
+            Path(folder) / PAGE_NAME, render_page(self.results, self.passages, self.conversations, self.notes).encode()
+        )
 
     def __str__(self) -> str:
         text = StringIO()
@@ -154,9 +154,9 @@ def audit(
     documents = {name: _documents(name, text) for name, text in (texts or {}).items()}
     _check_names(documents, config)
     tasks = {name: read_task(task) for name, task in config.examples.items()}
-    loading = {"quantization": config.quantize, "device": config.device, "dtype": config.dtype}
-    with load_pair(base, tuned, trust_remote_code=config.trust_remote_code, **loading) as (first, second):
-        work = _Audit(config, first, second, documents, tasks, progress)
+    keys = {"quantize", "backbone", "device", "dtype", "trust_remote_code"}
+    with load_pair(base, tuned, **config.model_dump(include=keys)) as (first, second):
+        work = _Auditor(config, first, second, documents, tasks, progress)
         return work.run(base, out)
 
 
@@ -173,11 +173,9 @@ def _check_names(documents: Mapping[str, Any], config: AuditConfig) -> None:
     known = [*(_OWN_METRICS if config.tokens else ()), *(_LOST if config.answers or config.prompts else ())]
     known += [f"{name}_{metric}" for name in documents for metric in ("lost", "kl", "changed_tokens")]
     known += [f"{name}_{task.metric}_lost" for name, task in config.examples.items()]
-    for name, value in config.budget.items():
+    for name in config.budget:
         if name not in known:
             raise EvaluationError(f"There is no metric {name!r} for a budget{did_you_mean(name, known)}.")
-        if not math.isfinite(value):
-            raise EvaluationError(f"The budget {name}={value} is not a number: give one, as in own_kl=0.05.")
     taken = {"own", "chat", "changed", "stops", "keeps_template", "same_language"} & {*documents}
     if taken:
         raise DataError(f"The name {min(taken)!r} of a text is that of a metric: give it another name.")
@@ -185,8 +183,8 @@ def _check_names(documents: Mapping[str, Any], config: AuditConfig) -> None:
         raise DataError("There is nothing to compare: raise tokens, or name a text, a task or examples.")
 
 
-class _Audit:
-    """One audit under way."""
+class _Auditor:
+    """Measures two loaded models."""
 
     def __init__(
         self,
@@ -202,7 +200,7 @@ class _Audit:
         self.metrics: tuple[dict[str, Metric], dict[str, Metric]] = ({}, {})
         self.notes = [*base.notes, *tuned.notes]
         self.compared: list[tuple[str, TokenComparison]] = []
-        self.conversations: list[tuple[Question, Answer, Answer]] = []
+        self.conversations: list[Conversation] = []
 
     def run(self, base: Auditable, out: str | Path | None) -> Audit:
         difference = tokenizer_difference(*(model.tokenizer for model in self.pair))

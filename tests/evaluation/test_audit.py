@@ -1,0 +1,388 @@
+"""An audit: exact where nothing changed, equal to a literal computation where something did, and honest on the rest."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from graftlm import GraftedModel, audit, build_graft, graft_config, save_graft
+from graftlm.backbone import Backbone
+from graftlm.data.own_text import read_own_text
+from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, ForgettingBudgetError, GraftError
+from graftlm.evaluation import Interval
+from graftlm.evaluation.audit.chats import ChatQuestion, answer_questions, behaviour, behaviour_lost
+from graftlm.evaluation.audit.comparison import compare_windows, token_texts, widest_passages
+from graftlm.evaluation.audit.models import load_pair, tokenizer_difference
+from graftlm.evaluation.metrics import cut_windows
+from tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
+
+TEXT = ["the old house by the river was quiet that morning " * 3, "a letter lay in the garden and said nothing " * 2]
+SIZES: dict[str, Any] = {"tokens": 200, "length": 24, "batch_size": 3, "progress": False}
+
+
+def plain(seed: int = 0, **changes: Any) -> Backbone:
+    torch.manual_seed(seed)
+    return Backbone.wrap(tiny_model("llama", **changes), tiny_tokenizer(), "tiny")
+
+
+def tuned_copy(backbone: Backbone, spread: float = 0.05) -> Backbone:
+    model = copy.deepcopy(backbone.model)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += spread * torch.randn_like(parameter)
+    return Backbone.wrap(model, backbone.tokenizer, "tuned")
+
+
+def saved(backbone: Backbone, folder: Path) -> Path:
+    backbone.model.save_pretrained(folder)
+    backbone.need_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def moved_graft(backbone: Backbone, kind: str = "neutral-residues") -> Any:
+    graft = build_graft(graft_config({"kind": kind, "capacity": 0.5}), backbone)
+    torch.manual_seed(2)
+    for parameter in graft.parameters():
+        parameter.data = 0.3 * torch.randn_like(parameter)
+    return graft
+
+
+def literal(base: Any, tuned: Any, ids: list[int], first: int) -> tuple[list[float], list[bool]]:
+    """Divergences and changes of choice at `ids[first:]`, from whole distributions in float64, one text at a time."""
+    with torch.no_grad():
+        p, q = (torch.softmax(model(torch.tensor([ids])).logits[0].double(), -1) for model in (base, tuned))
+    divergences, changes = [], []
+    for at in range(first - 1, len(ids) - 1):
+        terms = [float(a * math.log(a / b)) for a, b in zip(p[at].tolist(), q[at].tolist(), strict=False) if a > 0]
+        divergences.append(math.fsum(terms))
+        changes.append(int(p[at].argmax()) != int(q[at].argmax()))
+    return divergences, changes
+
+
+def test_own_kl_and_changed_tokens_equal_a_literal_computation(tmp_path: Path) -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    found = audit(base, tuned, tmp_path, **SIZES)
+    divergences, changes = [], []
+    for sample in read_own_text(tmp_path / "own-text.jsonl"):
+        for start, stop in sample.turns:
+            some, other = literal(base.model, tuned.model, sample.ids[:stop], start)
+            divergences += some
+            changes += other
+    assert len(divergences) >= 200
+    own_kl, changed = found.metrics["own_kl"], found.metrics["changed_tokens"]
+    assert isinstance(own_kl, Interval)
+    assert isinstance(changed, Interval)
+    assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-4)
+    assert own_kl.low < own_kl.mean < own_kl.high
+    assert changed.mean == pytest.approx(np.mean(changes), abs=2 / len(changes))
+
+
+def test_a_model_against_itself_is_exactly_zero_everywhere(tmp_path: Path) -> None:
+    folder = str(saved(plain(), tmp_path / "model"))
+    found = audit(folder, folder, texts={"news": TEXT}, **SIZES)
+    names = [name for name in found.metrics if name.endswith(("_kl", "_lost", "changed_tokens"))]
+    assert {"own_kl", "changed_tokens", "news_kl", "news_lost", "news_changed_tokens"} <= {*names}
+    assert all(found.metrics[name] == Interval(mean=0, low=0, high=0) for name in names)
+    assert not found.passages
+    assert any("one model" in note for note in found.notes)
+
+
+def test_further_texts_have_losses_and_the_paired_rise(tmp_path: Path) -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    found = audit(base, tuned, texts={"news": TEXT}, **SIZES)
+    first, second = (found.results.row(name).metrics["news"] for name in ("base", "tuned"))
+    lost = found.metrics["news_lost"]
+    assert isinstance(first, Interval)
+    assert isinstance(second, Interval)
+    assert isinstance(lost, Interval)
+    assert lost.mean == pytest.approx(second.mean - first.mean, abs=1e-9)
+    path = tmp_path / "news.txt"
+    path.write_text("\n".join(TEXT), encoding="utf-8")
+    assert audit(base, tuned, texts={"news": path}, **(SIZES | {"tokens": 0})).metrics["news_kl"]
+
+
+def test_a_graft_is_put_on_the_base_which_does_not_see_it(tmp_path: Path) -> None:
+    base = plain()
+    folder = saved(base, tmp_path / "model")
+    graft = moved_graft(base)
+    save_graft(graft, base, tmp_path / "graft")
+    found = audit(str(folder), tmp_path / "graft", tmp_path / "out", **SIZES)
+    (sample, *_) = read_own_text(tmp_path / "out" / "own-text.jsonl")
+    with load_pair(str(folder), tmp_path / "graft") as (first, second):
+        assert first.backbone is second.backbone
+        (window,) = compare_windows(
+            first.predictor, second.predictor, first.tokenizer, [next(iter(own(sample)))], batch_size=1
+        )
+    with GraftedModel(base, {"graft": graft}) as model:
+        expected, _ = literal(base.bare_model, model, sample.ids, sample.turns[0][0])
+    assert window.kl == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert found.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
+    again = audit(base, GraftedModel(base, {"graft": graft}), **SIZES)
+    assert again.metrics["own_kl"].mean == pytest.approx(found.metrics["own_kl"].mean, rel=1e-4)  # type: ignore[union-attr]
+
+
+def own(sample: Any) -> Any:
+    from graftlm.evaluation.metrics import own_windows
+
+    return own_windows([sample])
+
+
+def test_a_graft_can_be_the_base_and_samples_its_own_text(tmp_path: Path) -> None:
+    base = plain()
+    folder = saved(base, tmp_path / "model")
+    save_graft(moved_graft(base), base, tmp_path / "graft")
+    sizes = SIZES | {"backbone": str(folder)}
+    back = audit(tmp_path / "graft", str(folder), tmp_path / "back", **sizes)
+    audit(str(folder), tmp_path / "graft", tmp_path / "forth", **SIZES)
+    assert back.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
+    assert (tmp_path / "back" / "own-text.jsonl").read_bytes() != (tmp_path / "forth" / "own-text.jsonl").read_bytes()
+    alone = audit(tmp_path / "graft", tmp_path / "graft", **sizes)
+    assert alone.metrics["own_kl"].mean == 0  # type: ignore[union-attr]
+    with pytest.raises(BackboneError, match=r"say where it is now \(--backbone\)"):
+        audit(tmp_path / "graft", str(folder), **SIZES)
+
+
+def test_an_adapter_of_peft_is_audited_as_the_model_with_it_merged(tmp_path: Path) -> None:
+    base = plain()
+    folder = saved(base, tmp_path / "model")
+    peft = get_peft_model(copy.deepcopy(base.model), LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+    torch.manual_seed(3)
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    peft.save_pretrained(tmp_path / "adapter")
+    merged = Backbone.wrap(copy.deepcopy(peft).merge_and_unload(), base.tokenizer, "merged")
+    found = audit(str(folder), tmp_path / "adapter", **SIZES)
+    expected = audit(str(folder), merged, **SIZES)
+    assert expected.metrics["own_kl"].mean > 1e-4  # type: ignore[union-attr]
+    assert found.metrics["own_kl"].mean == pytest.approx(expected.metrics["own_kl"].mean, rel=1e-3)  # type: ignore[union-attr]
+    sizes = SIZES | {"tokens": 0, "texts": {"a": TEXT}}
+    with pytest.raises(ArtifactError, match=r"names no model below it"):
+        audit(tmp_path / "adapter", str(folder), **sizes)
+    back = audit(tmp_path / "adapter", str(folder), backbone=str(folder), **sizes)
+    assert back.metrics["a_kl"].mean > 1e-4  # type: ignore[union-attr]
+
+
+def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    base = plain()
+    folder = saved(base, tmp_path / "model")
+    other = tiny_model("llama", hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    get_peft_model(other, LoraConfig(target_modules=["q_proj"], r=4)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ArtifactError, match=r"does not fit .* name the model that it was trained on"):
+        audit(str(folder), tmp_path / "adapter", **SIZES)
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ArtifactError, match=r"pickled weights are not read"):
+        audit(str(folder), tmp_path / "adapter", **SIZES)
+
+
+def test_int8_moves_predictions_a_little_and_int4_more() -> None:
+    pytest.importorskip("torchao")
+    base = plain(hidden_size=64, head_dim=16, num_attention_heads=4, intermediate_size=64)
+    eight, four = (
+        audit(base, base, quantize=bits, **SIZES).metrics["own_kl"].mean  # type: ignore[union-attr]
+        for bits in ("int8", "int4")
+    )
+    assert 0 < eight < four
+
+
+def test_tokens_added_to_the_tuned_model_count_as_lost_probability() -> None:
+    base = plain()
+    tuned = tuned_copy(base, spread=0.0)
+    tokenizer = copy.deepcopy(base.need_tokenizer())
+    tokenizer.add_tokens(["<extra>"])
+    tuned.model.resize_token_embeddings(VOCABULARY + 1)
+    with torch.no_grad():
+        tuned.model.get_output_embeddings().weight[-1] = tuned.model.get_output_embeddings().weight[5]
+    tuned = Backbone.wrap(tuned.model, tokenizer, "extended")
+    assert tokenizer_difference(base.tokenizer, tokenizer) is None
+    (window,) = compare_windows(base.model, tuned.model, base.tokenizer, cut_windows(base.tokenizer, TEXT[1:], 200))
+    with torch.no_grad():
+        p = torch.softmax(base.model(torch.tensor(window.window.ids[None])).logits[0].double(), -1)
+    expected = -torch.log(1 / (1 + p[window.window.first - 1 : -1, 5]))  # Σ p log(p / (p / (1 + p_5)))
+    assert window.kl == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-6)
+
+
+def test_models_of_different_tokenizers_are_compared_by_bits_per_byte_alone() -> None:
+    base = plain()
+    tokenizer = tiny_tokenizer()
+    moved = json.loads(tokenizer.backend_tokenizer.to_str())
+    ids = moved["model"]["vocab"]
+    first, second = sorted(ids, key=lambda token: -ids[token])[:2]
+    ids[first], ids[second] = ids[second], ids[first]
+    other = copy.deepcopy(tokenizer)
+    other._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(moved))  # type: ignore[attr-defined]
+    tuned = Backbone.wrap(tuned_copy(base).model, other, "other")
+    with pytest.raises(DataError, match=r"2 of \d+ tokens .*--text NAME=PATH"):
+        audit(base, tuned, **SIZES)
+    found = audit(base, tuned, texts={"news": TEXT}, **SIZES)
+    assert {*found.metrics} == {"news_bpb"}
+    assert any("bits per byte" in note for note in found.notes)
+
+
+def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    over = audit(base, tuned, budget={"own_kl": 1e-9}, **SIZES)
+    assert not over.results.aims[0].met
+    with pytest.raises(ForgettingBudgetError, match=r"own_kl .* the budget is 1e-09"):
+        over.check_budget()
+    within = audit(base, tuned, budget={"own_kl": 1e9, "news_lost": 100}, texts={"news": TEXT}, **SIZES)
+    within.check_budget()
+    for budget, message in (
+        ({"own_lk": 1.0}, r"no metric 'own_lk' .*did you mean own_kl"),
+        ({"news_lost": 1.0}, r"no metric 'news_lost'"),
+    ):
+        with pytest.raises(EvaluationError, match=message):
+            audit("no-such-model", "neither", budget=budget, **SIZES)
+    with pytest.raises(EvaluationError, match=r"chat_kl, which could not be measured"):
+        audit(base, tuned, budget={"chat_kl": 1.0}, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        (7, {}, r"int can't be audited: give a name"),
+        ("EMPTY", {}, r"holds no model .* no graft .* no PEFT adapter"),
+        ("ENCODER", {}, r"no causal language model"),
+        ("BASE", {"quantize": "int3"}, r"int3|int8"),
+        ("BASE", {"tokens": 0}, r"nothing to compare"),
+        ("BASE", {"texts": {"news": 7}}, r"text news is int"),
+        ("BASE", {"texts": {"own": TEXT}}, r"name 'own' of a text"),
+        ("BASE", {"prompts": ["Hello?"], "tokens": 0}, r"no chat template"),
+        ("BASE", {"tokens": -1}, r"tokens"),
+        ("BASE", {"no_such": 1}, r"no_such"),
+        ("GRAFT", {"quantize": "int8"}, r"no plain model"),
+    ],
+)
+def test_what_cannot_be_audited_gets_one_sentence(
+    given: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = plain()
+    (tmp_path / "empty").mkdir()
+    named = {
+        "EMPTY": tmp_path / "empty",
+        "BASE": base,
+        "ENCODER": Backbone.wrap(tiny_model("bert"), tiny_tokenizer()) if given == "ENCODER" else None,
+        "GRAFT": GraftedModel(base, {"graft": moved_graft(base)}) if given == "GRAFT" else None,
+    }
+    with pytest.raises(GraftError, match=message) as caught:
+        audit(base, named.get(given, given), **(SIZES | settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupted_sampling_goes_on_and_another_base_samples_anew(tmp_path: Path) -> None:
+    base = plain()
+    folder = str(saved(base, tmp_path / "model"))
+    audit(folder, tuned_copy(base), tmp_path / "out", **SIZES)
+    path = tmp_path / "out" / "own-text.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    audit(folder, tuned_copy(base), tmp_path / "out", **SIZES)
+    assert path.read_bytes() == whole
+    other = str(saved(plain(seed=5, hidden_size=64), tmp_path / "other"))
+    audit(other, other, tmp_path / "out", **SIZES)
+    assert path.read_bytes() != whole
+
+
+def test_passages_are_where_the_divergence_is_and_do_not_overlap() -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    compared = compare_windows(base.model, tuned.model, base.tokenizer, cut_windows(base.tokenizer, TEXT, 40))
+    passages = widest_passages([("text", each) for each in compared], base.tokenizer, count=4, length=8)
+    masses = [sum(token.kl for token in passage.tokens) for passage in passages]
+    assert masses == sorted(masses, reverse=True)
+    every = [each.kl[start : start + 8].sum() for each in compared for start in range(0, max(1, len(each.kl) - 4), 4)]
+    assert masses[0] == pytest.approx(max(every))
+    seen = [round(token.kl, 12) for passage in passages for token in passage.tokens]
+    assert len(seen) == len(set(seen)), "no token is in two passages"
+    for passage in passages:
+        for token in passage.tokens:
+            assert len(token.base) == len(token.tuned) == 3
+            shares = [share for _, share in token.base]
+            assert shares == sorted(shares, reverse=True)
+
+
+def test_the_texts_of_tokens_make_the_whole_text() -> None:
+    class Bytes:
+        """One token for each byte."""
+
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    text = "Łódź, 東京 and <b>"
+    texts = token_texts(Bytes(), list(text.encode()))
+    assert "".join(texts) == text
+    assert "\ufffd" not in "".join(texts)
+
+
+class Replies:
+    """A model that gives one fixed reply to every prompt."""
+
+    def __init__(self, reply: list[int]) -> None:
+        self.reply, self.training, self.device = reply, False, torch.device("cpu")
+        self.generation_config = type("Config", (), {"eos_token_id": EOS})()
+        self.config = type("Config", (), {"max_position_embeddings": 64})()
+
+    def eval(self) -> None:
+        pass
+
+    def train(self, mode: bool) -> None:
+        pass
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.cat([input_ids, torch.tensor([self.reply] * len(input_ids))], dim=1)
+
+
+def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>"]})  # type: ignore[arg-type]
+    opens: Any = tokenizer.convert_tokens_to_ids("<|in|>")
+    word = VOCABULARY - 1
+    questions = [ChatQuestion([word, word], "?"), ChatQuestion([word], "?")]
+    ends, runs_on, breaks = (
+        answer_questions(Replies(reply), tokenizer, questions, max_new_tokens=3)
+        for reply in ([word, EOS, word], [word, word, word], [word, opens, EOS])
+    )
+    assert [(answer.stops, answer.keeps_template) for answer in ends] == [(True, True)] * 2
+    assert [(answer.stops, answer.keeps_template) for answer in runs_on] == [(False, True)] * 2
+    assert [(answer.stops, answer.keeps_template) for answer in breaks] == [(True, False)] * 2
+    assert behaviour(ends)["stops"].mean == 1
+    lost = behaviour_lost(ends, runs_on)
+    assert lost["stops_lost"].mean == 1
+    assert lost["keeps_template_lost"].mean == 0
+    assert "same_language_lost" not in lost, "answers too short to tell"
+    with pytest.raises(DataError, match=r"exceeds the model's 64 positions"):
+        answer_questions(Replies([word]), tokenizer, [ChatQuestion([word] * 62, "?")], max_new_tokens=3)
+
+
+def test_the_language_of_an_answer_is_told() -> None:
+    pytest.importorskip("py3langid")
+    from graftlm.evaluation.audit.chats import _same_language
+
+    english = "Where is the nearest railway station, please?"
+    assert _same_language(english, "It is behind the old church, on the left side of the street.") is True
+    assert _same_language(english, "Der Bahnhof liegt hinter der alten Kirche auf der linken Seite.") is False
+    assert _same_language(english, "Yes.") is None
+
+
+def test_two_loaded_copies_share_nothing_and_the_graft_is_off_afterwards(tmp_path: Path) -> None:
+    base = plain()
+    save_graft(moved_graft(base), base, tmp_path / "graft")
+    before = {name: value.clone() for name, value in base.model.state_dict().items()}
+    with load_pair(base, tmp_path / "graft") as (_, second):
+        assert isinstance(second.model, GraftedModel)
+    assert not any(module._forward_hooks for module in base.model.modules())
+    assert all(torch.equal(before[name], value) for name, value in base.model.state_dict().items())
+    with pytest.raises(BackboneError, match=r"There is no folder"), load_pair(base, tmp_path / "missing"):
+        pass
