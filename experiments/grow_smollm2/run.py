@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, Any], float]] = {
     "alone_py": (("py",), NEUTRAL, 0.25),
     "together": (ALL, NEUTRAL, 0.25),
     "lora_sequential": (ALL, LORA, 0.25),
+    "lora_sequential_wide": (ALL, LORA | {"capacity": 0.3}, 0.25),  # as many weights as three grafts
     "lora_sequential_plain": (ALL, LORA, 0.0),
 }
 LABELS = {
@@ -42,6 +43,7 @@ LABELS = {
     "alone_py": "Python alone",
     "together": "three grafts together",
     "lora_sequential": "one LoRA, one after the other",
+    "lora_sequential_wide": "one LoRA of three times the size",
     "lora_sequential_plain": "one LoRA, without old text",
 }
 

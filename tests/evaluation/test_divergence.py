@@ -16,7 +16,7 @@ from graftlm.backbone import Backbone
 from graftlm.data import SelfSourceConfig
 from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import EvaluationError
-from graftlm.evaluation import value_of
+from graftlm.evaluation import Scores, value_of
 from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
@@ -117,3 +117,21 @@ def test_new_text_has_a_divergence_where_it_was_measured() -> None:
     ids = torch.tensor([backbone.need_tokenizer()("the garden")["input_ids"]])
     log_p, log_q = (model(ids).logits.double().log_softmax(-1)[0, :-1] for model in (backbone.model, other))
     assert value_of(interval) == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
+
+
+def test_the_turns_of_a_conversation_are_one_unit_of_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    means = np.repeat(rng.normal(size=200), 2)  # two turns that are alike
+    scores = Scores(
+        nats=means * 10,
+        tokens=np.full(400, 10),
+        bytes=np.full(400, 30),
+        document=np.repeat(np.arange(200), 2),
+        kl=means * 5,
+    )
+    merged = scores.by_document()
+    assert merged.tokens.tolist() == [20] * 200
+    assert merged.document.tolist() == [*range(200)]
+    one, two = merged.interval("kl_per_token"), scores.interval("kl_per_token")
+    assert one.mean == pytest.approx(two.mean)
+    assert (one.high - one.low) / (two.high - two.low) == pytest.approx(2**0.5, rel=0.15)

@@ -108,6 +108,15 @@ def test_a_method_that_does_not_train_has_one_point(tmp_path: Path, tiny_backbon
     assert any("learned nothing" in line for line in lines)
 
 
+def test_without_strengths_the_trained_weights_are_the_only_point(tmp_path: Path, tiny_backbone) -> None:
+    changed = values(tmp_path, tiny_backbone("llama"), frontier={"rates": [], "strengths": []})
+    changed["evaluation"] |= {"own_tokens": 0, "decode_prompts": 0}
+    results = compare_recipe(Recipe.parse(changed), frontier=True, progress=False, log=silent)
+    trained = [row.id for row in results.rows if row.id != "backbone"]
+    assert trained
+    assert all([point["strength"] for point in strengths_of(results, row)] == [1.0] for row in trained)
+
+
 def test_a_frontier_that_nothing_measures_is_refused(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"))
     del changed["data"]["test"]["old"]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import leading_bos, padding_id
-from graftlm.data.sources import DataConfig, Document, SourceConfig, read_documents
+from graftlm.data.sources import DataConfig, Document, SourceConfig, check_domains, read_documents
 from graftlm.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -621,13 +621,7 @@ def build_mixture(
     Raises:
         DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
     """
-    if not config.new:
-        raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
-    if config.replay_fraction > 0 and not config.old:
-        raise DataError(
-            f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
-            "or set replay_fraction to 0."
-        )
+    check_domains(config)
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
     named = [source for source in config.old if isinstance(source, SourceConfig)]
     domains = {}

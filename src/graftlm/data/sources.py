@@ -146,7 +146,7 @@ class DataConfig(Config):
     old: list[OldSource] = Field(
         [], description="Text like the backbone's own training data; `self: true` lets the backbone sample it."
     )
-    replay_fraction: float = Field(0.1, ge=0, le=1, description="Fraction p of rows from old; 0 ignores old.")
+    replay_fraction: float = Field(0.1, ge=0, lt=1, description="Fraction p of rows from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(
         "replay",
         description="The loss of old rows. replay: of their next tokens; distil: the divergence from the bare "
@@ -163,11 +163,27 @@ class DataConfig(Config):
     seed: int = Field(0, ge=0, description="Orders the rows.")
 
 
-def check_sources(sources: Iterable[SourceConfig | SelfSourceConfig]) -> None:
-    """Read the first document of each source, so that a wrong one is an error before anything is computed."""
-    for source in sources:
+def check_sources(config: DataConfig) -> None:
+    """Read the first document of each source, so that a wrong one is an error before anything is computed.
+
+    Raises:
+        DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
+    """
+    check_domains(config)
+    for source in (*config.new, *(config.old if config.replay_fraction else ())):
         if isinstance(source, SourceConfig):
             next(read_documents(source))
+
+
+def check_domains(config: DataConfig) -> None:
+    """Raise a `DataError` where a domain that training reads has no sources."""
+    if not config.new:
+        raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
+    if config.replay_fraction > 0 and not config.old:
+        raise DataError(
+            f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
+            "or set replay_fraction to 0."
+        )
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:

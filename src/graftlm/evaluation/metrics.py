@@ -108,11 +108,21 @@ class Scores:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
 
+    def by_document(self) -> Scores:
+        """The sums of each document as one window, for intervals over documents: turns of a conversation are alike."""
+        _, first, group = np.unique(self.document, return_index=True, return_inverse=True)
+        sums = {
+            name: None if value is None else np.bincount(group, weights=value).astype(value.dtype)
+            for name, value in (("nats", self.nats), ("tokens", self.tokens), ("bytes", self.bytes), ("kl", self.kl))
+        }
+        return replace(self, document=self.document[first], **sums)
+
     def interval(
         self, metric: MetricName = "nats_per_token", *, resamples: int = _RESAMPLES, seed: int = 0
     ) -> Interval:
         """95% percentile bootstrap over windows: how the metric varies over other text of the same kind."""
-        return ratio_interval(*self.fraction(metric), resamples=resamples, seed=seed)
+        (samples,) = _resample([self.fraction(metric)], resamples, seed)
+        return percentile_interval(self.value(metric), samples)
 
 
 @dataclass(frozen=True)
@@ -490,14 +500,6 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = [sums[:, i] / sums[:, i + 1] for i in range(0, sums.shape[1], 2)]
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
-
-
-def ratio_interval(
-    numerators: np.ndarray, denominators: np.ndarray, *, resamples: int = _RESAMPLES, seed: int = 0
-) -> Interval:
-    """A ratio of sums over windows (n,) with its 95% percentile bootstrap interval over windows."""
-    (samples,) = _resample([(numerators, denominators)], resamples, seed)
-    return percentile_interval(float(numerators.sum() / denominators.sum()), samples)
 
 
 def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> Interval:

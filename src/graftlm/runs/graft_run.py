@@ -403,7 +403,7 @@ class BackboneEvaluator:
             return None
         settings = self.evaluation
         windows = list(own_windows(self.own_text))
-        return score_windows(
+        scores = score_windows(
             model,
             self.tokenizer,
             windows,
@@ -411,6 +411,7 @@ class BackboneEvaluator:
             precision=settings.precision,
             reference=self.backbone.bare_model,
         )
+        return scores.by_document()
 
     def _own_metrics(self, scores: Scores | None) -> dict[str, Interval]:
         """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""

@@ -141,7 +141,7 @@ class Recipe(Config):
                 "A frontier shows what was learned against what was forgotten: name test texts old and new under "
                 "data.test."
             )
-        evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths})
+        evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths or [1.0]})
         recipe = Recipe.parse(self.model_dump() | {"evaluation": evaluation.model_dump()})  # which checks them
         runs: dict[str, list[GraftRun]] = {}
         for run in recipe.comparison():
@@ -255,7 +255,7 @@ def _run(
     main = PartialState().is_main_process
     for run in runs:
         if isinstance(run, GraftRun) and run.graft is not None and run.training.steps:
-            check_sources([*run.data.new, *(run.data.old if run.data.replay_fraction else [])])
+            check_sources(run.data)
     with locked(folder):
         if main:
             write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compar
 from graftlm.evaluation.audit.models import Auditable, AuditedModel, load_pair, tokenizer_difference
 from graftlm.evaluation.audit.page import Conversation, render_page
 from graftlm.evaluation.harness import run_lm_eval
-from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, ratio_interval, score
+from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.tables import print_side_by_side
@@ -246,14 +246,14 @@ class _Auditor:
         if not samples:
             return
         compared = self._compare("its own text", list(own_windows(samples)), "comparing on own text")
-        chats = np.array([samples[each.window.document].is_chat for each in compared])
-        scores = scores_of(compared, 1)
+        scores = scores_of(compared, 1).by_document()
+        chats = np.array([samples[number].is_chat for number in scores.document])
         self.metrics[1]["own_kl"] = scores.interval("kl_per_token")
         if chats.any():
             self.metrics[1]["chat_kl"] = scores.subset(chats).interval("kl_per_token")
         else:
             self.notes.append("BASE has no usable chat template, so there are no conversations to compare.")
-        self.metrics[1]["changed_tokens"] = changed_tokens(compared)
+        self.metrics[1]["changed_tokens"] = changed_tokens(compared, by_document=True)
 
     def _compare(self, name: str, windows: list[Any], title: str) -> list[TokenComparison]:
         base, tuned = self.pair
@@ -379,10 +379,10 @@ class _Auditor:
         return aims
 
 
-def changed_tokens(compared: Sequence[TokenComparison]) -> Interval:
-    """The share of scored tokens whose likeliest choice changed, with its interval over windows."""
-    changed = np.array([each.changed.sum() for each in compared])
-    return ratio_interval(changed, np.array([each.window.tokens for each in compared]))
+def changed_tokens(compared: Sequence[TokenComparison], *, by_document: bool = False) -> Interval:
+    """The share of scored tokens whose likeliest choice changed, with its interval over windows, or sampled texts."""
+    counts = replace(scores_of(compared, 1), nats=np.array([each.changed.sum() for each in compared], dtype=np.float64))
+    return (counts.by_document() if by_document else counts).interval("nats_per_token")
 
 
 @contextmanager
