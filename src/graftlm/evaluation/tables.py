@@ -109,7 +109,8 @@ def metric_title(name: str, names: Iterable[str] = ()) -> str:
     if name.endswith("_kl"):
         return f"{name.removesuffix('_kl')} KL, nats per token"
     nats = name in ("learned", "forgotten") or f"{name.removesuffix('_lost')}_bpb" in names
-    return f"{name}, nats per token" if nats else name.replace("_", " ")
+    title = name.replace("_", " ") if name.endswith("_lost") or not nats else name
+    return f"{title}, nats per token" if nats else title
 
 
 def format_metric(name: str, metric: Metric | None) -> str:
