@@ -8,7 +8,8 @@ prompt is not.
 A prompt is tokenised apart from its text, as it is in generation; the BOS belongs to the prompt.
 
 The stream holds *marked* ids, int32: `id` inside a document, `~id` (negative) for its first token, `PADDING` after the
-last document, and the bit `PROMPT` in the ids of a prompt. One array thus carries ids, prompts, starts and padding.
+last document, the bit `PROMPT` in the ids of a prompt, and the bit `UNSCORED` in those of later turns of a conversation
+that are not predicted. One array thus carries ids, prompts, starts and padding.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import leading_bos, padding_id
+from graftlm.data.chats import ChatExample, chat_tokens
 from graftlm.data.sources import DataConfig, Document, SourceConfig, check_domains, read_documents
 from graftlm.errors import DataError, RecipeError
 
@@ -41,7 +43,8 @@ OLD, NEW = 0, 1
 DOMAIN_NAMES = {OLD: "old", NEW: "new"}
 IGNORED = -100
 PADDING = np.iinfo(np.int32).min
-PROMPT = 1 << 30  # above every vocabulary, and ~(id | PROMPT) is never PADDING
+PROMPT = 1 << 30  # above every vocabulary, and ~(id | PROMPT | UNSCORED) is never PADDING
+UNSCORED = 1 << 29
 CHUNK_CHARACTERS = 1 << 18
 GROUP_CHARACTERS = 1 << 19  # tokenizers are fastest on batches
 STREAM_GROUP_CHARACTERS = 1 << 16
@@ -49,7 +52,7 @@ STREAM_GROUP_CHARACTERS = 1 << 16
 
 def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
     """Plain ids of marked ids of any shape."""
-    return np.where(marked == PADDING, pad_id, np.where(marked < 0, ~marked, marked) & ~PROMPT)
+    return np.where(marked == PADDING, pad_id, np.where(marked < 0, ~marked, marked) & ~(PROMPT | UNSCORED))
 
 
 def is_start(marked: np.ndarray) -> np.ndarray:
@@ -58,8 +61,17 @@ def is_start(marked: np.ndarray) -> np.ndarray:
 
 
 def is_prompt(marked: np.ndarray) -> np.ndarray:
-    """Which marked ids belong to a prompt."""
-    return (np.where(marked < 0, ~marked, marked) & PROMPT).astype(bool) & (marked != PADDING)
+    """Which marked ids belong to a prompt: what stands before the first predicted token of its document."""
+    return _has_bit(marked, PROMPT)
+
+
+def is_unscored(marked: np.ndarray) -> np.ndarray:
+    """Which marked ids belong to a prompt or to another turn that is not predicted."""
+    return _has_bit(marked, PROMPT | UNSCORED)
+
+
+def _has_bit(marked: np.ndarray, bits: int) -> np.ndarray:
+    return (np.where(marked < 0, ~marked, marked) & bits).astype(bool) & (marked != PADDING)
 
 
 # Documents to windows of tokens
@@ -92,6 +104,7 @@ class TextChunk:
     last: bool
     prompt: bool
     where: str
+    chat: ChatExample | None = None
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
@@ -102,6 +115,11 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
     """
     for document in documents:
         if not document.text:
+            continue
+        if document.chat is not None:  # rendered by its template, it is one chunk
+            yield TextChunk(
+                document.text, first=True, last=True, prompt=False, where=document.where, chat=document.chat
+            )
             continue
         first = True
         for text, prompt in ((document.prompt, True), (document.text, False)):
@@ -145,6 +163,9 @@ def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list
     bos_id, eos_id = leading_bos(tokenizer), tokenizer.eos_token_id
     streams, starts = [], False
     for ids, chunk in zip(encoded, group, strict=True):
+        if chunk.chat is not None:
+            streams.append(mark_chat(tokenizer, chunk.chat))
+            continue
         bos = [bos_id] if chunk.first and bos_id is not None else []
         eos = [eos_id] if chunk.last and eos_id is not None else []
         stream = np.array([*bos, *ids, *eos], dtype=np.int32) | np.int32(PROMPT if chunk.prompt else 0)
@@ -153,6 +174,15 @@ def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list
             stream[0], starts = ~stream[0], False
         streams.append(stream)
     return streams
+
+
+def mark_chat(tokenizer: Any, chat: ChatExample) -> np.ndarray:
+    """The marked ids (n,) of a conversation; its template has the tokens that begin and end it."""
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    lead = np.arange(len(ids)) < predicted.argmax()
+    stream = ids.astype(np.int32) | np.where(predicted, 0, np.where(lead, PROMPT, UNSCORED)).astype(np.int32)
+    stream[0] = ~stream[0]
+    return stream
 
 
 def pad_row(row: np.ndarray, length: int) -> np.ndarray:
@@ -247,7 +277,7 @@ class RowPacker:
         size = len(last) if is_prompt(last).any() else None  # tokens of the current document, if it has a prompt
         for chunk, stream in zip(group, streams, strict=True):
             if chunk.first:
-                size = 0 if chunk.prompt else None
+                size = 0 if chunk.prompt or chunk.chat is not None else None
             if size is not None and (size := size + len(stream)) > self.length:
                 raise DataError(
                     f"{chunk.where} takes {size} tokens or more with its prompt, but a row holds {self.length} and "
@@ -459,10 +489,10 @@ class Batch:
 def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
     """The batch of marked rows (B, L) with their domains (B,)."""
     padding = marked == PADDING
-    starts, prompt = is_start(marked), is_prompt(marked)
+    starts, prompt, unscored = is_start(marked), is_prompt(marked), is_unscored(marked)
     input_ids = unmark(marked, pad_id).astype(np.int64)
     separate = boundaries != "joined"
-    ignored = padding | prompt | starts if separate else padding | prompt
+    ignored = padding | unscored | starts if separate else padding | unscored
     ignored[:, 0] = True
     several = separate and bool(starts[:, 1:].any())
     return Batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from graftlm.config import Config
+from graftlm.data.chats import ChatExample, read_chat
 from graftlm.data.tables import (
     JSON_SUFFIXES,
     TABLE_SUFFIXES,
     check_columns,
     check_text,
-    read_rows,
+    read_values,
     values_of,
 )
 from graftlm.errors import DataError, did_you_mean, first_line
@@ -36,11 +37,13 @@ class Document:
         text: what is predicted.
         where: its location, for messages: `file`, `file: line` or `dataset: row`.
         prompt: text before it, which the model sees and does not predict.
+        chat: the conversation whose answers are the text; the tokenizer's chat template then says what the model sees.
     """
 
     text: str
     where: str = "in memory"
     prompt: str = ""
+    chat: ChatExample | None = None
 
     @property
     def full_text(self) -> str:
@@ -60,6 +63,12 @@ class SourceConfig(Config):
     prompt_column: str | None = Field(
         None, description="The column of the prompt before that text; it is not predicted."
     )
+    messages_column: str | None = Field(
+        None,
+        description="The column of conversations, as in messages (role, content) or conversations (from, value). The "
+        "assistant's turns are predicted, in the tokenizer's chat template.",
+    )
+    tools_column: str | None = Field(None, description="The column of the tools of a conversation, as JSON schemas.")
     streaming: bool = Field(False, description="Read while training instead of packing everything first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="Maximum number of documents.")
@@ -81,8 +90,12 @@ class SourceConfig(Config):
             raise ValueError("a source has either a path or a dataset")
         if self.streaming and "-" in (self.documents or ""):
             raise ValueError("a streaming source can't count documents from its end: use numbers from the start")
-        if self.prompt_column is not None and (self.skip_characters or self.limit_characters):
+        if (self.prompt_column or self.messages_column) and (self.skip_characters or self.limit_characters):
             raise ValueError("prompts and completions are never cut: leave out skip_characters and limit_characters")
+        if self.messages_column is not None and self.prompt_column is not None:
+            raise ValueError("a source has either a messages_column or a prompt_column: leave one out")
+        if self.tools_column is not None and self.messages_column is None:
+            raise ValueError("tools belong to conversations: set messages_column too")
         if self.prompt_column == self.text_column:
             raise ValueError(f"prompt_column and text_column are both {self.text_column!r}: name two columns")
         return self
@@ -95,8 +108,11 @@ class SourceConfig(Config):
     @property
     def columns(self) -> dict[str, str]:
         """The columns that are read, by their config keys."""
-        prompt = {} if self.prompt_column is None else {"prompt_column": self.prompt_column}
-        return {"text_column": self.text_column} | prompt
+        if self.messages_column is not None:
+            keys = ("messages_column", "tools_column")
+        else:
+            keys = ("text_column", "prompt_column")
+        return {key: column for key in keys if (column := getattr(self, key)) is not None}
 
 
 class SelfSourceConfig(Config):
@@ -226,7 +242,7 @@ def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Do
     left = config.limit_characters
     for document in islice(documents, config.limit_documents):
         text = document.text[config.skip_characters :]
-        yield Document(text[:left], document.where, document.prompt)
+        yield replace(document, text=text[:left])
         if left is not None and (left := left - len(text)) <= 0:
             return
 
@@ -269,24 +285,29 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
         DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
     if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
-        yield from (_document(texts, config, where) for texts, where in read_rows(path, config.columns))
-    elif config.prompt_column is not None:
+        yield from (_document(values, config, where) for values, where in read_values(path, config.columns))
+    elif column := next((key for key in config.columns if key != "text_column"), None):
         raise DataError(
-            f"{path} is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
-            "or leave the prompt_column out."
+            f"{path} is plain text, but the source has a {column}: name a JSON, parquet or CSV file, "
+            f"or leave the {column} out."
         )
     else:
         yield Document(read_text(path), str(path))
 
 
-def _document(texts: list[str], config: SourceConfig, where: str) -> Document:
-    text, *prompt = texts
+def _document(values: list[Any], config: SourceConfig, where: str) -> Document:
+    """The document of one row, from the values of its columns."""
+    if config.messages_column is not None:
+        chat = read_chat(values[0], where, *values[1:])
+        return Document(chat.answers, where, chat=chat)
+    named = zip(values, config.columns.values(), strict=True)
+    text, *prompt = [check_text(value, column, where) for value, column in named]
     if prompt and not text.strip():
         raise DataError(
             f"{where} has a prompt and an empty completion in the column {config.text_column!r}: "
             "give it text, or leave the row out."
         )
-    return Document(text, where, *prompt)
+    return Document(text, where, "".join(prompt))
 
 
 def _read_dataset(config: SourceConfig) -> Iterator[Document]:
@@ -298,8 +319,7 @@ def _read_dataset(config: SourceConfig) -> Iterator[Document]:
     try:
         for number, row in enumerate(rows):
             where = f"{config.name}: row {number}"
-            values = zip(values_of(row, config.columns, where), config.columns.values(), strict=True)
-            yield _document([check_text(value, column, where) for value, column in values], config, where)
+            yield _document(values_of(row, config.columns, where), config, where)
     except OSError as error:
         raise DataError(
             f"The dataset {config.name} could not be read to its end ({first_line(error)}): try again."

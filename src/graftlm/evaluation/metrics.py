@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.data.chats import ChatExample, chat_tokens, render_chat
 from graftlm.data.own_text import OwnText
 from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
@@ -154,6 +155,9 @@ def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterat
     bos = leading_bos(tokenizer)
     prefix = [] if bos is None else [bos]
     for index, document in enumerate(documents):
+        if getattr(document, "chat", None) is not None:
+            yield from _chat_windows(tokenizer, document.chat, length, index)
+            continue
         text_ids, text_bytes = encode_with_bytes(tokenizer, document if isinstance(document, str) else document.text)
         prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
         ids = np.concatenate([prompt_ids, text_ids])
@@ -165,6 +169,22 @@ def cut_windows(tokenizer: Any, documents: Iterable[Any], length: int) -> Iterat
                 row = np.concatenate([np.asarray(prefix, dtype=np.int64), ids[start:stop]])
                 prompt = len(prefix) + len(prompt_ids) - start if start < len(prompt_ids) else 0
                 yield Window(row, len(prefix) + first - start, sizes[first:stop], index, prompt)
+
+
+def _chat_windows(tokenizer: Any, chat: ChatExample, length: int, document: int) -> Iterator[Window]:
+    """Windows of a conversation: one for each assistant's turn, behind what precedes it; a long turn has several."""
+    ids, predicted, ends = chat_tokens(tokenizer, chat)
+    before = _bytes_before(render_chat(chat, tokenizer).text)
+    sizes = np.diff(before[np.maximum.accumulate(ends)], prepend=0)
+    edges = np.flatnonzero(np.diff(predicted.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    lead = int(predicted.argmax())
+    for start, stop in edges.tolist():
+        step = length - 1 if stop - start < length else length // 2
+        for first in range(max(start, 1), stop, step):
+            last = min(first + step, stop)
+            begin = max(0, last - length)
+            prompt = max(0, min(lead, last) - begin)
+            yield Window(ids[begin:last], first - begin, sizes[first:last], document, prompt)
 
 
 def own_windows(samples: Iterable[OwnText]) -> Iterator[Window]:
@@ -192,12 +212,16 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray
 
 def _ends_from_offsets(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
     """The byte positions (n,) at which tokens end, from their character offsets."""
+    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
+    ends[-1] = len(text)
+    return _bytes_before(text)[ends]
+
+
+def _bytes_before(text: str) -> np.ndarray:
+    """The UTF-8 bytes (characters + 1,) before each character of a text, and of all of it."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    bytes_before = np.concatenate([[0], np.cumsum(widths)])
-    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
-    ends[-1] = len(points)
-    return bytes_before[ends]
+    return np.concatenate([[0], np.cumsum(widths)])
 
 
 def _ends_from_decoding(tokenizer: Any, ids: np.ndarray, text: str) -> np.ndarray:

@@ -1,0 +1,290 @@
+"""Conversations: exactly the assistant's turns are predicted, in every template, and what can't be is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
+from graftlm.data.chats import ChatExample, chat_tokens, read_chat, render_chat
+from graftlm.data.packing import IGNORED, collate, mark_chat, unmark
+from graftlm.errors import DataError, GraftError
+from graftlm.evaluation.metrics import cut_windows
+from tiny import tiny_tokenizer
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+# The forms of six families, each with what ends an answer: written after their published formats.
+TEMPLATES: dict[str, tuple[str, str]] = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "llama3": (
+        "{{ '<|begin|>' }}{% for m in messages %}{{ '<|header|>' + m['role'] + '<|/header|>\n\n' + m['content'] | trim "
+        "+ '<|eot|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\n\n' }}{% endif %}",
+        "<|eot|>",
+    ),
+    "mistral": (
+        "{{ '<s>' }}{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{% set ns.system = m['content'] + '\n\n' %}{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + "
+        "'</s>' }}{% else %}{{ '[INST] ' + (ns.system if loop.index0 < 2 else '') + m['content'] + ' [/INST]' }}"
+        "{% endif %}{% endfor %}",
+        "</s>",
+    ),
+    "gemma": (
+        "{{ '<bos>' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == "
+        "'assistant' else m['role']) + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+        "<end_of_turn>",
+    ),
+    "qwen3": (  # an empty thought stands in the last answer alone
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
+        "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "phi": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        "<|end|>",
+    ),
+}
+TRIMS = {"llama3", "mistral", "gemma"}
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+words = st.text(alphabet="abc dé東.\n<", min_size=1, max_size=12).filter(lambda text: text.strip())
+
+
+def with_template(template: str, *special: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})  # type: ignore[arg-type]
+    return tokenizer
+
+
+TOKENIZERS = {name: with_template(template, end) for name, (template, end) in TEMPLATES.items()}
+
+
+def chat_of(contents: list[str], system: str | None = None) -> ChatExample:
+    turns = [{"role": (USER, ASSISTANT)[i % 2], "content": content} for i, content in enumerate(contents)]
+    return read_chat([*([{"role": SYSTEM, "content": system}] if system else []), *turns], "a test")
+
+
+def predicted_texts(tokenizer: Any, chat: ChatExample) -> list[str]:
+    """The text of each run of predicted tokens."""
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    edges = np.flatnonzero(np.diff(predicted.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None)
+@given(
+    contents=st.lists(words, min_size=2, max_size=7),
+    system=st.one_of(st.none(), words),
+)
+def test_exactly_the_answers_with_their_ends_are_predicted(name: str, contents: list[str], system: str | None) -> None:
+    tokenizer, end = TOKENIZERS[name], TEMPLATES[name][1]
+    chat = chat_of(contents, None if name == "gemma" else system)
+    answers = [message["content"] for message in chat.messages if message["role"] == ASSISTANT]
+    texts = predicted_texts(tokenizer, chat)
+    if name == "qwen3" and len(contents) % 2 == 0:
+        answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
+    if name in TRIMS:
+        texts, answers = [text.strip() for text in texts], [answer.strip() for answer in answers]
+    assert texts == [answer + end for answer in answers]
+    ids, _, _ = chat_tokens(tokenizer, chat)
+    whole = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
+    assert tokenizer.decode(ids.tolist()) == whole, "the whole conversation is there, and nothing else"
+
+
+def test_what_is_not_predicted_is_what_the_model_sees() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    rendered = render_chat(chat_of(["where?", "here", "why?", "because"], "be kind"), tokenizer)
+    assert [rendered.text[start:stop] for start, stop in rendered.turns] == ["here<|im_end|>", "because<|im_end|>"]
+    for start, _ in rendered.turns:
+        assert rendered.text[:start].endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_s_own_mask_agrees_or_is_named() -> None:
+    tokenizer = with_template(MARKED, "<|end|>")
+    chat = chat_of(["where?", "here", "why?", "because"])
+    assert predicted_texts(tokenizer, chat) == ["here<|end|>", "because<|end|>"]
+    wrong = MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'user'")
+    with pytest.raises(DataError, match=r"marks other text as the assistant's"):
+        chat_tokens(with_template(wrong, "<|end|>"), chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, r"no chat template: name a chat model"),
+        ("{{ nothing.at.all }}", r"does not fit the tokenizer's chat template"),
+        ("{{ raise_exception('only two turns') }}", r"chat template \(only two turns\)"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            r"renders the messages up to message 2 in another way",
+        ),
+        (  # what stands in the last turn of the user alone
+            "{% for m in messages %}{{ m['content'] + ('!' if loop.last and m['role'] == 'user' else '') }}"
+            "{% endfor %}",
+            r"renders the messages up to message 2 in another way",
+        ),
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
+            r"no token to predict",
+        ),
+    ],
+)
+def test_templates_that_do_not_fit_are_named(template: str | None, message: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message) as caught:
+        chat_tokens(tokenizer, chat_of(["where?", "here"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", r"str for messages"),
+        ([], r"list for messages"),
+        (None, r"NoneType for messages"),
+        (["hello"], r"message 1 is str"),
+        ([{"role": "bot", "content": "a"}], r"the role 'bot'"),
+        ([{"content": "a"}], r"the role None"),
+        ([{"role": USER, "content": "a"}], r"no assistant's turn"),
+        ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], r"message 1 has content of the type int"),
+        ([{"role": ASSISTANT, "content": "b"}], r"message 1 of the role assistant stands first"),
+        (
+            [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": None}],
+            r"message 2 has content of the type NoneType",
+        ),
+        (
+            [{"role": USER, "content": "a"}, {"role": SYSTEM, "content": "s"}, {"role": ASSISTANT, "content": "b"}],
+            r"message 2 of the role system stands behind one of the role user",
+        ),
+        (
+            [{"role": USER, "content": "a"}, {"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}],
+            r"message 2 of the role user",
+        ),
+        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], r"of the type list"),
+    ],
+)
+def test_messages_of_another_form_are_named(messages: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_chat(messages, "chats.jsonl: line 3")
+
+
+def test_other_forms_of_messages_are_read() -> None:
+    sharegpt = read_chat([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "x")
+    assert sharegpt.messages == chat_of(["a", "b"]).messages
+    parts = read_chat(
+        [{"role": USER, "content": [{"type": "text", "text": "a"}]}, {"role": ASSISTANT, "content": "b"}], "x"
+    )
+    assert parts.messages == sharegpt.messages
+    call = {"role": ASSISTANT, "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    tools = read_chat(
+        [{"role": USER, "content": "a"}, call, {"role": TOOL, "content": "7"}, {"role": ASSISTANT, "content": "b"}], "x"
+    )
+    assert tools.messages[1]["tool_calls"] == call["tool_calls"]
+    assert tools.answers == "\nb"
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_rows_of_training_predict_the_answers_alone_and_keep_conversations_whole(tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    chats = [chat_of(["where?", "here", "why?", "because"]), chat_of(["who?", "she"])]
+    path = write(tmp_path / "chats.jsonl", [{"messages": list(chat.messages)} for chat in chats])
+    source = {"path": path, "messages_column": "messages"}
+    size = max(len(mark_chat(tokenizer, chat)) for chat in chats) + 3
+    config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": size, "boundaries": "whole"})
+    batch = build_mixture(config, tokenizer, 2).batch(0)
+    labels = batch.labels.numpy()
+    texts = sorted(tokenizer.decode(row[row != IGNORED].tolist()) for row in labels)
+    assert texts == ["here<|im_end|>because<|im_end|>", "she<|im_end|>"]
+    assert batch.prompt is not None
+    for row, prompt in zip(batch.input_ids, batch.prompt, strict=True):
+        shown = tokenizer.decode(row[prompt].tolist())
+        assert shown.endswith("<|im_start|>assistant\n")
+        assert shown.count("assistant") == 1, "a later turn is no prompt: whoever reads prompts whole would look ahead"
+    config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": size - 8, "boundaries": "whole"})
+    with pytest.raises(DataError, match=r"chats.jsonl: line 1 takes \d+ tokens"):
+        build_mixture(config, tokenizer, 2)
+
+
+def test_marked_conversations_unmark_to_their_ids() -> None:
+    tokenizer = TOKENIZERS["llama3"]
+    chat = chat_of(["where?", "here", "why?", "because"], "be kind")
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    marked = mark_chat(tokenizer, chat)
+    assert unmark(marked, 0).tolist() == ids.tolist()
+    batch = collate(marked[None], np.array([1]), boundaries="separate", pad_id=0)
+    assert (batch.labels[0].numpy() != IGNORED).tolist() == predicted.tolist()
+
+
+def test_tests_score_the_answers_behind_what_precedes_them() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    chat = chat_of(["where is it, élan?", "hère", "why?", "because of all that was said " * 3])
+    (document,) = [type("Document", (), {"chat": chat, "text": chat.answers, "prompt": ""})()]
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    windows = list(cut_windows(tokenizer, [document], 30))
+    scored = [int(token) for window in windows for token in window.ids[window.first :]]
+    assert scored == ids[predicted].tolist()
+    assert all(len(window.ids) <= 30 for window in windows)
+    texts = [tokenizer.decode(window.ids[window.first :].tolist()) for window in windows]
+    assert sum(int(window.bytes.sum()) for window in windows) == len("".join(texts).encode())
+    position = 0
+    for window in windows:  # the context is what stands before
+        start = window.ids.tolist()
+        at = next(i for i in range(position, len(ids)) if ids[i : i + len(start)].tolist() == start)
+        assert at + window.first in np.flatnonzero(predicted)
+        position = at
+
+
+def test_columns_are_read_from_tables_of_every_form(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows: list[Any] = [{"messages": [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}], "tools": []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": rows[0]["messages"]}]), tmp_path / "a.parquet")
+    paths = [write(tmp_path / "a.jsonl", rows), str(tmp_path / "a.parquet")]
+    for path in paths:
+        (document,) = build_documents([SourceConfig(path=path, messages_column="messages")])
+        assert document.chat is not None
+        assert document.chat.messages == chat_of(["a", "b"]).messages
+        assert document.text == "b"
+    (document,) = build_documents([SourceConfig(path=paths[0], messages_column="messages", tools_column="tools")])
+    with pytest.raises(DataError, match=r"no column 'talks' .*messages_column"):
+        build_documents([SourceConfig(path=paths[0], messages_column="talks")])
+    (tmp_path / "plain.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"plain text, but the source has a messages_column"):
+        build_documents([SourceConfig(path=str(tmp_path / "plain.txt"), messages_column="messages")])
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"messages_column": "a", "prompt_column": "b"}, r"either a messages_column or a prompt_column"),
+        ({"tools_column": "a"}, r"tools belong to conversations"),
+        ({"messages_column": "a", "limit_characters": 5}, r"never cut"),
+    ],
+)
+def test_settings_that_contradict_are_named(settings_: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraftError, match=message):
+        SourceConfig.parse({"path": "x.jsonl"} | settings_)
