@@ -42,6 +42,7 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
     r"graft rate lead=": "needs three batches of summaries; the tutorial's form runs",
     r"graft ratings rate.key.json anna.json": "needs its page; the tutorial's form runs",
+    r"graft chat": "needs a chat template; tests/test_chat.py runs it",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
@@ -58,6 +59,7 @@ NOT_OURS = {  # the first words of commands of other programs, and why they do n
 PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/trainers.md", "SFTTrainer("): "needs trl and a chat template; tests/training/test_trainers.py runs it",
     ("docs/trainers.md", "simple_evaluate("): "downloads data sets; tests/evaluation/test_harness.py runs it",
+    ("docs/cli.md", "ChatSession("): "needs a chat model; tests/test_chat.py runs it",
     ("docs/cli.md", "serve("): "stays; the command of docs/serving.md runs",
     ("docs/serving.md", "serve("): "stays; the command of the same page runs",
     ("docs/methods/composition.md", '"augmenting": {"french"'): "needs models of four layers; tests/composition run it",

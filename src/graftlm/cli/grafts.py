@@ -129,6 +129,7 @@ def generate(
     trace_html: Annotated[
         Path | None, Option(metavar="FILE", help="Write the trace as a self-contained HTML page.")
     ] = None,
+    chat: Annotated[bool, Option("--chat", help="Answer the prompt, in the model's chat template.")] = False,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -137,26 +138,54 @@ def generate(
 ) -> None:
     """Continue a prompt with a grafted model, or with a model."""
     configure_logging()
-    from graftlm.artifact import backbone_of, is_model, load_graft
     from graftlm.cli.display import stdout_console
-    from graftlm.generation.generate import Decoding, generate_text, read_prompt
+    from graftlm.generation.generate import Decoding, generate_text, load_model, read_prompt
     from graftlm.generation.traces import print_trace, trace_page
-    from graftlm.grafts import GraftedModel
     from graftlm.io import write_atomically
 
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "seed": seed}
     options |= {"sample": sample, "temperature": temperature, "top_p": top_p}
     decoding = Decoding.parse(options, where="graft generate")
     text = read_prompt(prompt)
-    loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    plain = bare or is_model(graft)
-    model = loaded.model if plain else GraftedModel(loaded, {"graft": load_graft(graft, loaded, changes or ())})
+    question = [{"role": "user", "content": text}] if chat else text
+    model, tokenizer = load_model(
+        graft, backbone, changes=changes or (), bare=bare, device=device, trust_remote_code=trust_remote_code
+    )
     traced = trace or trace_html is not None
     on_text = None if as_json or traced else lambda chunk: typer.echo(chunk, nl=False)
-    result = generate_text(model, loaded.need_tokenizer(), text, decoding, on_text=on_text, trace=traced)
+    result = generate_text(model, tokenizer, question, decoding, on_text=on_text, trace=traced)
     if trace_html is not None:
         write_atomically(trace_html, trace_page(result).encode())
     print_result(result.to_json(), as_json, lambda: print_trace(result, stdout_console()) if traced else typer.echo())
+
+
+def chat(
+    graft: Annotated[
+        Path, Argument(metavar="[GRAFT|MODEL]", help="A graft's or model's folder; by default SmolLM2.")
+    ] = Path("smollm2-135m-instruct"),
+    system: Annotated[str | None, Option(metavar="TEXT", help="The system's message.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 512,
+    sample: Annotated[bool, Option("--sample/--greedy", help="Sample tokens, or take the likeliest.")] = False,
+    temperature: Annotated[float | None, Option(metavar="X", help="With --sample: temperature; 1 by default.")] = None,
+    top_p: Annotated[float | None, Option(metavar="P", help="With --sample: nucleus sampling; 1 by default.")] = None,
+    seed: Annotated[int | None, Option(min=0, metavar="N", help="Random seed.")] = None,
+    bare: Annotated[bool, Option("--bare", help="Use the backbone without the graft.")] = False,
+    backbone: BackboneName = None,
+    changes: Changes = None,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk with a grafted model, or with a model, in the terminal."""
+    configure_logging()
+    from graftlm.generation.chat import ChatSession, talk
+    from graftlm.generation.generate import Decoding, load_model
+
+    options = {"max_new_tokens": max_new_tokens, "sample": sample, "temperature": temperature}
+    decoding = Decoding.parse(options | {"top_p": top_p, "seed": seed}, where="graft chat")
+    model, tokenizer = load_model(
+        graft, backbone, changes=changes or (), bare=bare, device=device, trust_remote_code=trust_remote_code
+    )
+    talk(ChatSession(model, tokenizer, decoding, system=system), lambda text: typer.echo(text, nl=False))
 
 
 def predict(

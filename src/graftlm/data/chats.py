@@ -132,6 +132,17 @@ def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
     return RenderedChat(whole, turns)
 
 
+def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
+    """Messages in a tokenizer's template, with the header of the answer that follows.
+
+    Raises:
+        DataError: the tokenizer has no template, or the messages don't fit it.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("The tokenizer has no chat template, so there is no conversation: name a chat model.")
+    return _render(ChatExample(tuple(messages), where="The conversation"), tokenizer, len(messages), header=True)
+
+
 def _render(chat: ChatExample, tokenizer: Any, count: int, *, header: bool = False) -> str:
     options: dict[str, Any] = {"tools": list(chat.tools)} if chat.tools else {}
     try:

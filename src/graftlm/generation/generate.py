@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,8 +15,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from graftlm.artifact import backbone_of, is_model, load_graft
 from graftlm.backbone import max_sequence_length, padding_id
 from graftlm.config import Config
+from graftlm.data.chats import Message, render_question
 from graftlm.errors import DataError, GraftError
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.graft_set import trace_values
@@ -71,8 +74,8 @@ class Generation:
 class _Stream(TextStreamer):
     """Calls `on_text` with each complete word."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
         self._on_text = on_text
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -89,39 +92,74 @@ def read_prompt(argument: str) -> str:
     return decode_utf8(data, "The prompt")
 
 
+def load_model(
+    folder: str | Path,
+    backbone: str | Path | None = None,
+    *,
+    changes: Sequence[str] = (),
+    bare: bool = False,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A graft on its backbone, or a model, with its tokenizer; `backbone_of` describes the other arguments.
+
+    Args:
+        folder: the graft's, or a model's.
+        backbone: where the graft's backbone is now; None where it was.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        bare: leave the graft off.
+        device: torch device; None takes the fastest available.
+        trust_remote_code: run model code that comes with the backbone.
+
+    Raises:
+        ArtifactError: the folder is no graft and no model, or the graft belongs to another backbone.
+        BackboneError: the backbone can't be loaded.
+    """
+    loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = loaded.need_tokenizer()
+    if bare or is_model(folder):
+        return loaded.model, tokenizer
+    return GraftedModel(loaded, {"graft": load_graft(folder, loaded, changes)}), tokenizer
+
+
 @torch.inference_mode()
 def generate_text(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: str | Sequence[Message],
     decoding: Decoding | None = None,
     *,
     on_text: Callable[[str], None] | None = None,
     trace: bool = False,
 ) -> Generation:
-    """Continue a prompt.
+    """Continue a prompt, or answer the last message of a conversation.
 
     Args:
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's.
-        prompt: the text to continue.
+        prompt: the text to continue, or messages (role, content), which the tokenizer's chat template renders.
         decoding: how tokens are chosen; by default 64 greedy tokens.
-        on_text: called with each chunk of text, the prompt first. Beam search calls it once, at the end.
+        on_text: called with each chunk of text, the prompt first unless it is messages. Beam search calls it once.
         trace: return the graft's trace of each token, such as the chosen expert or the share of open gates.
 
     Raises:
-        DataError: the prompt has no tokens, or exceeds the model's positions.
+        DataError: the prompt has no tokens, exceeds the model's positions, or does not fit the chat template.
         GraftError: the model has no traceable graft, or decodes with beams.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
         raise GraftError("A trace follows one continuation, and beams follow several: leave out num_beams.")
-    inputs = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
+    is_chat = not isinstance(prompt, str)
+    rendered = render_question(prompt, tokenizer) if is_chat else prompt
+    options: dict[str, Any] = {"add_special_tokens": not is_chat, "return_tensors": "pt", "verbose": False}
+    inputs = tokenizer(rendered, **options).to(model.device)
     ids = inputs["input_ids"]
     _check_length(model, ids.shape[-1], decoding.max_new_tokens)
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
-    stream = _Stream(tokenizer, on_text) if on_text is not None and decoding.num_beams == 1 else None
+    stream = (
+        _Stream(tokenizer, on_text, skip_prompt=is_chat) if on_text is not None and decoding.num_beams == 1 else None
+    )
     start = time.perf_counter()
     output = model.generate(
         input_ids=ids,
@@ -134,11 +172,14 @@ def generate_text(
     seconds = time.perf_counter() - start
     (tokens,) = output.sequences
     traced = _trace(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
-    prompt_text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
-    full_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if is_chat:
+        full_text, prompt_text = str(tokenizer.decode(tokens[ids.shape[-1] :], skip_special_tokens=True)), ""
+    else:
+        full_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        prompt_text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
     if on_text is not None and stream is None:
         on_text(full_text)
-    return Generation(prompt, full_text.removeprefix(prompt_text), len(tokens) - ids.shape[-1], seconds, traced)
+    return Generation(rendered, full_text.removeprefix(prompt_text), len(tokens) - ids.shape[-1], seconds, traced)
 
 
 def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache: Any) -> list[TracedToken]:
