@@ -145,7 +145,8 @@ def test_a_graft_can_be_the_base_and_samples_its_own_text(tmp_path: Path) -> Non
     back = audit(tmp_path / "graft", str(folder), tmp_path / "back", **sizes)
     audit(str(folder), tmp_path / "graft", tmp_path / "forth", **SIZES)
     assert back.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
-    assert (tmp_path / "back" / "own-text.jsonl").read_bytes() != (tmp_path / "forth" / "own-text.jsonl").read_bytes()
+    sampled, other = (read_own_text(tmp_path / name / "own-text.jsonl") for name in ("back", "forth"))
+    assert [sample.ids for sample in sampled] != [sample.ids for sample in other], "the graft writes other text"
     alone = audit(tmp_path / "graft", tmp_path / "graft", **sizes)
     assert alone.metrics["own_kl"].mean == 0  # type: ignore[union-attr]
     with pytest.raises(BackboneError, match=r"say where it is now \(--backbone\)"):
@@ -310,6 +311,28 @@ def test_passages_are_where_the_divergence_is_and_do_not_overlap() -> None:
             assert len(token.base) == len(token.tuned) == 3
             shares = [share for _, share in token.base]
             assert shares == sorted(shares, reverse=True)
+
+
+def test_comparisons_stand_in_the_order_of_the_windows() -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    windows = list(cut_windows(base.tokenizer, ["a letter lay", TEXT[0], "in the garden", TEXT[1]], 200))
+    compared = compare_windows(base.model, tuned.model, base.tokenizer, windows, batch_size=2)
+    assert [id(each.window) for each in compared] == [id(window) for window in windows]
+    assert [len(each.kl) for each in compared] == [window.tokens for window in windows]
+
+
+def test_what_is_lost_on_examples_is_the_base_s_result_minus_the_tuned_one_s(tmp_path: Path) -> None:
+    base = plain()
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"the house {number}", "answer": " was by the river"} for number in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    examples = {"pairs": {"path": str(path), "metric": "log-perplexity"}}
+    result = audit(base, tuned_copy(base), examples=examples, **(SIZES | {"tokens": 0}))
+    first, second = (result.results.row(name).metrics["pairs_log-perplexity"] for name in ("base", "tuned"))
+    lost = result.metrics["pairs_log-perplexity_lost"]
+    assert lost.mean == pytest.approx(second.mean - first.mean)  # type: ignore[union-attr]
+    assert lost.low <= lost.mean <= lost.high  # type: ignore[union-attr]
 
 
 def test_the_texts_of_tokens_make_the_whole_text() -> None:
