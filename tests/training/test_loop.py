@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
+import accelerate.accelerator as accelerator_module
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.nn.utils import get_total_norm
 
 import graftlm.training.loop as loop_module
-from graftlm.errors import MissingExtraError, RecipeError, TrainingError
+from graftlm.errors import GraftError, RecipeError, TrainingError
 from graftlm.grafts import GraftedModel
 from graftlm.training import train
 from graftlm.training.checkpoint import newest_checkpoint, read_history
@@ -188,10 +192,50 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
-def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package wandb.*graftlm\[trackers\]"):
-        train(toy_model(), toy_mixture(), toy_config(tracker="wandb"), tmp_path, progress=False)
+@pytest.mark.parametrize("name", sorted(map(str, LOGGER_TYPE_TO_CLASS)))
+def test_a_tracker_that_is_not_installed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    package = name.replace("_", "-")
+    with pytest.raises(
+        GraftError, match=rf"needs the package {package}, .*pip install '?(graftlm\[trackers\]|{package})"
+    ):
+        train(toy_model(), toy_mixture(), toy_config(tracker=name), tmp_path, progress=False)
+
+
+def test_every_tracker_of_accelerate_gets_settings_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+
+    class Recording(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "mlflow", False, False
+
+        def __init__(self, run_name: str, **_: Any) -> None:
+            super().__init__()
+            self.run = run_name
+
+        @property
+        def tracker(self) -> str:
+            return self.run
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            logged.append(values)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            logged.append((step, values["loss"]))
+
+    monkeypatch.setitem(sys.modules, "mlflow", type(sys)("mlflow"))
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Recording)
+    monkeypatch.setattr(accelerator_module, "filter_trackers", lambda *_: ["mlflow"])
+    train(toy_model(), toy_mixture(), toy_config(steps=2, tracker="mlflow"), tmp_path, progress=False)
+    assert logged[0]["steps"] == 2
+    assert [step for step, _ in logged[1:]] == [1, 2]
+    monkeypatch.setattr(Recording, "store_init_configuration", lambda *_: 1 / 0)
+    with pytest.raises(TrainingError, match=r"mlflow can't begin \(division by zero\): log in or configure it"):
+        train(toy_model(), toy_mixture(), toy_config(steps=2, tracker="mlflow"), tmp_path / "b", progress=False)
+
+
+def test_a_tracker_that_accelerate_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"no tracker 'wandbb' \(did you mean wandb\?\)"):
+        train(toy_model(), toy_mixture(), toy_config(tracker="wandbb"), tmp_path, progress=False)
 
 
 def test_a_model_with_nothing_to_train(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ class TrainingConfig(Config):
     checkpoint_every: int = Field(default=200, ge=1, description="Steps between checkpoints; the end has one too.")
     keep_checkpoints: int = Field(default=2, ge=1)
     log_every: int = Field(default=1, ge=1, description="Steps between lines of the history and of the tracker.")
-    tracker: Literal["tensorboard", "wandb"] | None = None
+    tracker: str | None = Field(
+        None, description="A tracker that Accelerate knows, such as tensorboard, wandb, trackio or mlflow."
+    )
 
 
 _ROUNDING_ONLY = {"micro_batch_size", "gradient_checkpointing", "sharded"}

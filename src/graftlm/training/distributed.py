@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from graftlm.errors import MissingExtraError, TrainingError
+from graftlm.errors import MissingExtraError, TrainingError, did_you_mean, first_line
 from graftlm.training.config import TrainingConfig
 
 
@@ -107,19 +108,48 @@ class DistributedContext:
             raise TrainingError(problem or "The main process stopped the run: read its message.")
 
 
+def check_tracker(name: str) -> None:
+    """Raise a sentence where Accelerate does not know a tracker, or its package is absent."""
+    known = {str(tracker) for tracker in LOGGER_TYPE_TO_CLASS}  # each is called as its package is
+    if name not in known:
+        raise TrainingError(f"Accelerate has no tracker {name!r}{did_you_mean(name, known)}.")
+    try:
+        import_module(name)
+    except ImportError:
+        if name == "tensorboard":
+            raise MissingExtraError(name, "trackers", "Logging to a tracker") from None
+        package = name.replace("_", "-")
+        raise TrainingError(
+            f"The tracker {name} needs the package {package}, which is not installed: run `pip install {package}`."
+        ) from None
+
+
+def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -> None:
+    """Begin a run of the tracker with the settings `values`.
+
+    Raises:
+        TrainingError: the tracker refuses, as one without a login does.
+    """
+    try:
+        accelerator.init_trackers("graftlm", config=values)
+    except Exception as error:  # every tracker has its own
+        raise TrainingError(
+            f"The tracker {name} can't begin ({first_line(error)}): log in or configure it, or leave training.tracker "
+            "out."
+        ) from error
+
+
 @contextmanager
 def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[DistributedContext]:
     """Move `model` to its device, and wrap it for several processes; at the end every process has all of it again.
 
     Raises:
         TrainingError: the processes can't share a batch, or Accelerate is already set up in another way.
+        TrainingError: Accelerate does not know the tracker.
         MissingExtraError: the tracker's package is absent.
     """
     if config.tracker is not None:
-        try:
-            import_module(config.tracker)
-        except ImportError:
-            raise MissingExtraError(config.tracker, "trackers", "Logging to a tracker") from None
+        check_tracker(config.tracker)
     was_training = model.training
     with _accelerator(model, config, out) as accelerator:
         if config.batch_size % (processes := accelerator.num_processes):

@@ -36,7 +36,7 @@ from graftlm.training.checkpoint import (
     stop_before_step,
 )
 from graftlm.training.config import TrainingConfig
-from graftlm.training.distributed import distributed, graft_buffers, trainable_parameters
+from graftlm.training.distributed import distributed, graft_buffers, start_tracker, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def train(
         state = TrainingState(context, batches, config, out, identity or {}, parameters, optimizer)
         if config.tracker is not None:
             values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
-            context.accelerator.init_trackers("graftlm", config=values)
+            start_tracker(context.accelerator, config.tracker, values)
         resumed_from = resume_from_checkpoint(state, resume)
         _run_steps(state, progress)
         optimizer.zero_grad()

@@ -148,9 +148,10 @@ def _holds(folder: str | Path, name: str) -> bool:
 def _load_model(name: str, options: dict[str, Any]) -> AuditedModel:
     folder = Path(name)
     if folder.is_dir() and not (_holds(folder, "config.json") or any(folder.glob("*.gguf"))):
+        inner = folder / "graft" if _holds(folder / "graft", "graft.json") else "one that does"
         raise ArtifactError(
             f"The folder {name} holds no model (config.json or a GGUF file), no graft (graft.json) and no PEFT adapter "
-            "(adapter_config.json): name one that does."
+            f"(adapter_config.json): name {inner}."
         )
     device = options["device"] or default_device()
     dtype, trust = options["dtype"], options["trust_remote_code"]
