@@ -42,7 +42,7 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
     r"graft rate lead=": "needs three batches of summaries; the tutorial's form runs",
     r"graft ratings rate.key.json anna.json": "needs its page; the tutorial's form runs",
-    r"graft chat": "needs a chat template; tests/test_chat.py runs it",
+    r"graft chat runs/danish": "needs a chat template; tests/test_chat.py runs it",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
@@ -143,6 +143,13 @@ def _write_models(folder: Path, tiny_backbone: BackboneFolder) -> None:
     for seed, name in enumerate([*names, "models/some-model", "models/writer"]):
         tiny_model("llama", seed, max_position_embeddings=4096).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
+    chat = tiny_tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
+    )
+    tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder / "HuggingFaceTB/SmolLM2-135M-Instruct")
+    chat.save_pretrained(folder / "HuggingFaceTB/SmolLM2-135M-Instruct")
     for name in ("sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(tiny_backbone("bert"))
@@ -163,6 +170,8 @@ def _write_texts(folder: Path) -> None:
         ]
         for part in (name, f"{name}-test", f"{name}-train"):
             (folder / "text" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 40)
     for name in ("letters.txt", "prompt.txt", "requests.txt", "questions.txt", "texts.txt"):
         (folder / name).write_text("Are you sure it is pretty?\nThe quick brown fox.\n")
     for name in ("papers", "reports"):
