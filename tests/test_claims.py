@@ -36,6 +36,14 @@ FIGURES = {
         "0.042": "lora_sequential.lost_fr",
         "0.105": "lora_sequential_plain.lost_de",
         "0.102": "lora_sequential_plain.lost_fr",
+        "0.090": "lora_sequential_wide.lost_de",
+        "0.085": "lora_sequential_wide.lost_fr",
+    },
+    "audit_smollm2": {
+        "0.016": "int8.own_kl",
+        "0.158": "lora.own_kl",
+        "0.155": "finetune.own_kl",
+        "0.030": "neutral_self.own_kl",
     },
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",

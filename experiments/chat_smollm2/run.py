@@ -69,7 +69,7 @@ def conversations(data: Path) -> dict[str, list[tuple[str, str]]]:
         "validation": [(f"{row['Body']} {row['Question']}", f"{row['Answer']:g}") for row in svamp],
     }
     sets = {name: [pair for pair in pairs if len("".join(pair)) <= CHARACTERS] for name, pairs in sets.items()}
-    known = {text for pair in sets["train"] for text in pair if len(text) > 40}
+    known = {text for question, answer in sets["train"] for text in (question, answer[40:] and answer)}
     return {name: [pair for pair in pairs if name == "train" or not known & {*pair}] for name, pairs in sets.items()}
 
 
