@@ -190,3 +190,13 @@ def test_too_few_samples_and_a_damaged_file_are_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"samples.jsonl can't be read .* remove it, and it is sampled again"):
         read_own_text(file)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("tokens", [600, 1500])
+def test_conversations_have_their_share_of_the_tokens(fraction: float, tokens: int, tmp_path: Path) -> None:
+    samples = sample(tmp_path, chat_backbone(), tokens=tokens, chat_fraction=fraction, batch_size=32, length=64)
+    total = sum(each.tokens for each in samples)
+    chats = sum(each.tokens for each in samples if each.is_chat)
+    assert tokens <= total <= tokens + 64
+    assert chats == pytest.approx(fraction * tokens, abs=2 * 64)

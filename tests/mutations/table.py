@@ -194,7 +194,7 @@ MUTATIONS = [
         ("old rows replay beside distilling", "own text", "grafts/model.py", "labels.index_fill(0, old, IGNORED)", "labels"),
         ("distils the other way round", "own text", "grafts/model.py", "functional.kl_div(own, other,", "functional.kl_div(other, own,"),
         ("the teacher has the grafts", "own text", "grafts/model.py", "taught = self.backbone.bare_model(", "taught = self.model("),
-        ("sampling with a checkpoint's penalties", "own text", "data/own_text.py", "self._model.generation_config = GenerationConfig()", "pass"),
+        ("sampling with a checkpoint's penalties", "own text", "data/own_text.py", "own, model.generation_config = model.generation_config, GenerationConfig()", "own = model.generation_config"),
         ("one seed for all batches", "own text", "data/own_text.py", "[self._config.seed, number]", "[self._config.seed]"),
         ("user's turn without its end", "own text", "data/own_text.py", "before + turn + after[1:]", "before + turn[:-1] + after[1:]"),
         ("loss over ignored targets", "loss", "grafts/model.py", "(targets != IGNORED).sum() if totals", "(targets != 0).sum() if totals"),

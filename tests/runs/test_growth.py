@@ -67,6 +67,31 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
     assert read_manifest(tmp_path / "run" / "danish" / "graft").training["trained_after"] == ["new"]
 
 
+@pytest.mark.parametrize(
+    "first",
+    [{"kind": "lora", "rank": 2}, {"kind": "finetune"}, {"kind": "llama-pro", "capacity": 0.2}],
+    ids=lambda graft: graft["kind"],
+)
+def test_a_first_stage_that_changes_modules_is_frozen_too(
+    first: dict[str, Any], tmp_path: Path, tiny_backbone: Any
+) -> None:
+    changed = growth(tmp_path, tiny_backbone("llama"))
+    changed["stages"]["new"]["graft"] = first
+    both = grow(changed).row("danish").metrics
+    own = sum(tensor.numel() for tensor in tensors(tmp_path / "run" / "danish" / "graft").values())
+    assert value_of(both["trainable_parameters"]) == own
+    backbone = load_backbone(changed["backbone"]["name"])
+    recipe = GrowthRecipe.parse(changed)
+    evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
+    evaluator.backbone_scores()
+    grafts = {name: load_graft(tmp_path / "run" / name / "graft", backbone) for name in ("new", "danish")}
+    grafts["graft"] = grafts.pop("danish")
+    with GraftedModel(backbone, grafts) as model:
+        measured = evaluator.measure(model, "both", "both").row.metrics
+    for name in ("old", "new", "danish"):
+        assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4), "what was saved is what ran"
+
+
 def test_a_changed_first_stage_makes_those_behind_it_another_run(tmp_path: Path, tiny_backbone) -> None:
     def written() -> list[int]:
         files = [tmp_path / "run" / name / "graft" / "graft.safetensors" for name in ("new", "danish")]
@@ -145,6 +170,9 @@ def test_what_a_stage_can_not_be_is_one_sentence(tmp_path: Path, tiny_backbone) 
 
     assert "there are no stages" in message(lambda v: v["stages"].clear())
     assert "name backbone is taken" in message(lambda v: v["stages"].update(backbone=v["stages"]["new"]))
+    for name in ("graft", "a.b", "a/b", "", "1"):
+        named = message(lambda v, name=name: v["stages"].update({name: v["stages"]["new"]}))
+        assert f"can't be called {name!r}" in named
     assert "stages.danish has no new text" in message(lambda v: v["stages"]["danish"].clear())
     assert "stages.new has no steps" in message(lambda v: v["training"].update(steps=0))
     assert "stages.new has no graft" in message(lambda v: v.pop("graft"))

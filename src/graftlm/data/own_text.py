@@ -194,10 +194,11 @@ class _Sampler:
             raise
 
     def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
-        """The next samples: of the kind whose share is behind, not many more than the `needed` tokens take."""
+        """The next samples: of the kind of which more is missing, until its share of all tokens is reached."""
         chats = sum(sample.tokens for sample in samples if sample.is_chat)
-        share = self._chat_fraction
-        is_chat = share == 1 or chats < share * max(1, sum(sample.tokens for sample in samples))
+        missing = self._chat_fraction * (sum(sample.tokens for sample in samples) + needed) - chats
+        is_chat = missing > needed - missing  # more of conversations than of free text
+        needed = min(needed, max(1, math.ceil(missing if is_chat else needed - missing)))
         rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
         device = self._model.device
         devices = [] if device.type == "cpu" else [device]

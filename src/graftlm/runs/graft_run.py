@@ -39,7 +39,7 @@ from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
 from graftlm.evaluation.results import Interval
-from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, graft_config
+from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, ReplacesModel, graft_config
 from graftlm.io import digest, file_digest
 from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
 from graftlm.training.config import TrainingConfig
@@ -47,6 +47,7 @@ from graftlm.training.loop import TrainingSummary
 
 OLD_SET, NEW_SET = "old", "new"
 BACKBONE_ROW = "backbone"
+GRAFT_NAME = "graft"  # of what a run trains, among those that are attached
 _SAMPLES = "samples.jsonl"
 _OBSERVED_TOKENS = 4096
 _TEST_SEED = 2**31 - 1  # of the text that own_kl is measured on, beside the small ones that people choose
@@ -224,10 +225,9 @@ class GraftRun(TrainingRun):
         context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
         if isinstance(graft, FitsOnText) and continued is None:
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
-        grafts = {**earlier, "graft": graft}
+        grafts = {**earlier, GRAFT_NAME: graft}
         with GraftedModel(backbone, grafts, old_objective=self.data.old_objective) as model:
-            for frozen in earlier.values():
-                frozen.requires_grad_(False)
+            _freeze(model, earlier.values())
             moves = self.evaluation.strengths and self.training.steps
             weights = model.trainable_parameters() if moves else {}
             start = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -256,7 +256,7 @@ class GraftRun(TrainingRun):
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
         model: GraftedModel = trainee.model
-        graft = model.grafts["graft"]
+        graft = model.grafts[GRAFT_NAME]
         assert isinstance(graft, Graft), "a grafted model holds grafts"
         training = {
             "steps": summary.steps if summary else 0,
@@ -287,6 +287,16 @@ def _load_evaluator(
     settings = EvaluationConfig.model_validate_json(evaluation)
     samples = [] if own_text is None else read_own_text(own_text)
     return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)
+
+
+def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:
+    """Keep grafts as they are: their own parameters, and those of one that stand in the backbone's modules."""
+    for frozen in grafts:
+        frozen.requires_grad_(False)
+        if isinstance(frozen, ReplacesModel):  # the one of this sort, so what trains is registered in its graft
+            own = {id(parameter) for parameter in model.grafts.parameters()}
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.requires_grad and id(parameter) in own)
 
 
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:

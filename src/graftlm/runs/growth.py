@@ -11,7 +11,15 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig
 from graftlm.grafts.base import ReplacesModel
-from graftlm.runs.graft_run import BACKBONE_ROW, AnyGraft, EvaluationConfig, GraftRun, check_sections, graft_label
+from graftlm.runs.graft_run import (
+    BACKBONE_ROW,
+    GRAFT_NAME,
+    AnyGraft,
+    EvaluationConfig,
+    GraftRun,
+    check_sections,
+    graft_label,
+)
 from graftlm.runs.run import Run
 from graftlm.training.config import TrainingConfig
 
@@ -47,6 +55,11 @@ class GrowthRecipe(Config):
             raise ValueError("there are no stages: name at least one, with its text under data.new")
         if BACKBONE_ROW in self.stages:
             raise ValueError("the stage name backbone is taken by the backbone's own row; choose another")
+        for name in self.stages:
+            if name == GRAFT_NAME or not name.replace("-", "_").isidentifier():
+                raise ValueError(
+                    f"a stage can't be called {name!r}: choose letters, digits, _ and -, and not {GRAFT_NAME}"
+                )
         grafts = []
         for number, (name, graft, training, data) in enumerate(self._sections()):
             where = f"stages.{name}"
