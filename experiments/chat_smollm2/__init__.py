@@ -1,1 +1,0 @@
-"""SmolLM2 learns answers of conversations (see README.md in this folder)."""
