@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from experiments import Options, reproduce
+from experiments.chat_smollm2.run import conversations as conversations_of
 from experiments.keep_smollm2.behaviour import write_choices
 from experiments.keep_smollm2.run import ROWS, SAMPLINGS
 from graftlm.evaluation import value_of
@@ -105,3 +108,58 @@ def test_audits_measure_every_row(folder: Path, tiny_backbone) -> None:
     for row in results.rows:
         assert {"own_kl", "changed_tokens", "novel_lost", "seconds"} <= row.metrics.keys()
         assert (value_of(row.metrics["own_kl"]) > 0) == (row.id != "self")
+
+
+@pytest.fixture
+def conversations(folder: Path) -> Path:
+    """Questions in the forms of four data sets; the first tests are training rows too."""
+    maths = [
+        {"question": f"How many are {i} and {i}?", "answer": f"<<{i}+{i}>>Twice.\n#### {2 * i}"} for i in range(30)
+    ]
+    code = [{"text": f"Write the function number {i}.", "code": f"def f():\r\n  return {i}"} for i in range(620)]
+    reading = [
+        {
+            "paragraph_text": f"The house {i} is old.",
+            "question_text": "what is old",
+            "original_nq_answers": [[{"string": "it"}]],
+        }
+        for i in range(920)
+    ]
+    svamp = [{"Body": f"There are {i} houses.", "Question": "How many?", "Answer": float(i)} for i in range(9)]
+    lines = {
+        "routing/math/gsm8k/train.jsonl": maths,
+        "routing/math/gsm8k/test.jsonl": [maths[0], *({**row, "question": f"So, {row['question']}"} for row in maths)],
+        "routing/code/mbpp/mbpp.jsonl": code,
+        "routing/reading/qed/qed-dev.jsonlines": reading,
+    }
+    files = {name: "".join(f"{json.dumps(row)}\n" for row in rows) for name, rows in lines.items()}
+    for name, text in {**files, "routing/math/svamp/SVAMP.json": json.dumps(svamp)}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_no_conversation_of_the_tests_is_trained_on(conversations: Path) -> None:
+    sets = conversations_of(conversations)
+    train = {question for question, _ in sets["train"]}
+    for name, pairs in sets.items():
+        assert pairs
+        assert name == "train" or not train & {question for question, _ in pairs}
+    assert len(sets["test_maths"]) == 30, "the row that is in both was left out"
+    assert sets["train"][0][1] == "Twice.\nThe answer is 0"
+
+
+def test_a_chat_model_learns_answers(conversations: Path, tiny_backbone, tmp_path: Path) -> None:
+    model = tmp_path / "chat-model"
+    shutil.copytree(tiny_backbone("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    results = results_of("chat-smollm2", conversations, model)
+    assert [row.id for row in results.rows] == ["backbone", "lora", "lora_replay", "neutral", "neutral_replay"]
+    assert all({"learned", "forgotten", "own_kl"} <= row.metrics.keys() for row in results.rows[1:])
+    assert {len(tried) for tried in results.details["searched"].values()} == {1}

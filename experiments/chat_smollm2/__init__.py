@@ -1,0 +1,1 @@
+"""SmolLM2 learns answers of conversations (see README.md in this folder)."""
