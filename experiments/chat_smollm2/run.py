@@ -47,9 +47,11 @@ class ChatRow(NamedTuple):
 
 LORA, LORA_RATES = {"kind": "lora", "capacity": 0.1, "scale": 2.0}, (5e-4, 1e-3, 2e-3)
 NEUTRAL, NEUTRAL_RATES = {"kind": "neutral-residues", "capacity": 0.1, "init": "he"}, (1.5e-3, 3e-3, 6e-3)
+ADAPTER = {"kind": "adapter", "capacity": 0.1}
 ROWS = {
     "lora": ChatRow("LoRA", LORA, LORA_RATES),
     "lora_replay": ChatRow("LoRA, replay of its own text", LORA, LORA_RATES, 0.25),
+    "adapter_replay": ChatRow("adapter, replay of its own text", ADAPTER, LORA_RATES, 0.25),
     "neutral": ChatRow("neutral residues", NEUTRAL, NEUTRAL_RATES),
     "neutral_replay": ChatRow("neutral residues, replay of its own text", NEUTRAL, NEUTRAL_RATES, 0.25),
 }

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from experiments import Options, reproduce
+from experiments.chat_smollm2.run import ROWS as CHAT_ROWS
 from experiments.chat_smollm2.run import conversations as conversations_of
 from experiments.keep_smollm2.behaviour import write_choices
 from experiments.keep_smollm2.run import ROWS, SAMPLINGS
@@ -160,6 +161,6 @@ def test_a_chat_model_learns_answers(conversations: Path, tiny_backbone, tmp_pat
     )
     tokenizer.save_pretrained(model)
     results = results_of("chat-smollm2", conversations, model)
-    assert [row.id for row in results.rows] == ["backbone", "lora", "lora_replay", "neutral", "neutral_replay"]
+    assert [row.id for row in results.rows] == ["backbone", *CHAT_ROWS]
     assert all({"learned", "forgotten", "own_kl"} <= row.metrics.keys() for row in results.rows[1:])
     assert {len(tried) for tried in results.details["searched"].values()} == {1}
