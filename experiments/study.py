@@ -7,7 +7,6 @@ import importlib.util
 import json
 import operator
 import random
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -46,7 +45,6 @@ class Study:
         seeds: of the options; the first one of a quick run.
         runs: folder of the runs.
         measured: what was executed, by run id.
-        seconds: how long that took.
         searched: by row, the loss of every setting that was tried, by run id.
     """
 
@@ -55,14 +53,16 @@ class Study:
         self.seeds = options.seeds[:1] if options.quick else options.seeds
         self.runs = options.out / "runs"
         self.measured: Measurements = {}
-        self.seconds = 0.0
         self.searched: dict[str, dict[str, float]] = {}
+
+    @property
+    def seconds(self) -> float:
+        """How long all runs took, also those that an earlier call did and this one read back."""
+        return round(sum(measurement.details.get("run_seconds", 0) for measurement in self.measured.values()), 1)
 
     def execute(self, runs: Sequence[Run], title: str) -> Measurements:
         """Execute runs; measurements by id. Finished runs of the same key are read back."""
-        started = time.perf_counter()
         measured = execute(runs, self.runs, jobs=self.options.jobs, title=title)
-        self.seconds = round(self.seconds + time.perf_counter() - started, 1)
         self.measured |= measured
         return measured
 

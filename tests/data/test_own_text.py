@@ -154,9 +154,20 @@ def test_an_encoder_and_a_model_that_only_ends_its_texts_are_named(tmp_path: Pat
     bias = torch.full((len(head.weight),), -1e4).index_fill(0, torch.tensor([EOS]), 1e4)
     head.bias = torch.nn.Parameter(bias)
     with pytest.raises(
-        DataError, match="samples nothing that can be used .3 batches of 8 texts.: it ends its texts at once"
+        DataError,
+        match="samples nothing but texts that end at once .3 batches of 8 texts, after 0 of .*: try a temperature of 1",
     ):
         sample(tmp_path, mute)
+
+
+def test_conversations_that_never_end_their_first_turn_are_told_from_free_text(tmp_path: Path) -> None:
+    endless = chat_backbone()
+    head: Any = endless.model.get_output_embeddings()
+    out: Any = endless.need_tokenizer().convert_tokens_to_ids("<|out|>")
+    head.bias.data[[out, EOS]] = -1e4
+    message = "samples no conversation whose user's turn ends .3 batches .*: set chat_fraction to 0 for free text"
+    with pytest.raises(DataError, match=message):
+        sample(tmp_path, endless, tokens=100, chat_fraction=0.5, length=64)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

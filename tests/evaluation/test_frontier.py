@@ -56,13 +56,13 @@ def test_the_loss_is_that_of_the_best_path_where_it_first_reaches_the_level(
     level = share * max(max(learned) for learned, _ in plain)
     expected = slow_loss(plain, level)
     assert frontier.at_level(level)["a"]["forgotten"].mean == pytest.approx(expected, abs=1e-6)
-    assert frontier.curve("a", "forgotten", [level])[0] == pytest.approx(expected, abs=1e-6)
+    for path, measured in zip(paths, frontier.measured("a", "forgotten"), strict=True):
+        np.testing.assert_allclose(measured, [(0, 0), *path], atol=1e-6)
 
 
 def test_methods_are_compared_where_all_of_them_arrive() -> None:
     frontier = Frontier({"far": [points([0.5, 1.0], [0.2, 0.6])], "near": [points([0.2], [0.3]), points([0.4], [0.1])]})
     assert frontier.level() == pytest.approx(0.9 * 0.4)
-    assert frontier.curve("near", "forgotten", [0.5]) == [None]
     assert frontier.at_level(0.5)["near"]["forgotten"].mean == pytest.approx(0.1), "the end of the furthest path"
 
 

@@ -98,7 +98,8 @@ def test_growth_measures_what_later_stages_lose(folder: Path, tiny_backbone) -> 
 
 def test_self_replay_gives_each_row_a_search(folder: Path, tiny_backbone) -> None:
     results = results_of("self-replay", folder, tiny_backbone("llama"))
-    assert {"lora-self", "open", "open-self", "open-self-distil"} <= {row.id for row in results.rows}
+    assert {"lora-self", "open", "open-self", "ungated-self", "adapter-self"} <= {row.id for row in results.rows}
+    assert {"lora-self", "lora-self-distil", "ungated-self"} <= results.details["minus"].keys()
     assert {len(tried) for tried in results.details["searched"].values()} == {1}
     assert [aim.aim for aim in results.aims] == [1.0, 0.15, 0.3, 0.3]
 

@@ -34,6 +34,8 @@ def test_strengths_go_from_the_backbone_to_the_trained_weights(tmp_path: Path, t
     points = strengths_of(results, "finetune")
     assert [point["strength"] for point in points] == [0.0, 0.5, 1.0]
     assert all("windows" not in point for point in points)
+    assert [row.id for row in results.rows] == ["backbone", "finetune", "finetune-strength-0", "finetune-strength-0.5"]
+    assert results.rows[3].metrics["learned"].model_dump() == points[1]["metrics"]["learned"]  # type: ignore[union-attr]
     for name in ("learned", "forgotten", "own_kl"):
         assert points[0]["metrics"][name]["mean"] == pytest.approx(0, abs=1e-5), "strength 0 is the backbone"
         trained = value_of(results.row("finetune").metrics[name])
@@ -90,7 +92,10 @@ def test_a_frontier_sweeps_every_method_alike(tmp_path: Path, tiny_backbone) -> 
         assert value_of(metrics["own_kl_at_equal"]) > 0
         assert f"{name}-rate" not in metrics
     curves: Any = results.details["frontier"]
-    assert len(curves["forgotten"]["lora"]) == len(curves["learned"])
+    assert {len(path) for path in curves["forgotten"]["lora"]} == {3}, "the backbone, half of the way, all of it"
+    ends = [path[-1][0] for path in curves["own_kl"]["neutral"]]
+    rows = [results.row(name) for name in ("neutral", "neutral-rate-0.005")]
+    assert ends == pytest.approx([value_of(row.metrics["learned"]) for row in rows], abs=1e-6)
     for name in ("frontier-forgotten", "frontier-own-kl"):
         assert (tmp_path / "run" / f"{name}.png").exists()
 
@@ -106,6 +111,7 @@ def test_a_method_that_does_not_train_has_one_point(tmp_path: Path, tiny_backbon
     assert [point["strength"] for point in strengths_of(results, "still")] == [1.0]
     assert "equal_learned" not in results.row("lora").metrics
     assert any("learned nothing" in line for line in lines)
+    assert not (tmp_path / "run" / "frontier-forgotten.png").exists()
 
 
 def test_without_strengths_the_trained_weights_are_the_only_point(tmp_path: Path, tiny_backbone) -> None:

@@ -65,6 +65,11 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
     for name in ("old", "new", "danish"):
         assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4)
     assert read_manifest(tmp_path / "run" / "danish" / "graft").training["trained_after"] == ["new"]
+    for name, row in (("new", first), ("danish", first), ("new", both), ("danish", both)):
+        assert value_of(row[f"learned_{name}"]) == pytest.approx(value_of(bare[name]) - value_of(row[name]))
+    assert value_of(both["lost_new"]) == pytest.approx(value_of(both["new"]) - value_of(first["new"]))
+    assert "lost_danish" not in both
+    assert not any(name.startswith("lost") for name in first)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
-from graftlm.errors import DataError, ForgettingBudgetError, RecipeError
+from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.grafts import GraftedModel
 from graftlm.runs.graft_run import BackboneEvaluator, load_tests
@@ -42,6 +42,15 @@ def values(tmp_path: Path, backbone: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_backbone) -> Recipe:
     return Recipe.parse(values(tmp_path, tiny_backbone("llama")))
+
+
+def test_a_method_that_does_not_fit_is_an_error_before_another_trains(tmp_path: Path, tiny_backbone) -> None:
+    methods = {"lora": {"graft": {"kind": "lora"}}, "deep": {"graft": {"kind": "llama-pro", "blocks": 400}}}
+    changed = values(tmp_path, tiny_backbone("llama"), methods=methods)
+    lines: list[str] = []
+    with pytest.raises(GraftError, match="400 new blocks are asked for"):
+        compare_recipe(Recipe.parse(changed), progress=False, log=lines.append)
+    assert not lines, "nothing was trained or sampled"
 
 
 def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, tmp_path: Path) -> None:

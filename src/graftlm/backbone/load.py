@@ -304,7 +304,11 @@ def _load_model(
         model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(files.source, **options)
     except Exception as error:  # transformers, safetensors and the hub share no base class
         problem, remedy = f"The model {name} can't be loaded", "restore its files, or name another model"
-        if not files.is_local and isinstance(error, OSError):
+        if files.gguf_file and "not supported" in str(error):
+            remedy = "transformers reads no GGUF file of this architecture; name the model's safetensors checkpoint"
+        elif files.gguf_file:
+            remedy = "the file is cut off or damaged; copy it again, or name another model"
+        elif not files.is_local and isinstance(error, OSError):
             problem, remedy = f"The hub has no model {name}", "check name and connection, or give a folder"
         elif "Unrecognized configuration class" in str(error):
             raise BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.") from error

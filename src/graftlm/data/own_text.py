@@ -104,11 +104,7 @@ def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str
             batch = sampler.batch(len(lines), samples, config.tokens - total)
             barren = 0 if batch else barren + 1
             if barren == _BARREN_BATCHES:
-                raise DataError(
-                    f"The backbone {sampler.name} samples nothing that can be used ({barren} batches of "
-                    f"{config.batch_size} texts): it ends its texts at once, or no user's turn of a conversation. Name "
-                    "real text under data.old, and set evaluation.own_tokens to 0."
-                )
+                raise DataError(sampler.nothing_usable(total, samples, barren))
             lines.append(batch)
             samples += batch
             file.write(json.dumps([asdict(sample) for sample in batch]).encode() + b"\n")
@@ -211,6 +207,18 @@ class _Sampler:
                 kept.append(sample)
                 total += sample.tokens
         return kept
+
+    def nothing_usable(self, total: int, samples: Sequence[OwnText], barren: int) -> str:
+        """What the user is told when batch after batch brings nothing."""
+        chats = sum(sample.tokens for sample in samples if sample.is_chat)
+        only_chats = total > chats and self._chat_fraction > 0
+        what = "no conversation whose user's turn ends" if only_chats else "nothing but texts that end at once"
+        way = "set chat_fraction to 0 for free text alone" if only_chats else "try a temperature of 1"
+        return (
+            f"The backbone {self.name} samples {what} ({barren} batches of {self._config.batch_size} texts, after "
+            f"{total:,} of {self._config.tokens:,} tokens): {way}, or name real text under data.old; for own_kl, set "
+            "evaluation.own_tokens to 0."
+        )
 
     def _free_texts(self, rows: int, number: int) -> Iterator[OwnText]:
         first = number * self._config.batch_size

@@ -122,7 +122,7 @@ class SelfSourceConfig(Config):
     """
 
     self: Literal[True] = Field(description="Marks this source: the backbone says itself what it knows.")
-    tokens: int = Field(100_000, ge=1, description="Tokens to sample; those of prompts don't count.")
+    tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample; those of prompts don't count.")
     length: int | None = Field(None, ge=2, description="Most tokens of a text; the data's row length when absent.")
     chat_fraction: float | None = Field(
         None,
@@ -132,10 +132,18 @@ class SelfSourceConfig(Config):
         "a model with a chat template and none for others.",
     )
     openings: list[str] = Field([], description="Texts with which free text begins in turn; none begins with nothing.")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100, description="Divides the logits; 1 draws what the model means.")
     top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens that are drawn from.")
     batch_size: int = Field(32, ge=1, description="Texts that are sampled together.")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Seed of the draws.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_nothing(cls, values: Any) -> Any:
+        keys = SourceConfig.model_fields.keys() - cls.model_fields.keys()
+        if isinstance(values, dict) and (read := sorted(keys & values.keys())):
+            raise ValueError(f"a source with self: true reads nothing, and has {read[0]}: make it two sources")
+        return values
 
     @property
     def name(self) -> str:

@@ -75,10 +75,12 @@ class Frontier:
         values = self._lowest(method, name, level) - self._lowest(other, name, level)
         return percentile_interval(float(values[0]), values[1:])
 
-    def curve(self, method: str, name: str, levels: Sequence[float]) -> list[float | None]:
-        """A method's loss at each level; None where no path reaches it."""
-        reach = self.reach(method)
-        return [float(self._lowest(method, name, level)[0]) if level <= reach else None for level in levels]
+    def measured(self, method: str, name: str) -> list[list[list[float]]]:
+        """By path, what was learned and the loss at each measured point, from the backbone's (0, 0) on."""
+        return [
+            [[float(x[0]), float(y[0])] for x, y in zip(*(self._curve(n, p) for n in ("learned", name)), strict=True)]
+            for p in self.paths[method]
+        ]
 
     def _lowest(self, method: str, name: str, level: float) -> np.ndarray:
         """(1 + resamples,): a method's loss at a level, of its paths that reach it; with none, of the furthest."""

@@ -50,23 +50,20 @@ def learn_against_forget(rows: Sequence[Row], paths: Mapping[str, Sequence[Point
     return figure
 
 
-def frontier_curves(learned: Sequence[float], losses: Mapping[str, Sequence[float | None]], name: str) -> Figure:
-    """What each method loses at each level of learning, in nats per token; down and right is better.
+def frontier_curves(paths: Mapping[str, Sequence[Sequence[Sequence[float]]]], name: str) -> Figure:
+    """What each method loses while it learns, in nats per token, at all that was measured; down and right is better.
 
     Args:
-        learned: the levels.
-        losses: by method, the loss at each level; None where the method does not learn so much.
+        paths: by method, for each of its trainings the points (learned, lost) at rising strengths.
         name: what is lost: `forgotten` or `own_kl`.
     """
     lost = {"forgotten": "forgotten", "own_kl": "divergence from the backbone on its own text"}.get(name, name)
-    figure, axes = _figure("Lost at equal learning", "learned: nats per token", f"{lost}: nats per token")
+    figure, axes = _figure("Lost while learning", "learned: nats per token", f"{lost}: nats per token")
     axes.axhline(0, color=_GREY, linewidth=0.9, zorder=1)
-    for index, (method, values) in enumerate(losses.items()):
-        known = [(level, value) for level, value in zip(learned, values, strict=True) if value is not None]
-        axes.plot(
-            [level for level, _ in known], [value for _, value in known], **_style(index), markersize=6,
-            markevery=(index % 5, 8), linewidth=1.8, label=method,
-        )  # fmt: skip
+    for index, (method, of_method) in enumerate(paths.items()):
+        for number, points in enumerate(of_method):
+            label = "_" if number else method
+            axes.plot(*zip(*points, strict=True), **_style(index), markersize=6, linewidth=1.4, label=label)
     _legend(axes)
     return figure
 

@@ -131,7 +131,7 @@ def _format(name: str, value: float) -> str:
         return _with_unit(value, {" GiB": 2**30, " MiB": 2**20, " KiB": 2**10})
     if name.endswith("_per_s"):
         return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
-    if name in ("learned", "forgotten") or name.endswith("_gain"):
+    if name.startswith(("learned", "forgotten", "lost_")) or name.endswith("_gain"):
         return f"{value:+.3f}"
     return f"{value:.3f}"
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from graftlm.evaluation import Results
 from graftlm.evaluation.frontier import Frontier
 from graftlm.runs.run import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_LEVELS = 40
 
 
 def add_frontier(
@@ -42,16 +38,15 @@ def add_frontier(
     }
     rows = [row.model_copy(update={"metrics": row.metrics | metrics.get(row.id, {})}) for row in results.rows]
     labels = {method: results.row(of_method[0]).label for method, of_method in methods.items()}
-    levels = np.linspace(0, max(frontier.reach(method) for method in methods), _LEVELS).tolist() if level > 0 else []
-    curves: dict[str, Any] = {
-        name: {method: frontier.curve(method, name, levels) for method in methods} for name in frontier.losses
+    points: dict[str, Any] = {
+        name: {method: frontier.measured(method, name) for method in methods} for name in frontier.losses
     }
     plots = {
         f"frontier-{name.replace('_', '-')}": frontier_curves(
-            levels, {labels[method]: values for method, values in of_loss.items()}, name
+            {labels[m]: paths for m, paths in by_method.items()}, name
         )
-        for name, of_loss in curves.items()
-        if levels
+        for name, by_method in points.items()
+        if level > 0
     }
-    details = {**results.details, "frontier": {"learned": levels, **curves}}
+    details = {**results.details, "frontier": points}
     return results.model_copy(update={"rows": rows, "details": details}), plots

@@ -160,6 +160,13 @@ class GraftRun(TrainingRun):
     def artefacts(self) -> tuple[str, ...]:
         return () if self.graft is None else ("graft/graft.json",)
 
+    def check(self) -> None:
+        """Attach an untrained graft, so that settings which don't fit the backbone are an error at once."""
+        if self.graft is not None:
+            backbone = load_shared(self.backbone)
+            with GraftedModel(backbone, {GRAFT_NAME: self.graft.graft_class(self.graft, backbone)}):
+                pass
+
     def needs(self) -> Sequence[SamplingRun]:
         return [] if self.graft is None else [*self._old_samples(), *self._test_samples()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig
+from graftlm.evaluation import Row, value_of
 from graftlm.grafts.base import ReplacesModel
 from graftlm.runs.graft_run import (
     BACKBONE_ROW,
@@ -113,12 +114,30 @@ class GrowthRecipe(Config):
             runs.append(GraftRun(id=BACKBONE_ROW, data=self.data, training=self.training, **shared))
         before: list[str] = []
         for name, graft, training, data in self._sections():
-            label = self.stages[name].label or f"{graft_label(graft)}, up to {name}"
+            label = self.stages[name].label or f"after {name}: {graft_label(graft)}"
             fields = {"label": label, "graft": graft, "training": training, "data": data, **shared}
             depends_on = before[-1:] if self.one_graft else before
             runs.append(GraftRun(id=name, depends_on=tuple(depends_on), continues=self.one_graft, **fields))
             before.append(name)
         return runs
+
+    def compared(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with what the model of each stage learned and lost of texts that have a stage's name.
+
+        `learned_NAME` is the loss of the bare backbone minus the row's, and `lost_NAME`, behind that stage, the row's
+        minus that of the model of the stage, in nats per token on the same tokens.
+        """
+        by_id, compared = {row.id: row for row in rows}, list(rows)
+        names = [name for name in self.stages if BACKBONE_ROW in by_id and name in by_id[BACKBONE_ROW].metrics]
+        for number, row in enumerate(rows):
+            metrics = dict(row.metrics)
+            for name in names if row.id in self.stages else []:
+                loss = value_of(row.metrics[name])
+                metrics[f"learned_{name}"] = value_of(by_id[BACKBONE_ROW].metrics[name]) - loss
+                if list(self.stages).index(name) < list(self.stages).index(row.id):
+                    metrics[f"lost_{name}"] = loss - value_of(by_id[name].metrics[name])
+            compared[number] = row.model_copy(update={"metrics": metrics})
+        return compared
 
 
 __all__ = ["GrowthRecipe", "StageConfig"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -15,7 +15,7 @@ from graftlm.config import Config, parse_overridden, read_yaml
 from graftlm.data import DataConfig
 from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
-from graftlm.evaluation import Aim, Results, value_of
+from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
@@ -279,12 +279,25 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
             if value:
                 details.setdefault(kind, {})[measurement.row.id] = _without_windows(value)
     rows = [measurement.row for measurement in measurements]
+    if isinstance(recipe, GrowthRecipe):
+        rows = recipe.compared(rows)
+    if name == "train":
+        rows += [row for measurement in measurements for row in _moved_back(measurement)]
     aims = (
         _budget_aims(measurements, recipe.evaluation.forgetting_budget)
         if isinstance(recipe, Recipe | GrowthRecipe)
         else []
     )
     return Results.here(name, rows, seeds=[recipe.training.seed], aims=aims, details=details)
+
+
+def _moved_back(measurement: Measurement) -> Iterator[Row]:
+    """A row for each strength below 1 that a trained model was measured at."""
+    for point in measurement.details.get("strengths", []):
+        if (strength := point["strength"]) < 1:
+            row, suffix = measurement.row, f"strength {strength:g}"
+            values = {"id": f"{row.id}-{suffix.replace(' ', '-')}", "label": f"{row.label}, {suffix}"}
+            yield Row.model_validate(values | {"metrics": point["metrics"]})
 
 
 def _without_windows(value: Any) -> Any:

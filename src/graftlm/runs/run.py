@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -132,6 +133,9 @@ class Run(Config):
     def settings(self) -> dict[str, Any]:
         """The fields that decide the result, as plain JSON values."""
         return self.model_dump(mode="json", exclude={"id", "label", "depends_on", "folder"})
+
+    def check(self) -> None:
+        """Raise what will keep the run from starting, before any run has begun."""
 
     def artefacts(self) -> tuple[str, ...]:
         """Files in the run's folder without which the run is not finished."""
@@ -259,6 +263,9 @@ def _execute_all(
     waiting = dict(by_id)
     done: dict[str, Measurement] = {}
     keys: dict[str, str] = {}
+    for run in by_id.values():
+        if jobs == 1 and not _measurement_file(run, out).exists():
+            run.check()
     with _progress_bar(title, len(waiting), show=progress and title is not None) as advance, _workers(jobs) as pool:
         running: dict[Future[str], Run] = {}
         while waiting or running:
@@ -315,6 +322,10 @@ def _folder(run: Run, out: Path) -> Path:
     return out / (run.folder or run.id)
 
 
+def _measurement_file(run: Run, out: Path) -> Path:
+    return out / _MEASUREMENTS / f"{run.id}.json"
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of an output folder in the main process: two processes would replace each other's files.
@@ -341,13 +352,15 @@ def locked(out: Path) -> Iterator[None]:
 
 def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
     """Do one run in this process, and keep its measurement. Until it has ended, no file says that it is finished."""
-    kept, made = out / _MEASUREMENTS / f"{run.id}.json", context.folder / _RUN
+    kept, made = _measurement_file(run, out), context.folder / _RUN
     main, has_artefact = PartialState().is_main_process, bool(run.artefacts())
     if main:
         kept.unlink(missing_ok=True)
     if main and has_artefact:
         made.unlink(missing_ok=True)
+    started = time.perf_counter()
     measurement = run.measure(context)
+    measurement.details["run_seconds"] = round(time.perf_counter() - started, 1)
     if main and has_artefact:
         write_atomically(made, json.dumps({"key": context.key}).encode())
     if main:
@@ -369,7 +382,7 @@ def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
     """The kept measurement of a finished run, with the label that the run has now."""
     try:
         folder = _folder(run, out)
-        values = json.loads((out / _MEASUREMENTS / f"{run.id}.json").read_text(encoding="utf-8"))
+        values = json.loads(_measurement_file(run, out).read_text(encoding="utf-8"))
         made = json.loads((folder / _RUN).read_text(encoding="utf-8")) if run.artefacts() else values
         if not values["key"] == made["key"] == key or not all((folder / name).exists() for name in run.artefacts()):
             return None
