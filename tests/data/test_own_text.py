@@ -170,6 +170,25 @@ def test_conversations_that_never_end_their_first_turn_are_told_from_free_text(t
         sample(tmp_path, endless, tokens=100, chat_fraction=0.5, length=64)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"temperature": 2.0, "top_p": 0.5}])
+def test_tokens_are_drawn_at_the_temperature_from_the_likeliest(settings: dict[str, float], tmp_path: Path) -> None:
+    model = backbone()
+    options: dict[str, Any] = {"tokens": 8000, "openings": ["the garden"], "length": 16, "batch_size": 500}
+    texts = sample(tmp_path, model, **options, **settings)
+    start = texts[0].turns[0][0]
+    with torch.no_grad():
+        logits = model.model(torch.tensor([texts[0].ids[:start]])).logits[0, -1].double()
+    probabilities, order = (logits / settings.get("temperature", 1.0)).softmax(-1).sort(descending=True)
+    before = probabilities.cumsum(0) - probabilities
+    kept = torch.where(before < settings.get("top_p", 1.0), probabilities, 0.0)
+    expected = torch.zeros_like(kept).index_copy(0, order, kept)
+    expected[EOS] = 0.0  # texts that end at once are left out
+    expected /= expected.sum()
+    drawn = torch.bincount(torch.tensor([text.ids[start] for text in texts]), minlength=len(expected)) / len(texts)
+    deviation = (expected * (1 - expected) / len(texts)).sqrt()
+    assert ((drawn - expected).abs() <= 5 * deviation + 2 / len(texts)).all()
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").mkdir()
     with pytest.raises(DataError, match=r"samples.jsonl can't be written \(Is a directory\): free some space, and run"):

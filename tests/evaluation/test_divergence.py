@@ -19,6 +19,7 @@ from graftlm.errors import EvaluationError
 from graftlm.evaluation import Scores, value_of
 from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
 from tiny import tiny_model, tiny_tokenizer
 
 VOCABULARY, LENGTH = 5, 3
@@ -74,6 +75,56 @@ def test_sampled_texts_estimate_it_without_bias(tmp_path: Path) -> None:
     every = scored(model, backbone, [OwnText(row, [(1, LENGTH + 1)]) for row in ids.tolist()])
     conditional = float((weights * every.kl).sum())
     assert scores.kl.mean() == pytest.approx(conditional, abs=4 * scores.kl.std() / len(whole) ** 0.5)
+
+
+def by_hand(model: Any, backbone: Any, ids: list[int], start: int, stop: int) -> float:
+    """The divergence at the tokens start to stop of a text, each behind all that precedes it."""
+    with torch.no_grad():
+        log_p, log_q = (m(torch.tensor([ids])).logits[0].double().log_softmax(-1) for m in (backbone, model))
+    return float((log_p.exp() * (log_p - log_q)).sum(-1)[start - 1 : stop - 1].sum())
+
+
+def test_both_turns_of_a_conversation_count_behind_all_that_precedes_them(tmp_path: Path) -> None:
+    backbone, model = model_of_few_tokens(0), model_of_few_tokens(1)
+    chat = OwnText([0, 3, 1, 2, 4, 3, 1, 1, 2], [(2, 4), (6, 9)])
+    free = OwnText([0, 2, 2, 1], [(1, 4)])
+    scores = scored(model, backbone, [chat, free])
+    expected = [by_hand(model, backbone, chat.ids, *turn) for turn in chat.turns]
+    expected.append(by_hand(model, backbone, free.ids, 1, 4))
+    np.testing.assert_allclose(scores.kl, expected, rtol=1e-4)
+
+    settings = EvaluationConfig(own_tokens=8, decode_prompts=0)
+    wrapped = Backbone.wrap(backbone, tiny_tokenizer(), "few tokens")
+    evaluator = BackboneEvaluator(wrapped, {}, settings, 16, [chat, free, chat])
+    own = evaluator._own_scores(model)
+    assert own is not None
+    assert own.tokens.tolist() == [5, 3, 5], "a conversation is one unit"
+    metrics = evaluator._own_metrics(own)
+    assert value_of(metrics["chat_kl"]) == pytest.approx(sum(expected[:2]) / 5, rel=1e-4)
+    assert value_of(metrics["own_kl"]) == pytest.approx((2 * sum(expected[:2]) + expected[2]) / 13, rel=1e-4)
+
+
+def test_the_mean_over_sampled_tokens_is_expected_divergence_over_expected_length(tmp_path: Path) -> None:
+    """Texts that end early are in it: a sum over a sum, as it is reported."""
+    backbone, model = model_of_few_tokens(0), model_of_few_tokens(1)
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([0, 0])
+    config = SelfSourceConfig(self=True, tokens=20_000, length=LENGTH + 1, batch_size=1000)
+    wrapped = Backbone.wrap(backbone, tokenizer, "few tokens")
+    scores = scored(model, backbone, sample_own_text(wrapped, config, 4, tmp_path / "samples.jsonl", progress=False))
+    divergence = length = kept = 0.0
+    for text in itertools.product(range(VOCABULARY), repeat=LENGTH):
+        end = next((place + 1 for place, token in enumerate(text) if token == 0), LENGTH)
+        if text[0] == 0 or any(text[end:]):  # empty, or counted with the first text of the same beginning
+            continue
+        ids = [0, *text[:end]]
+        probability = float(log_probability(backbone, torch.tensor([ids])).exp())
+        kept += probability
+        length += probability * end
+        divergence += probability * by_hand(model, backbone, ids, 1, end + 1)
+    assert 0.3 < kept < 0.99, "empty texts are left out"
+    assert scores.tokens.mean() == pytest.approx(length / kept, rel=0.05)
+    assert scores.kl.sum() / scores.tokens.sum() == pytest.approx(divergence / length, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,13 @@ def test_an_untrained_graft_has_nothing_to_follow() -> None:
         assert model(**new).lm_loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_the_backbone_reads_the_documents_of_a_row_apart() -> None:
+    with grafted("neutral-residues", old_objective="distil") as model:
+        positions = torch.tensor([[*range(5), *range(7)]]).expand(2, -1)
+        batch = {name: value[0::2] for name, value in inputs().items() if name != "attention_mask"}
+        assert abs(model(**batch, position_ids=positions).lm_loss.item()) < 1e-5
+
+
 def test_evaluation_has_the_plain_loss_and_training_needs_a_domain() -> None:
     batch = inputs()
     with grafted("neutral-residues", old_objective="distil") as model, grafted("neutral-residues") as plain:

@@ -15,7 +15,8 @@ Beside a reference, the bare backbone, each scored token also gives the divergen
     KL = Σ_v p_reference(v | before) (log p_reference(v | before) - log p(v | before))
 
 On texts that the reference sampled itself, its mean over tokens estimates the divergence of the two models'
-distributions over such texts, per token, without bias.
+distributions over such texts, per token. It is biased where many texts
+are left out, such as conversations whose first turn does not end.
 
 Cost is decoding speed in tokens per second and peak memory in bytes.
 """
