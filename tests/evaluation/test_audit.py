@@ -182,7 +182,7 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"does not fit .* name the model that it was trained on"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match=r"pickled weights are not read"):
+    with pytest.raises(ArtifactError, match=r"pickled adapter_model.bin, which is never read"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
 
 
