@@ -65,7 +65,7 @@ def test_lists_come_from_the_code(fill: Callable[..., str]) -> None:
 
     verbs = fill("<!-- verbs -->", page=SimpleNamespace(file=SimpleNamespace(src_uri="methods/composition.md")))
     names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert re.findall(r"^\| \[`(\w+)`\]\(\.\./cli\.md#\w+\) \| \w", verbs, re.MULTILINE) == names
+    assert re.findall(r"^\| \[`([\w-]+)`\]\(\.\./cli\.md#[\w-]+\) \| \w", verbs, re.MULTILINE) == names
     grafts = fill("<!-- grafts -->")
     assert re.findall(r"^\| `([\w-]+)` \| \w[^|]* \| \w", grafts, re.MULTILINE) == kinds()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

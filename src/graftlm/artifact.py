@@ -25,7 +25,7 @@ from graftlm.config import Config, parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
-from graftlm.io import packaged_model, staged_folder
+from graftlm.io import PACKAGED_MODELS, fetch_folder, holds, hub_name, hub_problem, packaged_model, staged_folder
 from graftlm.version import __version__
 
 FORMAT = 1
@@ -152,12 +152,12 @@ def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """`graft.json` of a folder.
+    """`graft.json` of a folder, or of a repository of the hub.
 
     Raises:
         ArtifactError: it is missing, broken, or of a later format.
     """
-    path = Path(folder) / JSON_NAME
+    path = fetch_folder(folder, JSON_NAME) / JSON_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -180,7 +180,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
     """The graft in a folder, built for `backbone` and not yet attached.
 
     Args:
-        folder: the graft's folder.
+        folder: the graft's folder, or OWNER/NAME on the hub.
         backbone: the one that it was trained on.
         changes: of the graft's config, as `KEY=VALUE`, such as where another model that it reads lies now.
 
@@ -265,37 +265,48 @@ def backbone_of(
 
 
 def is_model(folder: str | Path) -> bool:
-    """Whether a folder holds a transformers model, and no graft; or the path is that of a GGUF file."""
+    """Whether a folder or a repository of the hub holds a model and no graft; or the path is that of a GGUF file."""
     if packaged_model(str(folder)) or Path(folder).suffix.lower() == ".gguf":
         return True
-    return (Path(folder) / "config.json").is_file() and not (Path(folder) / JSON_NAME).exists()
+    return holds(folder, "config.json") and not holds(folder, JSON_NAME)
 
 
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
-    """Upload a whole graft folder to the Hugging Face hub; returns its address.
+    """Upload the folder of a graft, or of an exported model, to the Hugging Face hub; returns its address.
+
+    Args:
+        folder: a local folder; all of its files are uploaded.
+        repository: OWNER/NAME; it is made where it does not exist.
+        private: who may see a new repository: its owner alone, or everybody.
 
     Raises:
-        ArtifactError: the folder is not a graft, or the hub refuses.
+        ArtifactError: the folder holds neither, or the hub refuses.
     """
     from huggingface_hub import HfApi
 
-    read_manifest(folder)
+    if not (Path(folder) / "config.json").is_file():
+        read_manifest(folder)
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft"))
+        api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft")
     except Exception as error:  # the hub's client raises many kinds
-        raise ArtifactError(
-            f"The hub refused {repository} ({error}): log in with `hf auth login` and check the name."
-        ) from error
+        raise ArtifactError(f"{folder} can't be uploaded as {repository}: {hub_problem(error)}.") from error
+    return f"{api.endpoint}/{repository}"
+
+
+def card_header(backbone: str) -> str:
+    """The metadata of a graft's card. The hub refuses a `base_model` that is none of its own."""
+    name = hub_name(PACKAGED_MODELS.get(backbone.lower(), ("", backbone))[1])
+    base = f"base_model: {name}\n" if name else ""
+    return f"---\nlibrary_name: graftlm\n{base}---\n\n"
 
 
 def default_card(manifest: Manifest) -> str:
     """A model card for a graft without a report."""
     kind = "" if manifest.backbone.kind == "causal-lm" else f", kind={manifest.backbone.kind!r}"
     return (
-        f"---\nlibrary_name: graftlm\nbase_model: {manifest.backbone.name}\n---\n\n"
-        f"# A graft for {manifest.backbone.name}\n\n"
+        f"{card_header(manifest.backbone.name)}# A graft for {manifest.backbone.name}\n\n"
         f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
         f"were never changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
         f"backbone = load_backbone({manifest.backbone.name!r}{kind})\n"
@@ -303,13 +314,13 @@ def default_card(manifest: Manifest) -> str:
     )
 
 
-def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a graft's folder by name, read one by one.
+def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a graft's folder, or of another file in a folder, by name; they are read one by one.
 
     Raises:
         ArtifactError: their file is missing or damaged.
     """
-    path = Path(folder) / TENSORS_NAME
+    path = fetch_folder(folder, JSON_NAME) / name
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping

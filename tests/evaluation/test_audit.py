@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from graftlm import GraftedModel, audit, build_graft, graft_config, save_graft
 from graftlm.backbone import Backbone
@@ -182,7 +182,7 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"does not fit .* name the model that it was trained on"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match=r"pickled weights are not read"):
+    with pytest.raises(ArtifactError, match=r"pickled adapter_model.bin, which is never read"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
 
 
@@ -409,3 +409,25 @@ def test_two_loaded_copies_share_nothing_and_the_graft_is_off_afterwards(tmp_pat
     assert all(torch.equal(before[name], value) for name, value in base.model.state_dict().items())
     with pytest.raises(BackboneError, match=r"There is no folder"), load_pair(base, tmp_path / "missing"):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # PEFT's, which counts from the mask
+def test_a_learned_prompt_is_audited_by_the_logits_of_the_text_alone(tmp_path: Path) -> None:
+    base = plain()
+    folder = saved(base, tmp_path / "model")
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    prompted = get_peft_model(copy.deepcopy(base.model), config)
+    prompted.save_pretrained(str(tmp_path / "prompt"))
+    found = audit(str(folder), tmp_path / "prompt", tmp_path / "out", **SIZES)
+    divergences = []
+    for sample in read_own_text(tmp_path / "out" / "own-text.jsonl"):
+        for start, stop in sample.turns:
+            ids = torch.tensor([sample.ids[:stop]])
+            with torch.no_grad():
+                p, q = base.model(ids).logits[0].double(), prompted(input_ids=ids).logits[0, 3:].double()
+            log_p, log_q = p.log_softmax(-1)[start - 1 : -1], q.log_softmax(-1)[start - 1 : -1]
+            divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+    own_kl = found.metrics["own_kl"]
+    assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-3)  # type: ignore[union-attr]
+    with pytest.raises(ArtifactError, match=r"learns a prompt, which BASE can't"):
+        audit(tmp_path / "prompt", str(folder), backbone=str(folder), **SIZES)

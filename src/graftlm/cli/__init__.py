@@ -70,6 +70,7 @@ def _root(
 
 _VERBS = [training.train, training.compare, training.grow, audit.audit]
 _VERBS += [grafts.evaluate, grafts.generate, grafts.chat, grafts.predict, grafts.inspect, grafts.export]
+_VERBS += [grafts.push, grafts.import_peft]
 _VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:

@@ -44,6 +44,7 @@ def configure_logging() -> None:
     """Send progress to stderr, and let libraries log errors only."""
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns about torchao
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     import rich
     from transformers.utils import logging
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graftlm.evaluation.tables import ABSENT, format_metric, metric_title, print_columns
-from graftlm.generation.inspect import Inspection, Method, TensorGroup
+from graftlm.generation.inspect import AdapterInspection, Inspection, Method, TensorGroup
 
 _MAX_ITEMS = 6  # of a list
 
@@ -25,17 +27,11 @@ def stdout_console() -> Console:
 def print_inspection(inspection: Inspection) -> None:
     """A graft's summary, metrics, tensors and layers."""
     console = stdout_console()
-    grid = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
-    grid.add_column(no_wrap=True, style="bold")
-    grid.add_column(overflow="fold")
-    for head, text in _summary(inspection):
-        grid.add_row(head, text)
-    console.print(grid, highlight=False)
+    _print_pairs(_summary(inspection), console)
     if measured := inspection.measured:
         lines = [[metric_title(name, measured), format_metric(name, value)] for name, value in measured.items()]
         print_columns(["measured", ""], lines, console, gap=True)
-    heads = ["tensors", "count", "shape", "parameters", "effective rank"]
-    print_columns(heads, map(_tensor_cells, inspection.tensors), console, gap=True)
+    _print_tensors(inspection.tensors, console)
     columns = [
         (f"{quantity.replace('_', ' ')}, {name}", values)
         for quantity, by_name in inspection.layers.items()
@@ -45,6 +41,39 @@ def print_inspection(inspection: Inspection) -> None:
         count = max(len(values) for _, values in group)
         lines = [[str(layer), *(_layer_cell(values, layer) for _, values in group)] for layer in range(count)]
         print_columns(["layer", *(head for head, _ in group)], lines, console, gap=True)
+
+
+def _print_pairs(rows: Iterable[tuple[str, str]], console: Console) -> None:
+    grid = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for head, text in rows:
+        grid.add_row(head, escape(text))
+    console.print(grid, highlight=False)
+
+
+def _print_tensors(tensors: Iterable[TensorGroup], console: Console) -> None:
+    heads = ["tensors", "count", "shape", "parameters", "effective rank"]
+    print_columns(heads, map(_tensor_cells, tensors), console, gap=True)
+
+
+def print_adapter(adapter: AdapterInspection) -> None:
+    """What is in a PEFT adapter, and how it is used here."""
+    console, folder = stdout_console(), adapter.folder
+    base = adapter.base or "BASE"
+    values = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
+    rows = [
+        ("folder", f"{folder}, {adapter.method}"),
+        ("model", adapter.base or "not named"),
+        ("config", _pairs(values)),
+    ]
+    rows.append(("size", f"{adapter.parameters:,} parameters, {adapter.size / 1e6:,.1f} MB"))
+    rows += [(kind, f"graft: {json.dumps(section)}") for kind, section in adapter.sections.items()]
+    rows += [(kind, f"does not take it. {reason}") for kind, reason in adapter.refusals.items()]
+    merge = f"PeftModel.from_pretrained(model, {folder!r}).merge_and_unload()"
+    rows += [("merge", merge if adapter.mergeable else "PEFT can't"), ("audit", f"graft audit {base} {folder}")]
+    _print_pairs(rows, console)
+    _print_tensors(adapter.tensors, console)
 
 
 def print_methods(methods: Sequence[Method]) -> None:

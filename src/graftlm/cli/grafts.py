@@ -238,8 +238,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Describe a graft's folder, or print a report's table again."""
-    is_report = has_report(folder)
     configure_logging()
+    is_report = has_report(folder)
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
     from graftlm.generation.inspect import inspect_graft, read_texts
@@ -275,6 +275,33 @@ def export(
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     folder = export_graft(load_graft(graft, loaded), loaded, to)
     print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))
+
+
+def push(
+    folder: Annotated[Path, Argument(metavar="DIR", help="A graft's or an exported model's folder.")],
+    repository: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository; made where there is none.")],
+    public: Annotated[bool, Option("--public", help="Let everybody see a new repository.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a graft to the Hugging Face hub."""
+    configure_logging()
+    from graftlm.artifact import push_to_hub
+
+    url = push_to_hub(folder, repository, private=not public)
+    print_result({"url": url}, as_json, lambda: typer.echo(f"wrote {url}"))
+
+
+def import_peft(
+    adapter: Annotated[Path, Argument(metavar="ADAPTER", help="A PEFT adapter's folder.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """List what a PEFT adapter holds, and how to use it here."""
+    configure_logging()
+    from graftlm.cli.display import print_adapter
+    from graftlm.generation.inspect import inspect_adapter
+
+    inspection = inspect_adapter(adapter)
+    print_result(inspection.model_dump(mode="json"), as_json, lambda: print_adapter(inspection))
 
 
 def methods(as_json: AsJson = False) -> None:

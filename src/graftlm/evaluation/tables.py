@@ -133,7 +133,7 @@ def _format(name: str, value: float) -> str:
         return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
     if name.startswith(("learned", "forgotten", "lost_")) or name.endswith("_gain"):
         return f"{value:+.3f}"
-    return f"{value:.3f}"
+    return f"{value:z.3f}"  # no -0.000
 
 
 def _with_unit(value: float, units: Mapping[str, float]) -> str:

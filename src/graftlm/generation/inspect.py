@@ -14,10 +14,11 @@ from torch import Tensor
 from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
-from graftlm.errors import DataError
+from graftlm.errors import ArtifactError, DataError
 from graftlm.evaluation.results import Metric, Results
 from graftlm.grafts import Graft, graft_class, kinds
-from graftlm.io import read_text
+from graftlm.grafts.base import ReadsPeft
+from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, read_adapter_config, read_text
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
@@ -77,6 +78,70 @@ class Method(Config):
     label: str
     summary: str
     config: dict[str, JsonValue]
+
+
+class AdapterInspection(Config):
+    """The result of `inspect_adapter`.
+
+    Args:
+        method: PEFT's name of it.
+        base: the model that it was trained on, as the adapter names it.
+        targets: the modules that it changes, as its config names them.
+        parameters: numbers in its tensors.
+        size: of the file of tensors, in bytes.
+        sections: by the kind of a graft that takes it, the `graft` section of a recipe.
+        refusals: by the kind of a graft that does not take it, why not and what to do instead.
+        mergeable: whether PEFT can merge it into the model.
+    """
+
+    folder: str
+    method: str
+    base: str | None
+    rank: int | None
+    alpha: int | float | None
+    targets: JsonValue
+    parameters: int
+    size: int
+    tensors: list[TensorGroup]
+    sections: dict[str, dict[str, JsonValue]] = {}
+    refusals: dict[str, str] = {}
+    mergeable: bool
+
+
+def inspect_adapter(folder: str | Path) -> AdapterInspection:
+    """Describe a PEFT adapter, in a folder or on the hub, and what takes it; no backbone is loaded.
+
+    Raises:
+        ArtifactError: the folder is no PEFT adapter, or its weights are pickled.
+    """
+    local = fetch_folder(folder, ADAPTER_CONFIG)
+    values = read_adapter_config(local)
+    tensors = _group_tensors(
+        (name.removeprefix("base_model.model."), tensor) for name, tensor in read_tensors(local, ADAPTER_TENSORS)
+    )
+    name = re.sub(r"^[^A-Za-z]+|[^A-Za-z0-9_-]", "", Path(folder).resolve().name)
+    sections, refusals = {}, {}
+    for kind in kinds():
+        if issubclass(method := graft_class(kind), ReadsPeft):
+            try:
+                sections[kind] = method.adapter_section(name or "expert", Path(folder))
+            except ArtifactError as error:
+                refusals[kind] = str(error)
+    remedies = ("merge it", "convert it")  # what PEFT can convert, it can merge
+    return AdapterInspection(
+        folder=str(folder),
+        method=str(values.get("peft_type")),
+        base=values.get("base_model_name_or_path"),
+        rank=values.get("r"),
+        alpha=next((value for key, value in values.items() if key.endswith("_alpha")), None),
+        targets=values.get("target_modules"),
+        parameters=sum(group.parameters for group in tensors),
+        size=(local / ADAPTER_TENSORS).stat().st_size,
+        tensors=tensors,
+        sections=sections,
+        refusals=refusals,
+        mergeable=bool(sections) or any(remedy in text for text in refusals.values() for remedy in remedies),
+    )
 
 
 def inspect_graft(
@@ -148,7 +213,7 @@ def _group_tensors(tensors: Iterator[tuple[str, Tensor]]) -> list[TensorGroup]:
         group = groups.setdefault(key, empty)
         group["count"] += 1
         group["parameters"] += tensor.numel()
-        if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES:
+        if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES and bool(tensor.isfinite().all()):
             group["effective_rank"].append(effective_rank(tensor))
     return [TensorGroup(**group) for group in groups.values()]
 

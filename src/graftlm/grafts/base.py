@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -196,6 +197,19 @@ class Exportable(ABC):
         """A new model of the backbone's class with the same logits as the grafted one; the graft is detached.
 
         It is in evaluation mode and shares no weights with the backbone.
+        """
+
+
+class ReadsPeft(ABC):
+    """A graft that takes PEFT adapters as they are."""
+
+    @classmethod
+    @abstractmethod
+    def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
+        """A recipe's `graft` section with the adapter of a folder; no backbone is loaded.
+
+        Raises:
+            ArtifactError: the graft can't take the adapter; the message says what to do instead.
         """
 
 

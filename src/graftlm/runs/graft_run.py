@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from pydantic import BeforeValidator, Field, SerializeAsAny
 from torch import Tensor
 
-from graftlm.artifact import TENSORS_NAME, load_graft, save_graft
+from graftlm.artifact import TENSORS_NAME, card_header, load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
@@ -567,8 +567,7 @@ def _is_per_layer(value: Any) -> bool:
 def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement) -> str:
     lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
     return (
-        f"---\nlibrary_name: graftlm\nbase_model: {backbone.name}\n---\n\n"
-        f"# {graft_label(config)} for {backbone.name}\n\n"
+        f"{card_header(backbone.name)}# {graft_label(config)} for {backbone.name}\n\n"
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
         "those that end in bpb in bits per byte.\n\n"
         "| metric | measured |\n|---|---|\n" + "\n".join(lines) + "\n\n"

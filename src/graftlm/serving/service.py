@@ -9,6 +9,7 @@ from pathlib import Path
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
+from graftlm.io import fetch_folder
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.middleware import ServerMetrics
 from graftlm.serving.protocol import Engine, EngineLimits, context_limit
@@ -84,7 +85,7 @@ def open_service(
     """
     name = checked_name(name or served_name(backbone.name))
     backbone.need_tokenizer()
-    folders = {graft: Path(path) for graft, path in (given or {}).items()}
+    folders = {graft: fetch_folder(path, "graft.json") for graft, path in (given or {}).items()}
     store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
     engine = BatchingEngine(backbone, store.open(), name, limits)
     return Service(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)

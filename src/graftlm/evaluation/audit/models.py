@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from graftlm.errors import (
     first_line,
 )
 from graftlm.grafts import GraftedModel
-from graftlm.io import ModelFiles
+from graftlm.io import ADAPTER_CONFIG, ModelFiles, fetch_folder, holds, read_adapter_config
 
 Auditable = str | Path | Backbone | GraftedModel
 Quantization = Literal["int8", "int4"]
@@ -128,10 +127,10 @@ def _load(given: Auditable, base: AuditedModel | None, options: dict[str, Any]) 
             f"{type(given).__name__} can't be audited: give a name, a folder, a file, a Backbone (Backbone.wrap(model, "
             "tokenizer) makes one) or a GraftedModel."
         )
-    elif _holds(given, "graft.json"):
+    elif holds(given, "graft.json"):
         loaded = _load_graft(given, base, options)
-    elif _holds(given, "adapter_config.json"):
-        loaded = _load_adapter(Path(given), base, options)
+    elif holds(given, ADAPTER_CONFIG):
+        loaded = _load_adapter(fetch_folder(given, ADAPTER_CONFIG), base, options)
     else:
         loaded = _load_model(str(given), options)
     if not (loaded.backbone.sites.family.causal and loaded.backbone.model.can_generate()):
@@ -141,14 +140,10 @@ def _load(given: Auditable, base: AuditedModel | None, options: dict[str, Any]) 
     return loaded
 
 
-def _holds(folder: str | Path, name: str) -> bool:
-    return (Path(folder) / name).is_file()
-
-
 def _load_model(name: str, options: dict[str, Any]) -> AuditedModel:
     folder = Path(name)
-    if folder.is_dir() and not (_holds(folder, "config.json") or any(folder.glob("*.gguf"))):
-        inner = folder / "graft" if _holds(folder / "graft", "graft.json") else "one that does"
+    if folder.is_dir() and not (holds(folder, "config.json") or any(folder.glob("*.gguf"))):
+        inner = folder / "graft" if (folder / "graft" / "graft.json").is_file() else "one that does"
         raise ArtifactError(
             f"The folder {name} holds no model (config.json or a GGUF file), no graft (graft.json) and no PEFT adapter "
             f"(adapter_config.json): name {inner}."
@@ -181,12 +176,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     """A PEFT adapter on a copy of the base; without one, on the model that it names."""
     from peft import PeftConfig, PeftModel
 
-    if not _holds(folder, "adapter_model.safetensors"):
-        raise ArtifactError(
-            f"The adapter {folder} has no adapter_model.safetensors, and pickled weights are not read: save it again "
-            "with safe_serialization=True."
-        )
-    named = _named_model(folder)
+    named = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
     notes = []
     if base is None or not base.is_bare:
         if not (options["backbone"] or named):
@@ -213,6 +203,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     wrapped.eval()
     tokenizer = load_tokenizer(str(folder), ModelFiles(str(folder)), trust_remote_code=False)
     if config.is_prompt_learning:
+        wrapped.register_forward_hook(_drop_prompt, with_kwargs=True)
         if base is None:
             raise ArtifactError(
                 f"The adapter {folder} learns a prompt, which BASE can't: name the model below as BASE."
@@ -224,14 +215,10 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     return AuditedModel(str(folder), backbone, model, tokenizer or on.need_tokenizer(), notes=notes)
 
 
-def _named_model(folder: Path) -> str:
-    try:
-        values = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        return str(values["base_model_name_or_path"] or "")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(
-            f"{folder / 'adapter_config.json'} can't be read ({first_line(error)}): restore the adapter's files."
-        ) from None
+def _drop_prompt(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> Any:
+    """Leave out the logits of a learned prompt, which stands before the text."""
+    output.logits = output.logits[:, -inputs["input_ids"].shape[1] :]
+    return output
 
 
 def _quantize(audited: AuditedModel, quantization: Quantization) -> AuditedModel:

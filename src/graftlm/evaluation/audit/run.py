@@ -337,7 +337,7 @@ class _Auditor:
             for metrics, outcome in zip(self.metrics, outcomes, strict=True):
                 metrics |= outcome.metrics(name)
             ((gain_name, gain),) = outcomes[1].gain(name, outcomes[0]).items()
-            lost = Interval(mean=-gain.mean, low=-gain.high, high=-gain.low)
+            lost = Interval(mean=0 - gain.mean, low=0 - gain.high, high=0 - gain.low)
             self.metrics[1][gain_name.removesuffix("gain") + "lost"] = lost
 
     def _compare_tasks(self) -> None:

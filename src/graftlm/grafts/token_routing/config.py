@@ -17,7 +17,7 @@ class ExpertConfig(Config):
     """One expert: an existing LoRA adapter (`path`), or a new one that is trained here (`rank`).
 
     Args:
-        path: folder that PEFT's `save_pretrained` wrote.
+        path: folder that PEFT's `save_pretrained` wrote, or OWNER/NAME on the hub.
         rank: rank of a new expert.
         alpha: the update of a new expert is multiplied by alpha / rank. Default: the rank.
         targets: modules that a new expert changes: attention, ffn, embedding, or the last parts of module names, such

@@ -6,8 +6,6 @@ s = alpha / sqrt(r) for rank-stabilised LoRA.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -25,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from graftlm.backbone import Backbone, Site
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
 from graftlm.grafts.token_routing.config import ExpertConfig
+from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, read_adapter_config
 
-CONFIG_NAME, TENSORS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 # What a user types instead. FOLDER is the adapter's, and model a fresh backbone in transformers.
 _TRAIN = "train it as plain LoRA"
@@ -131,19 +129,26 @@ class ExpertTarget:
         )
 
 
-def read_adapter(name: str, config: ExpertConfig, backbone: Backbone) -> tuple[dict[str, Factors], str]:
-    """An expert's factors by module path, and the SHA-256 of its tensor file."""
-    folder = Path(config.path or "").expanduser()
+def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> tuple[dict[str, Factors], str]:
+    """An expert's factors by module path, and the SHA-256 of its tensor file; without a backbone, checks alone.
+
+    Raises:
+        ArtifactError: the adapter is damaged, pickled, not plain LoRA, or not the one that the config names.
+        WrongBackboneError: it belongs to another backbone.
+    """
+    folder = fetch_folder(Path(config.path or "").expanduser(), ADAPTER_CONFIG)
     peft_config = _read_config(name, folder)
     tensors, digest = _read_tensors(name, folder)
     if config.sha256 not in (None, digest):
         raise ArtifactError(
-            f"The expert {name} in {folder} is not the one that the graft was made with (its {TENSORS_NAME} has "
+            f"The expert {name} in {folder} is not the one that the graft was made with (its {ADAPTER_TENSORS} has "
             "another SHA-256): restore that adapter, or build the graft again."
         )
+    pairs = _pair_factors(name, folder, tensors, backbone)
+    if backbone is None:
+        return {}, digest
     factors = {
-        path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone)
-        for path, pair in _pair_factors(name, folder, tensors, backbone).items()
+        path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone) for path, pair in pairs.items()
     }
     base = peft_config.base_model_name_or_path
     if base and Path(base).name.lower() != Path(backbone.name).name.lower():  # folders move, names stay
@@ -213,23 +218,14 @@ def write_adapter(factors: Mapping[str, Factors], folder: Path, backbone: Backbo
         tensors[key.format("A")] = expert.a.detach().cpu().contiguous()
         tensors[key.format("B")] = expert.b.detach().cpu().T.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
     config.save_pretrained(str(folder))
     return folder
 
 
 def _read_config(name: str, folder: Path) -> LoraConfig:
-    path = folder / CONFIG_NAME
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        inner = next(folder.glob(f"*/{CONFIG_NAME}"), None)  # an adapter's own name is a folder
-        remedy = f"name {inner.parent}" if inner else "name a folder that PEFT's save_pretrained wrote"
-        raise ArtifactError(f"The expert {name} has no {CONFIG_NAME} in {folder}: {remedy}.") from None
-    except (UnicodeDecodeError, ValueError, RecursionError):
-        raise ArtifactError(f"{path} is not readable JSON, so the expert {name} is damaged: copy it again.") from None
-    kind = values.get("peft_type") if isinstance(values, dict) else type(values).__name__
-    if not isinstance(values, dict) or kind != "LORA":
+    values = read_adapter_config(folder, f"expert {name}")
+    if (kind := values.get("peft_type")) != "LORA":
         remedy = _remedy(_TYPES.get(str(kind), _TRAIN), folder)
         raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected: {remedy}.")
     default = LoraConfig()
@@ -248,7 +244,9 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
     try:
         return LoraConfig(**known)
     except (TypeError, ValueError) as error:
-        raise ArtifactError(f"{path} can't be read ({error}): copy the expert {name} again.") from None
+        raise ArtifactError(
+            f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert {name} again."
+        ) from None
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
@@ -261,12 +259,7 @@ def _remedy(remedy: str, folder: Path) -> str:
 
 
 def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
-    path = folder / TENSORS_NAME
-    if not path.exists():
-        pickled = (folder / PICKLE_NAME).exists()
-        content = f"only a pickled {PICKLE_NAME}, which is never read" if pickled else f"no {TENSORS_NAME}"
-        remedy = "save it again with safe_serialization=True" if pickled else "copy it again"
-        raise ArtifactError(f"The expert {name} in {folder} has {content}: {remedy}.")
+    path = folder / ADAPTER_TENSORS
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -276,18 +269,20 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(f"The tensor {key} of the expert {name} holds NaN or infinity: train it again.")
-    return tensors, hashlib.sha256(path.read_bytes()).hexdigest()
+    return tensors, file_digest(path)
 
 
 def _pair_factors(
-    name: str, folder: Path, tensors: Mapping[str, Tensor], backbone: Backbone
+    name: str, folder: Path, tensors: Mapping[str, Tensor], backbone: Backbone | None
 ) -> dict[str, dict[str, Tensor]]:
     """A (r, in) and B (out, r) by module path, without the backbone's tensors, which PEFT saves beside an embedding's.
+
+    Without a backbone, all other tensors are taken for its own.
 
     Raises:
         ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
-    parameters = dict(backbone.model.named_parameters(remove_duplicate=False))
+    parameters = dict(backbone.model.named_parameters(remove_duplicate=False)) if backbone else {}
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if match := _KEY.fullmatch(key):
@@ -295,6 +290,8 @@ def _pair_factors(
                 raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
             pairs.setdefault(match[1], {})[match[3]] = tensor
             continue
+        if backbone is None:
+            continue  # only a backbone tells
         path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
         own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
         is_plain = own is not None and own.shape == tensor.shape and type(own.data) is Tensor  # not quantised

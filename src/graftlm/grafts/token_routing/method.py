@@ -24,8 +24,8 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
-from graftlm.grafts.token_routing.config import TokenRoutingConfig
+from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, ReadsPeft, Trace, Traceable, check_tensors
+from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
@@ -45,7 +45,7 @@ BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
+class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -114,6 +114,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors):
         for key, mixture in self.mixtures.items():
             assert isinstance(mixture, MixedProjection)
             yield key.replace("/", "."), mixture
+
+    @classmethod
+    def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
+        config = TokenRoutingConfig(experts={name: ExpertConfig(path=str(folder))})
+        read_adapter(name, config.experts[name], None)
+        return {"kind": config.kind, **config.model_dump(mode="json", exclude_defaults=True)}
 
     # One pass
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from graftlm.artifact import JSON_NAME, backbone_of, load_graft
-from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, RecipeError
-from graftlm.grafts import GraftedModel
+from graftlm.generation.generate import load_model
 from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
 from graftlm.pipelines.clarify.conversation import Conversation, SkippedTurn, WrittenTurn
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
@@ -48,14 +46,8 @@ def open_model(
             raise RecipeError("The server may have several models: name one (--model).")
         config = {"url": endpoint, "model": model, "max_new_tokens": max_new_tokens} | connection
         return Endpoint(EndpointConfig.parse(config, where="--endpoint"))
-    if (Path(backbone) / JSON_NAME).is_file():
-        loaded = backbone_of(backbone, device=device, trust_remote_code=trust_remote_code)
-        network: Any = GraftedModel(loaded, {"graft": load_graft(backbone, loaded)})
-    else:
-        loaded = load_backbone(backbone, trust_remote_code=trust_remote_code)
-        loaded.move(device)
-        network = loaded.model
-    return LocalModel(network, loaded.need_tokenizer(), name=backbone, max_new_tokens=max_new_tokens)
+    network, tokenizer = load_model(backbone, device=device, trust_remote_code=trust_remote_code)
+    return LocalModel(network, tokenizer, name=backbone, max_new_tokens=max_new_tokens)
 
 
 def open_conversation(

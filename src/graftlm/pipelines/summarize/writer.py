@@ -22,14 +22,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.artifact import backbone_of, is_model, load_graft
 from graftlm.backbone import UNLIMITED, leading_bos, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
 from graftlm.data.packing import split_rows
 from graftlm.errors import DataError, RecipeError
-from graftlm.grafts import GraftedModel
+from graftlm.generation.generate import load_model
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.selection import Extract
@@ -258,10 +257,8 @@ def load_writer(
         BackboneError: the model can't be loaded.
         DataError: its `layout.json` can't be read.
     """
-    backbone = backbone_of(folder, None, device=device, trust_remote_code=trust_remote_code)
-    model: Any = backbone.model if is_model(folder) else GraftedModel(backbone, {"graft": load_graft(folder, backbone)})
-    model.eval()
-    return LanguageModelWriter(model, backbone.need_tokenizer(), str(folder), read_layout(folder), decoding)
+    model, tokenizer = load_model(folder, device=device, trust_remote_code=trust_remote_code)
+    return LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
 
 
 def read_layout(folder: str | Path) -> PromptLayout | None:
