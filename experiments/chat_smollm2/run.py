@@ -1,7 +1,7 @@
 """SmolLM2 learns to answer questions in conversations: what does it forget, with and without its own text?
 
-Rates are searched for every row alike, on conversations of another source than the tests, with the first seed and a
-third of the steps.
+Rates are searched for every row alike, on conversations of another source than the tests, with the first seed and
+half of the steps.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ChatStudy(Study):
         row, quick = ROWS[name], self.options.quick
         tests = ["validation"] if search else ["test_maths", "test_code", "test_reading"]
         text = {"path": str(self.options.data / (SHAKESPEARE if search else WIKITEXT)), "limit_characters": 60_000}
-        tokens, steps = (300, 3) if quick else (2048, 16 if search else 48)
+        tokens, steps = (300, 3) if quick else (2048, 16 if search else 32)
         data = {
             "new": [self.source("train")],
             "old": [{"self": True, "tokens": 300 if quick else 24_000}] if row.replay else [],

@@ -75,7 +75,7 @@ class SelfReplayStudy(Study):
         """One row at one rate; for the search on validation texts with a third of the steps."""
         row, quick = ROWS[name], self.options.quick
         changed = "".join(f"_{key}-{value}" for key, value in changes.items())
-        steps, length = (3, 64) if quick else (66 if search else 200, 256)
+        steps, length = (3, 64) if quick else (33 if search else 100, 256)
         return GraftRun(
             id=f"{'search_' if search else ''}{name}_lr{rate:g}{changed}_s{seed}",
             label=row.label,
