@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graftlm.version import __version__
 
 if TYPE_CHECKING:
-    from graftlm.artifact import load_graft, save_graft
+    from graftlm.artifact import load_graft, load_grafts, save_graft
     from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
     from graftlm.evaluation.audit import audit
@@ -31,6 +31,7 @@ _MODULES = {
     "grow_recipe": "graftlm.runs.recipe",
     "load_backbone": "graftlm.backbone",
     "load_graft": "graftlm.artifact",
+    "load_grafts": "graftlm.artifact",
     "load_recipe": "graftlm.runs.recipe",
     "register_family": "graftlm.backbone",
     "register_graft": "graftlm.grafts",
@@ -51,6 +52,7 @@ __all__ = [
     "grow_recipe",
     "load_backbone",
     "load_graft",
+    "load_grafts",
     "load_recipe",
     "register_family",
     "register_graft",

@@ -72,6 +72,20 @@ class Manifest(Config):
     parameters: int
     training: dict[str, JsonValue] = Field(default_factory=dict)
 
+    @property
+    def trained_after(self) -> list[str]:
+        """Names of the stages of `graft grow` whose grafts were attached, frozen, while this one was trained."""
+        names = self.training.get("trained_after")
+        return [str(name) for name in names] if isinstance(names, list) else []
+
+    def check_alone(self, folder: str | Path, use: str) -> None:
+        """Raise `ArtifactError` if the graft was trained beside others, which `use` would leave out."""
+        if self.trained_after:
+            raise ArtifactError(
+                f"The graft {folder} was trained beside {' and '.join(self.trained_after)}, and {use} takes one graft: "
+                "give it the grafts with generate, chat, eval or audit, or load_grafts in Python."
+            )
+
     def graft_config(self) -> GraftConfig:
         """The graft's config.
 
@@ -224,6 +238,27 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
     return graft.eval()
 
 
+def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> dict[str, Graft]:
+    """The graft in a folder, named `graft`, behind those that `graft grow` had attached while it was trained.
+
+    They act together, so `GraftedModel(backbone, load_grafts(folder, backbone))` is the model that was measured. The
+    others are read from where `graft grow` wrote them: beside the folder's parent, in STAGE/graft.
+
+    Raises:
+        ArtifactError: one of them is not there; and what `load_graft` raises.
+    """
+    folder, earlier = Path(folder), {}
+    for name in read_manifest(folder).trained_after:
+        beside = folder.absolute().parent.parent / name / "graft"
+        if not (beside / JSON_NAME).is_file():
+            raise ArtifactError(
+                f"The graft {folder} was trained beside {name}, which is not in {beside}: put it there, as graft grow "
+                "did."
+            )
+        earlier[name] = load_graft(beside, backbone)
+    return {**earlier, "graft": load_graft(folder, backbone, changes)}
+
+
 def graft_tensors(graft: Graft) -> dict[str, Tensor]:
     """The tensors that an artefact holds of a graft, by name."""
     return graft.tensors() if isinstance(graft, HasTensors) else dict(graft.state_dict())
@@ -333,4 +368,13 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
         ) from None
 
 
-__all__ = ["Manifest", "backbone_of", "load_graft", "push_to_hub", "read_manifest", "read_tensors", "save_graft"]
+__all__ = [
+    "Manifest",
+    "backbone_of",
+    "load_graft",
+    "load_grafts",
+    "push_to_hub",
+    "read_manifest",
+    "read_tensors",
+    "save_graft",
+]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.artifact import load_graft, read_manifest
+from graftlm.artifact import load_graft, load_grafts, read_manifest
 from graftlm.backbone import load_backbone
-from graftlm.errors import ForgettingBudgetError, RecipeError, TrainingError
+from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
+from graftlm.generation.inspect import evaluate_graft
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import BackboneEvaluator, load_tests
 from graftlm.runs.growth import GrowthRecipe
@@ -58,13 +59,23 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
     recipe = GrowthRecipe.parse(changed)
     evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
     evaluator.backbone_scores()
-    grafts = {name: load_graft(tmp_path / "run" / name / "graft", backbone) for name in ("new", "danish")}
-    grafts["graft"] = grafts.pop("danish")
+    last = tmp_path / "run" / "danish" / "graft"
+    grafts = load_grafts(last, backbone)
+    assert list(grafts) == ["new", "graft"]
     with GraftedModel(backbone, grafts) as model:
         measured = evaluator.measure(model, "both", "both").row.metrics
     for name in ("old", "new", "danish"):
         assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4)
     assert read_manifest(tmp_path / "run" / "danish" / "graft").training["trained_after"] == ["new"]
+    assert "load_grafts" in (last / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ArtifactError, match="was trained beside new, and a server's model takes one graft"):
+        read_manifest(last).check_alone(last, "a server's model")
+    texts = {"danish": load_tests(recipe.data.test)["danish"]}
+    evaluated = evaluate_graft(last, texts=texts, evaluation=recipe.evaluation.model_copy(update={"length": 16}))
+    assert value_of(evaluated.rows[1].metrics["danish"]) == pytest.approx(value_of(both["danish"]), abs=1e-4)
+    shutil.rmtree(tmp_path / "run" / "new" / "graft")
+    with pytest.raises(ArtifactError, match="was trained beside new, which is not in .*: put it there"):
+        load_grafts(last, backbone)
     for name, row in (("new", first), ("danish", first), ("new", both), ("danish", both)):
         assert value_of(row[f"learned_{name}"]) == pytest.approx(value_of(bare[name]) - value_of(row[name]))
     assert value_of(both["lost_new"]) == pytest.approx(value_of(both["new"]) - value_of(first["new"]))

@@ -10,7 +10,7 @@ import torch
 from lm_eval.api.registry import register_model
 from torch import Tensor
 
-from graftlm.artifact import backbone_of, load_graft
+from graftlm.artifact import backbone_of, load_grafts
 from graftlm.grafts import GraftedModel
 
 HFLM: Any = import_module("lm_eval.models.huggingface").HFLM  # Any: its decorators hide its attributes
@@ -34,7 +34,7 @@ class GraftedHFLM(HFLM):
             model, loaded = graft, graft.backbone
         else:
             loaded = backbone_of(graft, backbone, device=device)
-            model = GraftedModel(loaded, {"graft": load_graft(graft, loaded)})
+            model = GraftedModel(loaded, load_grafts(graft, loaded))
         self._prompt_length = 0
         pretrained: Any = model
         super().__init__(**{"tokenizer": loaded.need_tokenizer(), **options, "pretrained": pretrained})

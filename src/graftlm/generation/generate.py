@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from graftlm.artifact import backbone_of, is_model, load_graft
+from graftlm.artifact import backbone_of, is_model, load_grafts
 from graftlm.backbone import max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data.chats import Message, render_question
@@ -119,7 +119,7 @@ def load_model(
     tokenizer = loaded.need_tokenizer()
     if bare or is_model(folder):
         return loaded.model, tokenizer
-    return GraftedModel(loaded, {"graft": load_graft(folder, loaded, changes)}), tokenizer
+    return GraftedModel(loaded, load_grafts(folder, loaded, changes)), tokenizer
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 from torch import Tensor
 
-from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest, read_tensors
+from graftlm.artifact import Manifest, backbone_of, load_graft, load_grafts, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, DataError
@@ -301,7 +301,7 @@ def evaluate_graft(
             "on rows of its tasks (--rows NAME=FILE)."
         )
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    graft = load_graft(folder, loaded, changes)
+    grafts = load_grafts(folder, loaded, changes)
     evaluator = BackboneEvaluator(loaded, texts or {}, evaluation, evaluation.length or LENGTH)
 
     def add_lm_eval(measurement: Measurement, model: Any) -> Measurement:
@@ -311,7 +311,8 @@ def evaluate_graft(
         return measurement
 
     bare = add_lm_eval(evaluator.measure_backbone(), loaded.model)
-    with GraftedModel(loaded, {"graft": graft}) as model:
+    with GraftedModel(loaded, grafts) as model:
+        graft = grafts["graft"]
         grafted = add_lm_eval(evaluator.measure(model, graft.config.kind, graft_label(graft.config)), model)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
     if evaluator.tasks:

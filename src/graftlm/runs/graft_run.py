@@ -270,13 +270,13 @@ class GraftRun(TrainingRun):
             "tokens": summary.tokens if summary else 0,
             "training": self.training.model_dump(mode="json"),
         }
-        if self.depends_on:
+        if self.depends_on and not self.continues:
             training["trained_after"] = list(self.depends_on)
         statistics = measurement.details.get("statistics", {})
         training["measured"] = measurement.row.model_dump(mode="json")["metrics"]
         training["observed"] = {name: value for name, value in statistics.items() if _is_per_layer(value)}
         training["described"] = {name: v for name, v in statistics.items() if isinstance(v, int | float | str)}
-        card = _model_card(model.backbone, graft.config, measurement)
+        card = _model_card(model.backbone, graft.config, measurement, training.get("trained_after", ()))
         save_graft(graft, model.backbone, context.folder / "graft", training=training, card=card)
 
     @classmethod
@@ -564,16 +564,20 @@ def _is_per_layer(value: Any) -> bool:
     return all(isinstance(values, list) and all(isinstance(x, float) for x in values) for values in layers)
 
 
-def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement) -> str:
+def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement, trained_after: Sequence[str]) -> str:
+    beside = f" with {', '.join(trained_after)}" if trained_after else ""
+    loader = "load_grafts" if trained_after else "load_graft"
+    loaded = f'{loader}("this-folder", backbone)'
+    grafts = loaded if trained_after else f'{{"graft": {loaded}}}'
     lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
     return (
         f"{card_header(backbone.name)}# {graft_label(config)} for {backbone.name}\n\n"
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
         "those that end in bpb in bits per byte.\n\n"
-        "| metric | measured |\n|---|---|\n" + "\n".join(lines) + "\n\n"
-        "```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
+        f"| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines) + "\n\n"
+        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
         f"backbone = load_backbone({backbone.name!r})\n"
-        'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
+        f"model = GraftedModel(backbone, {grafts})\n```\n"
     )
 
 

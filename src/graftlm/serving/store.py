@@ -165,7 +165,9 @@ class GraftStore:
                 if (folder / file).is_file():
                     shutil.copyfile(folder / file, copy / file)
             try:
-                graft, manifest = load_graft(copy, self.backbone), read_manifest(copy)
+                manifest = read_manifest(copy)
+                manifest.check_alone(copy, "a server's model")
+                graft = load_graft(copy, self.backbone)
             except GraftError as error:
                 raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
         return graft, StoredGraft(name, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))

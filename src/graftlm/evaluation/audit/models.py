@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from graftlm.artifact import backbone_of, load_graft, read_manifest
+from graftlm.artifact import backbone_of, load_grafts, read_manifest
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.backbone.load import load_tokenizer
 from graftlm.errors import (
@@ -163,13 +163,13 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str
     loading = {key: options[key] for key in ("device", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
     try:
-        graft = load_graft(folder, backbone)
+        grafts = load_grafts(folder, backbone)
     except WrongBackboneError:
         if base is None or backbone is not base.backbone:
             raise
         backbone = backbone_of(folder, **loading)
-        graft = load_graft(folder, backbone)
-    return AuditedModel(str(folder), backbone, GraftedModel(backbone, {"graft": graft}), backbone.need_tokenizer())
+        grafts = load_grafts(folder, backbone)
+    return AuditedModel(str(folder), backbone, GraftedModel(backbone, grafts), backbone.need_tokenizer())
 
 
 def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, Any]) -> AuditedModel:
