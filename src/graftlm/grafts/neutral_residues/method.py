@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
-from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
+from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft, GraftConfig, Trace, Traceable
+from graftlm.grafts.neutral_residues.exported import adapter_source
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
@@ -157,7 +158,7 @@ class GatedAdapter(nn.Module):
         return not highest.item() > 0
 
 
-class NeutralResidues(Graft, Traceable):
+class NeutralResidues(Graft, Traceable, ExportsAdapter):
     """Gated adapters in every layer of a backbone."""
 
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
@@ -247,6 +248,13 @@ class NeutralResidues(Graft, Traceable):
             "backbone": [getattr(module, name) for module, name in first],
         }
         return {"spectrum": {name: [spectrum(matrix) for matrix in group] for name, group in matrices.items()}}
+
+    def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
+        block: Any = self.blocks[0]
+        is_gated, has_bias = block.w_g is not None, block.gate is not None and block.gate.bias is not None
+        source = adapter_source(backbone.sites.activation, is_gated, self.config.gate, has_bias)
+        plan = {"w_i": "colwise", **({"w_g": "colwise"} if is_gated else {}), "w_o": "rowwise"}
+        return ExportedAdapter(source, block.w_i.out_features, [block.state_dict() for block in self.blocks], plan)
 
 
 class VanillaAdapter(NeutralResidues):
