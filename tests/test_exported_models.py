@@ -267,6 +267,19 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     assert exported_probe.gap(logits(model, values["ids"]), values["logits"]) < ROUNDING
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3", "mixtral", "block-state"])
+def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path) -> None:
+    folder = exported(KINDS["neutral-residues"], tiny(family), tmp_path / "own").folder
+    backbone = load_backbone(folder, trust_remote_code=True)
+    bare = logits(backbone.model, tiny_ids())
+    second = detached({**KINDS["neutral-residues"], "width": 5}, backbone)
+    with GraftedModel(backbone, {"graft": second}) as model:
+        assert not torch.allclose(logits(model.eval(), tiny_ids()), bare, rtol=0.1)
+    assert torch.equal(logits(backbone.model, tiny_ids()), bare)
+    with pytest.raises(ArtifactError, match="has its own code, which is neither transformers' nor GraftLM's"):
+        export_graft(second, backbone, tmp_path / "again")
+
+
 def test_without_trust_nothing_is_loaded_in_its_place(tmp_path: Path) -> None:
     """A plain Llama without the adapters would be another model."""
     own = exported(KINDS["neutral-residues"], tiny("llama"), tmp_path / "own")

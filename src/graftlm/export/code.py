@@ -12,6 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone
+from graftlm.backbone.families import Family
 from graftlm.errors import ArtifactError, first_line
 from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft
 from graftlm.version import __version__
@@ -117,6 +119,7 @@ def _modelling_file(adapter: ExportedAdapter, backbone: Backbone, folder: Path) 
         model_type=re.sub(r"\W", "_", sites.model_type),
         plans=_plans(adapter, classes["config"], f"{sites.family.layers}.*.{ffn.entry}"),
         prefix=model.base_model_prefix,
+        sites=_sites(sites.family),
         version=__version__,
         width=adapter.width,
     )
@@ -139,6 +142,15 @@ def _plans(adapter: ExportedAdapter, config: Any, ffn: str) -> str:
             values = moved | (own if name == _PLANS[0] else {})
             lines += [f"    {name} = {{", *(f'        "{key}": "{value}",' for key, value in values.items()), "    }"]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _sites(family: Family) -> str:
+    """The lines of the family's row for the model with adapters, by which GraftLM finds its parts as a backbone's."""
+    entry = re.compile(rf"^{re.escape(family.ffn.entry)}\.")
+    *ffn_in, ffn_out = (entry.sub(r"\g<0>ffn.", path) for path in (*family.ffn_in, family.ffn_out))
+    row, defaults = asdict(replace(family, ffn_in=tuple(ffn_in), ffn_out=ffn_out)), Family.__dataclass_fields__
+    lines = [f"        {key!r}: {value!r},\n" for key, value in row.items() if value != defaults[key].default]
+    return "".join(lines).replace("'", '"')
 
 
 @contextmanager
