@@ -272,13 +272,11 @@ def export(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write backbone and graft as one model for transformers."""
+    """Write backbone and graft, or a model trained from scratch, as one model for transformers."""
     configure_logging()
-    from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
+    from graftlm.artifact import backbone_of, is_model, load_graft
     from graftlm.export import export_graft, export_model
 
-    if not is_model(graft):
-        read_manifest(graft)  # a folder that is no graft is an error before a backbone is loaded
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     if is_model(graft):
         folder = export_model(loaded, to)

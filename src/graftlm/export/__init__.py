@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from string import Template
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
@@ -16,11 +17,11 @@ from graftlm.export.code import copy_code, save_with_adapters
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
 from graftlm.io import staged_folder
 
+_CARD = Template(Path(__file__).with_name("card.txt").read_text(encoding="utf-8"))
+
 
 def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     """Write the backbone with a graft as one model that needs transformers alone, with its tokenizer and a card.
-
-    The model is of transformers' own classes, or comes with a modelling file for `trust_remote_code=True`.
 
     Args:
         graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
@@ -33,43 +34,11 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
-    folder, kind = Path(folder), graft.config.kind
     if not isinstance(graft, Exportable | ExportsAdapter):
         raise ArtifactError(
-            f"A graft of the kind {kind} adds modules that {type(backbone.model).__name__} of transformers lacks: load"
-            " it with graftlm, or serve it with graft serve."
+            f"A graft of the kind {graft.config.kind} adds modules that {type(backbone.model).__name__} of transformers"
+            " lacks: load it with graftlm, or serve it with graft serve."
         )
-    _check_backbone(backbone)
-    _check_folder(folder)
-    merged = graft.merged(backbone) if isinstance(graft, Exportable) else None
-    with _new_model(folder, backbone, f"a graft of the kind {kind}") as draft:
-        if merged is not None:
-            merged.save_pretrained(draft)
-            copy_code(merged, draft)
-        else:
-            save_with_adapters(graft, backbone, draft)
-    return folder
-
-
-def export_model(backbone: Backbone, folder: str | Path) -> Path:
-    """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers alone.
-
-    Raises:
-        ArtifactError: the model is one of transformers', or the folder holds other files or can't be written.
-    """
-    folder = Path(folder)
-    _check_folder(folder)
-    with _new_model(folder, backbone, "the code of its architecture") as draft:
-        backbone.model.save_pretrained(draft)
-        if not copy_code(backbone.model, draft):
-            raise ArtifactError(
-                f"{backbone.name} is a {backbone.sites.model_type} model of transformers, which loads without graftlm "
-                "as it is: name the folder of a graft."
-            )
-    return folder
-
-
-def _check_backbone(backbone: Backbone) -> None:
     if any(isinstance(module, BaseTunerLayer) for module in backbone.model.modules()):
         raise ArtifactError(
             "The backbone carries a PEFT adapter, which would not be in the exported model: merge it first "
@@ -80,34 +49,48 @@ def _check_backbone(backbone: Backbone) -> None:
             "The backbone is quantised, and a graft can't be added to packed weights: load the backbone without "
             "quantisation."
         )
+    with _new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
+        if isinstance(graft, Exportable):
+            model = graft.merged(backbone)
+            model.save_pretrained(draft)
+            copy_code(model, draft)
+        else:
+            save_with_adapters(graft, backbone, draft)
+    return Path(folder)
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} is not an empty folder, so it is left alone: name a new one.")
+def export_model(backbone: Backbone, folder: str | Path) -> Path:
+    """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers alone.
+
+    Raises:
+        ArtifactError: the model is one of transformers', or the folder holds other files or can't be written.
+    """
+    with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
+        backbone.model.save_pretrained(draft)
+        if not copy_code(backbone.model, draft):
+            raise ArtifactError(
+                f"{backbone.name} is a {backbone.sites.model_type} model of transformers, which loads without graftlm "
+                "as it is: name the folder of a graft."
+            )
+    return Path(folder)
 
 
 @contextmanager
 def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]:
     """Yield the draft of a model's folder; tokenizer and card are added at the end, when all of it takes its place."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} is not an empty folder, so it is left alone: name a new one.")
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()
             yield draft
             if backbone.tokenizer is not None:
                 backbone.tokenizer.save_pretrained(draft)
-            (draft / "README.md").write_text(_card(backbone, content, any(draft.glob("*.py"))), encoding="utf-8")
+            values = {"name": backbone.name, "content": content, "loader": type(backbone.model).__name__, "option": ""}
+            if any(draft.glob("*.py")):
+                values |= {"loader": "AutoModelForCausalLM", "option": ", trust_remote_code=True"}
+            (draft / "README.md").write_text(_CARD.substitute(values), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
             f"The model could not be written to {folder} ({first_line(error)}): free space or name another folder."
         ) from error
-
-
-def _card(backbone: Backbone, content: str, has_code: bool) -> str:
-    loader = "AutoModelForCausalLM" if has_code else type(backbone.model).__name__
-    call = f'{loader}.from_pretrained("this-folder"{", trust_remote_code=True" if has_code else ""})'
-    return (
-        f"---\nlibrary_name: transformers\nbase_model: {backbone.name}\n---\n\n# {backbone.name}, exported\n\n"
-        f"The weights of {backbone.name} with {content} in this folder. Needs transformers alone:\n\n"
-        f"```python\nfrom transformers import {loader}\n\nmodel = {call}\n```\n"
-    )

@@ -204,12 +204,8 @@ class Exportable(ABC):
 class ExportedAdapter:
     """A module that an exported model has beside each FFN: adapter(x) is added to the output of the FFN that reads x.
 
-    Attributes:
-        source: the code of `class Adapter(nn.Module)`, which is built from the model's config; nn and ACT2FN are
-            imported.
-        width: the config's `adapter_width`.
-        tensors: the state of each layer's module.
-        parallel: how its Linears are split over devices, by name: colwise or rowwise.
+    `source` is the code of `class Adapter(nn.Module)`, built from a config with `adapter_width`; nn and ACT2FN are
+    imported. `tensors` has the state of each layer's. `parallel` says how its Linears are split: colwise or rowwise.
     """
 
     source: str

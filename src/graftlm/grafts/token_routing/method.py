@@ -14,7 +14,6 @@ the bare backbone's.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,16 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts.base import (
-    Exportable,
-    FitsOnText,
-    Graft,
-    GraftConfig,
-    HasTensors,
-    Trace,
-    Traceable,
-    check_tensors,
-)
+from graftlm.grafts.base import Exportable, FitsOnText, Graft, GraftConfig, HasTensors, Trace, Traceable, check_tensors
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
@@ -303,15 +293,17 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors):
                 f"(--set 'fixed={{{example}}}'), or serve the graft with graft serve."
             )
         model: Any = copy.deepcopy(backbone.model)
-        owners = Counter(id(getattr(module, "weight", None)) for module in model.modules())
+        routes = RouteWeights(torch.tensor([[weights]], device=backbone.device))
         for path, mixture in self._mixtures_by_path():
             module = model.get_submodule(path)
-            if owners[id(module.weight)] > 1:
+            if sum(getattr(other, "weight", None) is module.weight for other in model.modules()) > 1:
                 raise ArtifactError(
                     f"An expert changes {path}, whose weight another module of the backbone shares, so a plain model "
                     "can't have one change alone: serve the graft with graft serve."
                 )
-            change = mixture.merged(weights).to(module.weight.device)
+            sizes = torch.arange(mixture.target.inputs, device=backbone.device)
+            rows = sizes if mixture.target.is_embedding else torch.eye(len(sizes), device=backbone.device)
+            change = mixture(rows[None], routes)[0] / mixture.target.scale  # (inputs, outputs)
             module.weight += change if isinstance(module, Conv1D | nn.Embedding) else change.T
         return model.eval()
 

@@ -11,7 +11,7 @@ Shape suffixes: B rows, T tokens, E experts, R sum of ranks, d inputs, o outputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,20 +107,6 @@ class MixedProjection(nn.Module):
         """The factors of one expert."""
         index = self.layout.experts.index(expert)
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
-
-    def merged(self, weights: Sequence[float]) -> Tensor:
-        """The change of the module's matrix by fixed weights of all experts, (inputs, outputs) in float32."""
-        scaled = [
-            weights[expert] * scale for expert, scale in zip(self.layout.experts, self.layout.scales, strict=True)
-        ]
-        if self.combination == "linear":
-            a, b = (
-                torch.stack([scale**0.5 * matrix.float() for scale, matrix in zip(scaled, own, strict=True)]).sum(0)
-                for own in (self.a, self.b)
-            )
-            return a.T @ b
-        a = torch.cat([scale * matrix.float() for scale, matrix in zip(scaled, self.a, strict=True)])
-        return a.T @ torch.cat([matrix.float() for matrix in self.b])
 
     def forward(self, x: Tensor, routes: RouteWeights) -> Tensor | None:
         """The weighted sum of updates, (B, T, o); None where no expert has a weight.
