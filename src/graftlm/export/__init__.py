@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
-from graftlm.export.code import copy_code, save_with_adapters
+from graftlm.export.code import copy_code, save_unchanged, save_with_adapters
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
 from graftlm.io import staged_folder
 
@@ -66,7 +66,7 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
         ArtifactError: the model is one of transformers', or the folder holds other files or can't be written.
     """
     with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
-        backbone.model.save_pretrained(draft)
+        save_unchanged(backbone.model, draft)
         if not copy_code(backbone.model, draft):
             raise ArtifactError(
                 f"{backbone.name} is a {backbone.sites.model_type} model of transformers, which loads without graftlm "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 import shutil
@@ -26,6 +27,13 @@ from graftlm.version import __version__
 _STEM, _OWN = "modeling_grafted", "graftlm"
 _TEMPLATE = Path(__file__).with_name("grafted_model.txt")
 _REMEDY = "load it with graftlm, or serve it with graft serve."
+
+
+def save_unchanged(model: Any, folder: Path, **options: Any) -> None:
+    """Write a model by transformers, which notes class and dtype in its config: in a copy."""
+    model = copy.copy(model)
+    model.config = copy.deepcopy(model.config)
+    model.save_pretrained(folder, **options)
 
 
 def copy_code(model: Any, folder: Path) -> bool:
@@ -81,7 +89,7 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     state = {ffn.sub(r"\g<0>ffn.", name): tensor for name, tensor in model.state_dict().items()}
     for layer, tensors in enumerate(adapter.tensors):
         state |= {f"{layers}.{layer}.{family.ffn.entry}.adapter.{name}": tensor for name, tensor in tensors.items()}
-    model.save_pretrained(folder, state_dict=state, save_original_format=False)
+    save_unchanged(model, folder, state_dict=state, save_original_format=False)
     code = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(values)
     (folder / f"{_STEM}.py").write_text(code, encoding="utf-8")
     names = [f"Grafted{cls.__name__}" for cls in _classes(model)]
@@ -150,7 +158,8 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
     try:
         saved: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         saved.to(backbone.device)
-        shutil.rmtree(Path(str(sys.modules[type(saved).__module__].__file__)).parent)  # transformers' copy of the code
+        parts, file = type(saved).__module__.split("."), Path(str(sys.modules[type(saved).__module__].__file__))
+        shutil.rmtree(file.parents[len(parts) - 3])  # transformers' copy of the code: all but its cache's own package
         gap, largest = (saved(input_ids=ids, use_cache=False).logits - expected).abs().max(), expected.abs().max()
     except Exception as error:  # whatever a model's code raises
         return first_line(error)
