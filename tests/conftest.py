@@ -6,12 +6,15 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+_MODULES = tempfile.TemporaryDirectory(prefix="graftlm-modules-")  # where transformers copies code of models
 # Before torch and transformers are first imported, and inherited by the processes that tests start.
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    HF_MODULES_CACHE=_MODULES.name,
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",

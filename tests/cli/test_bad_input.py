@@ -103,10 +103,9 @@ CASES = {
         "bad/truncated/graft.safetensors is not a whole safetensors file (Error while deserializing header: incomplete "
         "metadata, file not fully covered): copy or train the graft again.",
     ),
-    "an export of what a plain model lacks": (
-        ("export", "GRAFT", "--to", "runs/plain"),
-        "A graft of the kind neutral-residues adds modules that LlamaForCausalLM of transformers lacks: load it with "
-        "graftlm, or serve it with graft serve.",
+    "an export into a folder that holds something": (
+        ("export", "GRAFT", "--to", "old"),
+        "old is not an empty folder, so it is left alone: name a new one.",
     ),
     "a graft of an unknown kind": (
         ("inspect", "bad/foreign"),

@@ -226,6 +226,12 @@ EXAMPLES: dict[str, list[Example]] = {
             name="by-states",
             exceptions=_ROUTING,
         ),
+        Example(
+            "token-routing",
+            {"experts": {name: EXPERTS[name] for name in ("english", "code")}, "fixed": {"english": 0.5, "code": 0.2}},
+            name="fixed",
+            exceptions=_ROUTING,
+        ),
     ],
     "lora": [
         Example(

@@ -259,21 +259,31 @@ def inspect(
 
 
 def export(
-    graft: GraftFolder,
+    graft: Annotated[
+        Path,
+        Argument(
+            metavar="GRAFT", help="A graft's folder, or that of a model trained from scratch.", show_default=False
+        ),
+    ],
     to: Annotated[Path, Option(metavar="FOLDER", help="A new or empty folder for the model.", show_default=False)],
     backbone: BackboneName = None,
+    changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write backbone and graft as one plain model for transformers."""
+    """Write backbone and graft, or a model trained from scratch, as one model for transformers."""
     configure_logging()
-    from graftlm.artifact import backbone_of, load_graft, read_manifest
-    from graftlm.export import export_graft
+    from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
+    from graftlm.export import export_graft, export_model
 
-    read_manifest(graft)  # a folder that is no graft is an error before a backbone is loaded
+    if not is_model(graft):
+        read_manifest(graft).check_alone(graft, "an export")
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    folder = export_graft(load_graft(graft, loaded), loaded, to)
+    if is_model(graft):
+        folder = export_model(loaded, to)
+    else:
+        folder = export_graft(load_graft(graft, loaded, changes or ()), loaded, to)
     print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from graftlm.grafts.base import (
     Exportable,
+    ExportedAdapter,
+    ExportsAdapter,
     FitsOnText,
     Graft,
     GraftConfig,
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exportable",
+    "ExportedAdapter",
+    "ExportsAdapter",
     "FitsOnText",
     "Graft",
     "GraftConfig",

@@ -1,14 +1,15 @@
 """The contract of a graft.
 
 A method subclasses `Graft`. What only some methods do is a mix-in beside it, which shared code asks for by
-`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `Exportable`, `HasTensors`.
+`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `Exportable`, `ExportsAdapter`,
+`HasTensors`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -211,6 +212,28 @@ class ReadsPeft(ABC):
         Raises:
             ArtifactError: the graft can't take the adapter; the message says what to do instead.
         """
+
+
+@dataclass(frozen=True)
+class ExportedAdapter:
+    """A module that an exported model has beside each FFN: adapter(x) is added to the output of the FFN that reads x.
+
+    `source` is the code of `class Adapter(nn.Module)`, built from a config with `adapter_width`; nn and ACT2FN are
+    imported. `tensors` has the state of each layer's. `parallel` says how its Linears are split: colwise or rowwise.
+    """
+
+    source: str
+    width: int
+    tensors: Sequence[Mapping[str, Tensor]]
+    parallel: Mapping[str, str] = field(default_factory=dict)
+
+
+class ExportsAdapter(ABC):
+    """A graft whose effect is a function of each FFN's input that is added to the FFN's output."""
+
+    @abstractmethod
+    def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
+        """The modules that stand beside the FFNs of an exported model; the graft is detached."""
 
 
 class HasTensors(ABC):

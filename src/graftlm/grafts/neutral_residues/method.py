@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
+from string import Template
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -22,13 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
-from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
+from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft, GraftConfig, Trace, Traceable
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
 
 # For this many tokens, as in decoding, time goes into reading the weights: selecting the open tokens saves nothing.
 _FEW_TOKENS = 16
+_EXPORTED = Path(__file__).with_name("exported.txt")
+_LINEAR, _GATE = "self.{} = nn.Linear({}, bias=False)", "self.gate = nn.Linear(width, 1, bias={})"
 
 
 class NeutralResiduesConfig(GraftConfig):
@@ -157,7 +161,7 @@ class GatedAdapter(nn.Module):
         return not highest.item() > 0
 
 
-class NeutralResidues(Graft, Traceable):
+class NeutralResidues(Graft, Traceable, ExportsAdapter):
     """Gated adapters in every layer of a backbone."""
 
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
@@ -247,6 +251,23 @@ class NeutralResidues(Graft, Traceable):
             "backbone": [getattr(module, name) for module, name in first],
         }
         return {"spectrum": {name: [spectrum(matrix) for matrix in group] for name, group in matrices.items()}}
+
+    def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
+        """The blocks as code that computes all tokens alike, so that it compiles as a whole."""
+        block: Any = self.blocks[0]
+        gate, inner, equation = "", "self.act(self.w_i(x))", "W_o act(W_i x)"
+        plan = {name: "rowwise" if name == "w_o" else "colwise" for name, _ in block.named_children() if "w_" in name}
+        modules = [_LINEAR.format(name, "inner, width" if name == "w_o" else "width, inner") for name in plan]
+        if block.w_g is not None:
+            inner, equation = "self.act(self.w_g(x)) * self.w_i(x)", "W_o (act(W_g x) * W_i x)"
+        if block.gate is not None:
+            modules.append(_GATE.format(block.gate.bias is not None))
+            gate, bias = f"self.gate(x).{block.kind}() * ", "" if block.gate.bias is None else " + b"
+            equation = f"{block.kind}(w . x{bias}) {equation}"
+        values = {"activation": backbone.sites.activation, "equation": equation, "gate": gate, "inner": inner}
+        template = Template(_EXPORTED.read_text(encoding="utf-8"))
+        source = template.substitute(values, modules="\n        ".join(modules))
+        return ExportedAdapter(source, block.w_i.out_features, [own.state_dict() for own in self.blocks], plan)
 
 
 class VanillaAdapter(NeutralResidues):

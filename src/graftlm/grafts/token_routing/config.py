@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, field_validator, model_validator
 
 from graftlm.config import Config
+from graftlm.errors import did_you_mean
 from graftlm.grafts.base import GraftConfig
 
 Combination = Literal["exact", "linear"]
@@ -103,6 +104,8 @@ class TokenRoutingConfig(GraftConfig):
             pass computes them again at each change.
         combination: `exact`: weighted sum of the experts' updates. `linear`, as published: the factors are summed
             before they are multiplied.
+        fixed: weights of the experts by name, which add up to at most 1, for every token in place of a route. The
+            bare backbone has the rest.
         bundle: save the experts' factors in the artefact, instead of their paths and hashes.
     """
 
@@ -120,12 +123,17 @@ class TokenRoutingConfig(GraftConfig):
     prompt: Literal["whole", "causal"] = "whole"
     cache: Literal["keep", "recompute"] = "keep"
     combination: Combination = "exact"
+    fixed: dict[str, NonNegativeFloat] | None = None
     bundle: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.reads == "prompt" and self.prompt == "causal":
             raise ValueError("reads: prompt uses one route for the whole prompt: set prompt to whole")
+        for name in (self.fixed or {}).keys() - self.experts.keys():
+            raise ValueError(f"fixed names {name}, and there is no such expert{did_you_mean(name, self.experts)}")
+        if sum((self.fixed or {}).values()) > 1 + 1e-6:
+            raise ValueError("the weights of fixed add up to more than 1: lower them")
         return self
 
     @field_validator("experts")

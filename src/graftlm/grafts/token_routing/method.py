@@ -13,18 +13,30 @@ the bare backbone's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts.base import FitsOnText, Graft, GraftConfig, HasTensors, ReadsPeft, Trace, Traceable, check_tensors
+from graftlm.grafts.base import (
+    Exportable,
+    FitsOnText,
+    Graft,
+    GraftConfig,
+    HasTensors,
+    ReadsPeft,
+    Trace,
+    Traceable,
+    check_tensors,
+)
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
@@ -41,11 +53,14 @@ from graftlm.grafts.token_routing.routing_state import (
     routing_layer,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
+class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPeft):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -185,8 +200,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
         updates_BT, experts = spans.updates, len(self.names)
         if may_read(updates_BT) and not updates_BT.any():
             return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
-        if experts == 1 and (self.config.threshold is None or call.training):
-            return (torch.arange(2, device=updates_BT.device) == 0).float().expand(*updates_BT.shape, 2)
+        fixed = [1.0] if experts == 1 and call.training else self._fixed_weights()
+        if fixed is not None:  # each filled on the device, as the copy of a list to a GPU would wait for it
+            columns = [torch.full((1,), weight, device=updates_BT.device) for weight in (*fixed, 1 - sum(fixed))]
+            return torch.cat(columns).expand(*updates_BT.shape, experts + 1)
         if not len(self.centroids):
             self.fit({})
         vectors = self._need_embedder().prefixes(call, spans, running_sum)
@@ -195,6 +212,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
         if call.training:
             return nn.functional.one_hot(cosines.argmax(-1), experts + 1).to(cosines.dtype)
         return expert_weights(cosines, self.config)
+
+    def _fixed_weights(self) -> list[float] | None:
+        """The experts' weights, if they are the same for all texts."""
+        if self.config.fixed is not None:
+            return [self.config.fixed.get(name, 0.0) for name in self.names]
+        return [1.0] if len(self.names) == 1 and self.config.threshold is None else None
 
     def cache_trace(self, cache: Cache) -> Trace | None:
         indices = getattr(cache, "_graft_slots", {}).get(cache_owner(self))
@@ -219,7 +242,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
             RecipeError: an expert has no examples.
             GraftError: a centroid has no direction, or the examples do not differ where they are to be whitened.
         """
-        if len(self.names) == 1 and self.config.threshold is None:
+        if self._fixed_weights() is not None:
             return
         embedder = self._need_embedder()
         groups = []
@@ -274,7 +297,31 @@ class TokenRouting(Graft, FitsOnText, Traceable, HasTensors, ReadsPeft):
         self._embedder_checked = True
         return self._embedder
 
-    # The artefact
+    # The artefact and the exported model
+
+    @torch.no_grad()
+    def merged(self, backbone: Backbone) -> PreTrainedModel:
+        weights = self._fixed_weights()
+        if weights is None:
+            example = ", ".join(f"{name}: {1 / len(self.names):.2g}" for name in self.names)
+            raise ArtifactError(
+                "The weights of the experts change with the text, and those of a plain model can't: fix them "
+                f"(--set 'fixed={{{example}}}'), or serve the graft with graft serve."
+            )
+        model: Any = copy.deepcopy(backbone.model)
+        routes = RouteWeights(torch.tensor([[weights]], device=backbone.device))
+        for path, mixture in self._mixtures_by_path():
+            module = model.get_submodule(path)
+            if sum(getattr(other, "weight", None) is module.weight for other in model.modules()) > 1:
+                raise ArtifactError(
+                    f"An expert changes {path}, whose weight another module of the backbone shares, so a plain model "
+                    "can't have one change alone: serve the graft with graft serve."
+                )
+            sizes = torch.arange(mixture.target.inputs, device=backbone.device)
+            rows = sizes if mixture.target.is_embedding else torch.eye(len(sizes), device=backbone.device)
+            change = mixture(rows[None], routes)[0] / mixture.target.scale  # (inputs, outputs)
+            module.weight += change if isinstance(module, Conv1D | nn.Embedding) else change.T
+        return model.eval()
 
     def factors(self, name: str) -> dict[str, Factors]:
         """One expert's factors by module path."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.block_state import convolution
 from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
+from graftlm.models.block_state.convolution import fft_convolution, last_output, states_after_chunks, window_end_outputs
 from graftlm.models.block_state.grid import WindowGrid, slice_rows
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel, at_least_float32
 
@@ -56,9 +56,9 @@ class TokenSSM(nn.Module):
         inputs, length = _with_cached_inputs(u_BTE, grid, cache, self.name), u_BTE.shape[1]
         kernel = self.kernels.kernel(inputs.shape[1])
         if length == 1:
-            y = convolution.last_output(inputs, kernel)[:, None]
+            y = last_output(inputs, kernel)[:, None]
         else:
-            y = convolution.fft_convolution(inputs, kernel)[:, -length:]
+            y = fft_convolution(inputs, kernel)[:, -length:]
         return y + u_BTE[..., None] * self.kernels.d[:, 0].T
 
 
@@ -97,7 +97,7 @@ class WindowEndSSM(nn.Module):
         """(B, I + 1, M, E, P): the state before the first window (zero), and after each window."""
         log_a, _ = self.kernels.discretize()
         windows, width = u_BIwE.shape[1:3]
-        states = convolution.states_after_chunks(u_BIwE.flatten(1, 2), log_a, width)
+        states = states_after_chunks(u_BIwE.flatten(1, 2), log_a, width)
         if initial is None:
             return states
         elapsed = torch.arange(windows + 1, device=u_BIwE.device) * width - grid.per_row(grid.offsets)[:, None]
@@ -128,7 +128,7 @@ class WindowEndSSM(nn.Module):
         count = -(-inputs.shape[1] // window)
         inputs = slice_rows(inputs, tuple(longest - n for n in grid.past_lengths), count * window)
         kernel = self.kernels.kernel(count * window)
-        ends = convolution.window_end_outputs(inputs, kernel, window)  # (B, count, E, M)
+        ends = window_end_outputs(inputs, kernel, window)  # (B, count, E, M)
         ends = ends.transpose(2, 3) + inputs[:, window - 1 :: window, None] * self.kernels.d[:, 0]
         return slice_rows(ends, tuple(n // window for n in grid.past_lengths), max(1, grid.slots // window))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graftlm.errors import GraftError
-from graftlm.models.block_state import convolution
+from graftlm.models.block_state.convolution import chunked_convolution, states_after_chunks
 
 CHUNK = 32
 _BANDS, _NETWORK_WIDTH = 8, 32
@@ -57,7 +57,7 @@ class S4DKernel(nn.Module):
     def outputs(self, u_BTE: Tensor, initial_BEP: Tensor | None) -> Tensor:
         """(B, T, E, C): outputs at every token, where M = 1, after the complex initial state; None stands for zero."""
         log_a, c = self.discretize()
-        return convolution.chunked_convolution(u_BTE, c[:, 0], self.d[:, 0], log_a[0], initial_BEP, CHUNK)
+        return chunked_convolution(u_BTE, c[:, 0], self.d[:, 0], log_a[0], initial_BEP, CHUNK)
 
     def final_state(self, u_BTE: Tensor, initial_BMEP: Tensor | None, lengths_B: Tensor) -> Tensor:
         """(B, M, E, P) complex: the state after the last token, x_T = a^T x_0 + sum over j of a^(T-1-j) u_j.
@@ -67,7 +67,7 @@ class S4DKernel(nn.Module):
         length = u_BTE.shape[1]
         log_a, _ = self.discretize()
         padded = nn.functional.pad(u_BTE, (0, 0, -length % CHUNK, 0)) if length > CHUNK else u_BTE
-        state = convolution.states_after_chunks(padded, log_a, min(length, CHUNK))[:, -1]
+        state = states_after_chunks(padded, log_a, min(length, CHUNK))[:, -1]
         if initial_BMEP is None:
             return state
         return state + torch.exp(log_a * lengths_B[:, None, None, None]) * initial_BMEP
