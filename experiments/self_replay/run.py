@@ -40,7 +40,7 @@ class ReplayRow(NamedTuple):
 
 LORA, MORE = {"kind": "lora", "scale": 1.0}, {"scale": 2.0}
 OPEN, STRONGER = {"kind": "neutral-residues", "alpha": 1.0}, {"alpha": 10.0}
-RANDOM, UNGATED = OPEN | {"gate_init": "random"}, OPEN | {"gate": "none", "local_loss": "l1"}
+UNGATED = OPEN | {"gate": "none", "local_loss": "l1"}
 ADAPTER, NARROW = {"kind": "adapter"}, {"init": "low-variance"}
 ROWS = {
     "lora": ReplayRow("LoRA", LORA, other=MORE),
@@ -51,12 +51,11 @@ ROWS = {
     "ungated-self": ReplayRow(
         "adapters with the local loss, no gate, replay of its own text", UNGATED, SELF, other=STRONGER
     ),
-    "random-self": ReplayRow("neutral residues, random gates, replay of its own text", RANDOM, SELF, other=STRONGER),
     "open": ReplayRow("neutral residues", OPEN, other=STRONGER),
     "open-replay": ReplayRow("neutral residues, replay of a novel", OPEN, NOVEL, other=STRONGER),
     "open-self": ReplayRow("neutral residues, replay of its own text", OPEN, SELF, other=STRONGER),
 }
-OURS, RIVALS, CONTROLS = "open-self", ("lora-self", "lora-self-distil"), ("adapter-self", "ungated-self", "random-self")
+OURS, RIVALS, CONTROLS = "open-self", ("lora-self", "lora-self-distil"), ("adapter-self", "ungated-self")
 LOSSES = ("learned", "forgotten", "forgotten_shakespeare", "forgotten_bible", "own_kl")
 AIMS = (
     ("learned", 1.0, operator.ge),
