@@ -139,7 +139,7 @@ for arguments in json.loads(sys.argv[1]):
                 "push GRAFT no/slashes/here": "GRAFT can't be uploaded as no/slashes/here: the hub refuses it (Repo id "
                 "must be in the form 'repo_name' or 'namespace/repo_name': 'no/slashes/here'.",
                 "inspect me/none": f"There is no folder me/none, and {NONE}",
-                "export me/tiny --to x": "me/tiny is a llama model of transformers, which loads without graftlm as it is",
+                "export me/tiny --to x": "me/tiny is a llama model of transformers, which loads without graftlm",
                 "import-peft me/tiny": f"There is no folder me/tiny, and {LACKS} adapter_config.json: name another.",
                 "push notes me/notes": "notes has no graft.json, so it is not a graft: name a folder that",
                 "audit me/none me/tiny": "The hub has no model me/none",
