@@ -14,13 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import Options
-from experiments.clarify.metrics import share
-from experiments.study import Study, aim
-from graftlm.config import read_yaml
-from graftlm.errors import DataError, did_you_mean
-from graftlm.evaluation import Aim, Results, Row, value_of
-from graftlm.pipelines.clarify.checkers import CheckerKind, checker, languages
-from graftlm.pipelines.clarify.datasets import (
+from experiments.clarify.checkers import CheckerKind, checker, languages
+from experiments.clarify.datasets import (
     AmbiguityKind,
     AmbiguousExample,
     ParallelDocument,
@@ -33,6 +28,11 @@ from graftlm.pipelines.clarify.datasets import (
     read_lines,
     read_mt_geneval,
 )
+from experiments.clarify.metrics import share
+from experiments.study import Study, aim
+from graftlm.config import read_yaml
+from graftlm.errors import DataError, did_you_mean
+from graftlm.evaluation import Aim, Results, Row, value_of
 
 _READ = Path(__file__).with_name("read.yaml")
 _DANISH_SINGULAR = re.compile(r"\b(?:du|dig|din|dit|dine)\b", re.IGNORECASE)

@@ -23,6 +23,16 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from experiments.clarify.checkers import CheckerKind, CheckerTable, CheckResult, checker, languages
+from experiments.clarify.datasets import (
+    GENDERED,
+    AmbiguityKind,
+    AmbiguousExample,
+    ParallelDocument,
+    SentencePair,
+    english_gender,
+    read_lines,
+)
 from graftlm.errors import DataError
 from graftlm.pipelines.clarify.ambiguity import (
     Ambiguity,
@@ -31,16 +41,6 @@ from graftlm.pipelines.clarify.ambiguity import (
     split_words,
     word_list,
     word_pattern,
-)
-from graftlm.pipelines.clarify.checkers import CheckerKind, CheckerTable, CheckResult, checker, languages
-from graftlm.pipelines.clarify.datasets import (
-    GENDERED,
-    AmbiguityKind,
-    AmbiguousExample,
-    ParallelDocument,
-    SentencePair,
-    english_gender,
-    read_lines,
 )
 from graftlm.pipelines.clarify.parsing import Parser, Token
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from experiments.clarify import metrics
 from experiments.clarify.builder import read_examples
+from experiments.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_ambigmt, read_discevalmt
 from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.clarify.scripted import ScriptedTranslator
 from graftlm.errors import DataError
@@ -26,7 +27,6 @@ from graftlm.pipelines.clarify import (
     SimulatedUser,
     baseline,
 )
-from graftlm.pipelines.clarify.datasets import AmbiguousExample, mt_geneval_contexts, read_ambigmt, read_discevalmt
 from graftlm.runs.run import Measurement, Run, RunContext
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")

@@ -20,11 +20,11 @@ from sacrebleu.significance import PairedTest
 from scipy.stats import binomtest
 
 from experiments.clarify.builder import CHECKERS
+from experiments.clarify.checkers import checker, languages
+from experiments.clarify.datasets import AmbiguousExample
 from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Metric
 from graftlm.pipelines.clarify.ambiguity import detect
-from graftlm.pipelines.clarify.checkers import checker, languages
-from graftlm.pipelines.clarify.datasets import AmbiguousExample
 from graftlm.pipelines.summarize.metrics import bootstrap
 
 RESAMPLES = 300

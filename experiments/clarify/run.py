@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from experiments import Options
 from experiments.clarify import metrics
 from experiments.clarify.conversations import TABLES, ConversationRun, Key, Method, read_sets, sample
+from experiments.clarify.datasets import AmbiguousExample, mt_geneval_contexts
 from experiments.clarify.metrics import Scorer, score_rows, share
 from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.study import Study, bars, published
@@ -31,7 +32,7 @@ from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, PaperRow, Results, Row
 from graftlm.io import digest
 from graftlm.pipelines.clarify import Chain, Conversation, Cost, Reply, load_template
-from graftlm.pipelines.clarify.datasets import AmbiguousExample, english_gender, mt_geneval_contexts
+from graftlm.pipelines.clarify.ambiguity import english_gender
 from graftlm.pipelines.clarify.gain import normalize_text
 from graftlm.pipelines.clarify.prompts import Prompt, format_question
 from graftlm.runs.run import Measurement, execute

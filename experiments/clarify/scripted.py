@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from experiments.clarify.datasets import AmbiguousExample
 from graftlm.pipelines.clarify import Cost, Reply
-from graftlm.pipelines.clarify.datasets import AmbiguousExample
 from graftlm.pipelines.clarify.prompts import Prompt
 
 NAME = "scripted"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from experiments.clarify.builder import AmbiguitySet, build_ambiguity_set
-from graftlm.pipelines.clarify.checkers import checker
-from graftlm.pipelines.clarify.datasets import ParallelDocument, SentencePair
+from experiments.clarify.checkers import checker
+from experiments.clarify.datasets import ParallelDocument, SentencePair
 from graftlm.pipelines.clarify.parsing import Token
 
 FILLER = ("Nothing happened there.", "Rien.")

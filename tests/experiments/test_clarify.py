@@ -15,11 +15,11 @@ from clarify.server import request_parts, serving
 from experiments import Options, clarify, reproduce
 from experiments.clarify import metrics
 from experiments.clarify.conversations import read_sets, sample
+from experiments.clarify.datasets import AmbiguousExample
 from experiments.clarify.run import METHODS, STATEMENT, decision, language_row, paper_rows, slug
 from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Results, Row, value_of
-from graftlm.pipelines.clarify.datasets import AmbiguousExample
 from graftlm.pipelines.clarify.prompts import Prompt
 
 FORMALITY = [

@@ -11,14 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal, get_args
 
 from pydantic import RootModel
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, did_you_mean
-from graftlm.pipelines.clarify.datasets import KINDS, AmbiguityKind, english_gender
 from graftlm.pipelines.clarify.parsing import Parser, Token
 
+AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
+KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
+_PRONOUNS = {
+    "feminine": re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE),
+    "masculine": re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE),
+}
 _FOLDER = Path(__file__).parent / "word_lists"
 # The kinds that make a difference in a language. Japanese nouns have no gender, and few of its occupations show one.
 _KINDS_BY_LANGUAGE: dict[str, tuple[AmbiguityKind, ...]] = {"ja": ("it", "polysemy", "formality", "name")}
@@ -31,6 +37,12 @@ _LIMITATIONS = (
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)?")
 _CONTRACTION = re.compile(r"['’](?:s|re|ll|ve|d|m)$", re.IGNORECASE)
 _YOU = {"you", "your", "yours", "yourself", "yourselves"}
+
+
+def english_gender(text: str) -> str | None:
+    """The gender of the pronouns in an English text: feminine, masculine, or None for no pronoun or both."""
+    genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
+    return genders[0] if len(genders) == 1 else None
 
 
 class Sense(Config):

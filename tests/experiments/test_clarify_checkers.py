@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.clarify.checkers import KINDS, Checker, CheckerTable, checker, languages
 from graftlm.errors import DataError, MissingExtraError, RecipeError
-from graftlm.pipelines.clarify.checkers import KINDS, Checker, CheckerTable, checker, languages
 
 FORMALITY = [
     ("de", "Können Sie mir helfen?", None, "formal"),

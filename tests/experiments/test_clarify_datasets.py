@@ -17,8 +17,7 @@ from experiments.clarify.builder import (
     read_examples,
     write_examples,
 )
-from graftlm.errors import DataError
-from graftlm.pipelines.clarify.datasets import (
+from experiments.clarify.datasets import (
     ParallelDocument,
     SentencePair,
     english_gender,
@@ -31,6 +30,7 @@ from graftlm.pipelines.clarify.datasets import (
     read_tsv,
     read_winomt,
 )
+from graftlm.errors import DataError
 
 
 @pytest.fixture

@@ -20,17 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, get_args
 
 from graftlm.errors import DataError
+from graftlm.pipelines.clarify.ambiguity import AmbiguityKind, english_gender
 
-AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
-KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
 GENDERED = re.compile(r"\b(?:she|her|hers|herself|he|him|his|himself)\b", re.IGNORECASE)
-_PRONOUNS = {
-    "feminine": re.compile(r"\b(?:she|her|hers|herself)\b", re.IGNORECASE),
-    "masculine": re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE),
-}
 _IT = re.compile(r"\bit\b", re.IGNORECASE)
 _MARKED = re.compile(r"\[F\](.*?)\[/F\]")
 # The columns as they are. The header of the formality files names four of the five.
@@ -90,12 +84,6 @@ class ParallelDocument:
 
     id: str
     pairs: tuple[SentencePair, ...]
-
-
-def english_gender(text: str) -> str | None:
-    """The gender of the pronouns in an English text: feminine, masculine, or None for no pronoun or both."""
-    genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
-    return genders[0] if len(genders) == 1 else None
 
 
 def read_lines(path: Path) -> list[str]:
