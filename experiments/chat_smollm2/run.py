@@ -52,7 +52,6 @@ ROWS = {
     "lora": ChatRow("LoRA", LORA, LORA_RATES),
     "lora_replay": ChatRow("LoRA, replay of its own text", LORA, LORA_RATES, 0.25),
     "adapter_replay": ChatRow("adapter, replay of its own text", ADAPTER, LORA_RATES, 0.25),
-    "neutral": ChatRow("neutral residues", NEUTRAL, NEUTRAL_RATES),
     "neutral_replay": ChatRow("neutral residues, replay of its own text", NEUTRAL, NEUTRAL_RATES, 0.25),
 }
 
