@@ -94,23 +94,23 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
             text[max(start - 8, 0) : start].rstrip()[-1:] in ("!", "?") and text[start:end].lstrip()[:1].islower()
         )
         if pending is not None and not is_inside:
-            yield from _pieces(text, pending, start)
+            yield from _short_parts(text, pending, start)
             pending = None
         pending = start if pending is None else pending
     if pending is not None:
-        yield from _pieces(text, pending, len(text))
+        yield from _short_parts(text, pending, len(text))
 
 
-def _pieces(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the stripped range, divided where it is too long."""
     while start < end:
         cut = end
         if end - start > MAX_SENTENCE:
             cuts = (text.rfind(mark, start, start + MAX_SENTENCE) + 1 for mark in (";", ",", " "))
             cut = next((cut for cut in cuts if cut > start + MAX_SENTENCE // 2), start + MAX_SENTENCE)
-        piece = text[start:cut]
-        if stripped := piece.strip():
-            first = start + len(piece) - len(piece.lstrip())
+        part = text[start:cut]
+        if stripped := part.strip():
+            first = start + len(part) - len(part.lstrip())
             yield first, first + len(stripped)
         start = cut
 

@@ -19,7 +19,6 @@ ElementRole = BlockKind | Literal["inline", "skipped", ""]  # an element of the 
 _STRONGEST: tuple[BlockKind | Literal["skipped"], ...] = (
     "skipped", "furniture", "reference", "caption", "table", "formula", "code", "prose", "field",
 )  # fmt: skip
-_PLAIN: BlockKind = "prose"
 _MIN_LINK_SHARE = 0.6  # of a block's characters, from which it is navigation
 
 _HTML_ROLES: dict[str, ElementRole] = {
@@ -89,7 +88,8 @@ class _BlockCollector:
     def kind(self) -> BlockKind | Literal["skipped"]:
         """The strongest role of the open elements."""
         roles = {element.role for element in self.elements}
-        return next((role for role in _STRONGEST if role in roles), _PLAIN)
+        strongest: list[BlockKind | Literal["skipped"]] = [role for role in _STRONGEST if role in roles]
+        return strongest[0] if strongest else "prose"
 
     def open(self, tag: str, role: ElementRole, level: int = 0, *, is_main: bool = False) -> None:
         """Open an element; `level` is that of a heading."""
