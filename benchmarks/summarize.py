@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from turns import AT_LEAST, Clock, Turns, command, interval, made_aim, rounds, seconds
 
-from experiments.summarize.rivals import SumySelector
 from graftlm.evaluation import Metric, Results, Row
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import Section, SourceDocument, TrainedSelector, oracle_labels, read_text
 from graftlm.training.language_model import train_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script has its own folder alone
+from experiments.summarize.rivals import SumySelector  # noqa: E402
 
 AIMS: dict[str, tuple[str, float] | None] = {
     "selector": None,
