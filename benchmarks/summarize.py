@@ -30,7 +30,7 @@ from graftlm.pipelines.summarize import Section, SourceDocument, TrainedSelector
 from graftlm.training.language_model import train_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1]))  # a script has its own folder alone
-from experiments.summarize.rivals import SumySelector  # noqa: E402
+from experiments.summarize.rivals import SumySelector
 
 AIMS: dict[str, tuple[str, float] | None] = {
     "selector": None,
