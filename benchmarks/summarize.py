@@ -2,7 +2,7 @@
 
 | row | what is timed |
 |---|---|
-| `selector` | LexRank with one matrix product, the default selector |
+| `selector` | LexRank with one matrix product |
 | `embedding_ranking` | ranking by mean cosine to all sentences, on embeddings of all-MiniLM-L6-v2 |
 | `sent_clf`, `sent_ptr`, `sent_modern` | trained selectors at the sizes of the thesis, with random weights |
 | `oracle_labels` | labels, compared with N x M calls of rouge-score |
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +26,11 @@ from turns import AT_LEAST, Clock, Turns, command, interval, made_aim, rounds, s
 
 from graftlm.evaluation import Metric, Results, Row
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.pipelines.summarize import Section, SourceDocument, SumySelector, TrainedSelector, oracle_labels, read_text
+from graftlm.pipelines.summarize import Section, SourceDocument, TrainedSelector, oracle_labels, read_text
 from graftlm.training.language_model import train_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1]))  # a script has its own folder alone
+from experiments.summarize.rivals import SumySelector
 
 AIMS: dict[str, tuple[str, float] | None] = {
     "selector": None,
@@ -52,7 +57,7 @@ Work = Callable[[], object]
 def prose(sentences: int) -> SourceDocument:
     """Return the first sentences of some topics of Python's reference: English prose of the size of a proposal."""
     names = ("execmodel", "import", "types", "compound")
-    document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".rst", "Python's reference")
+    document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".txt", "Python's reference")
     chosen = tuple(replace(sentence, section=0) for sentence in document.sentences[:sentences])
     return replace(document, sentences=chosen, sections=(Section("", 0, 0, sentences),))
 

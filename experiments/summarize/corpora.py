@@ -1,7 +1,7 @@
 """Five collections of technical proposals with human abstracts, split by time within each.
 
-A document is summarized without its abstract, front matter, header fields, table of contents and release checklist. Its
-abstract is the reference. Both are read in the same way, so that neither has markup.
+A document is summarized without its abstract, which is the reference. Both are read in the same way, so that neither
+has markup; the reader knows front matter, header fields, tables of contents and checklists, which have no sentences.
 """
 
 from __future__ import annotations
@@ -30,13 +30,6 @@ _DATED = re.compile(r"^\W*(?:created|start date)\W+(\S+)", re.IGNORECASE | re.MU
 _DATE_FORMATS = ("%Y-%m-%d", "%d-%b-%Y", "%d-%B-%Y")
 _DATE_CHARACTERS = 3000  # characters that may hold a date
 _KEY_CHARACTERS = 80  # characters that tell titles and abstracts apart
-_NO_TEXT = (
-    re.compile(r"\A---\n.*?\n---\n", re.DOTALL),  # front matter
-    re.compile(r"\A(?:[A-Z][\w-]*:.*\n(?:[ \t]+\S.*\n)*)+"),  # header fields
-    re.compile(r"\A\s*(?:[-*] [A-Z][\w ]+:.*\n)+"),  # the same as a list
-    re.compile(r"^\s*[-*+] \[[^\]\n]*\]\(#[^)\n]*\)\s*\n", re.MULTILINE),  # a table of contents
-    re.compile(r"^#+ Release Signoff Checklist.*?(?=^#+ |\Z)", re.DOTALL | re.MULTILINE),
-)
 
 
 class CorpusSizes(Config):
@@ -143,8 +136,6 @@ def sample_of(corpus: str, row: dict[str, Any]) -> Sample:
     """A row as a document without its abstract, and the abstract."""
     start, end = row["abstract_span"]
     text = f"{row['text'][:start]}\n\n{row['text'][end:]}"
-    for pattern in _NO_TEXT:
-        text = pattern.sub("", text)
     document, abstract = (read_text(part, CORPORA[corpus], row["id"], "en") for part in (text, row["abstract"]))
     return Sample(row["id"], corpus, document, tuple(sentence.text for sentence in abstract.sentences))
 

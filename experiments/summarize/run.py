@@ -1,296 +1,144 @@
-"""Extracts and written summaries of technical proposals, in the form of Table 2.2, with copy curves as in Figure 2.2.
+"""Selectors of sentences on five collections of proposals, at equal numbers of words.
 
-Documents are split by time within each collection. Selectors are trained on oracle extracts. A small language model
-reads the training documents, and three writers continue it: given the introduction (I), or the introduction and an
-extract (I+E), gold (G) or a selector's (M), in training and in use.
+The default selector's weights are learned on the oldest documents of each collection and chosen on later ones. The
+newest quarter is the test. Differences are paired over documents.
 """
 
 from __future__ import annotations
 
-import operator
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from experiments import Options
-from experiments.study import Measurements, aim, bars, check_files, combined_row, metric, numbers_of, published
-from experiments.summarize.corpora import FILES, Sample
-from experiments.summarize.runs import TRAINED, UNTRAINED, WRITERS, Context, Rankings, SummarizeStudy, extract_of
-from graftlm.evaluation import Aim, Interval, Results, Row, value_of
-from graftlm.evaluation.plots import PALETTE
-from graftlm.pipelines.summarize.metrics import CopyShare, bootstrap, copy_shares, faithfulness, mean_copy_shares, rouge
-from graftlm.pipelines.summarize.text import split_sentences, split_words
-from graftlm.pipelines.summarize.writer import introduction_text
-
-
-@dataclass(frozen=True)
-class SummaryScores:
-    """Scores of the summaries of one row and seed.
-
-    Attributes:
-        values: metrics of each document, by its id.
-        copied: copy shares of each document.
-    """
-
-    values: Mapping[str, Mapping[str, float]]
-    copied: Mapping[str, Sequence[CopyShare]]
-
-
-def score_summaries(
-    samples: Iterable[Sample],
-    texts: Mapping[str, str],
-    extracts: Mapping[str, str] | None = None,
-    nll: Mapping[str, float] | None = None,
-    *,
-    with_rouge: bool = True,
-) -> SummaryScores:
-    """Score summaries.
-
-    Args:
-        samples: the documents.
-        texts: their summaries, by document.
-        extracts: the writer's extracts, an origin of copied n-grams; None if the summaries are extracts themselves,
-            whose n-grams across joins are not copied.
-        nll: nats per token of the human abstract.
-        with_rouge: compare with the abstract; False for the abstracts themselves.
-    """
-    values: dict[str, dict[str, float]] = {}
-    copied: dict[str, list[CopyShare]] = {}
-    for sample in samples:
-        text, source = texts[sample.id], sample.document.text
-        extract = extracts[sample.id] if extracts else ""
-        copied[sample.id] = copy_shares(text, source, extract, introduction_text(sample.document))
-        sentences = [text[start:end] for start, end in split_sentences(text)]
-        scores = rouge(sentences, sample.abstract) if with_rouge else {}
-        scores |= {} if nll is None else {"abstract_nll": nll[sample.id]}
-        values[sample.id] = scores | _faithfulness(text, source) | {"words": float(len(split_words(text)))}
-    return SummaryScores(values, copied)
-
-
-def _faithfulness(text: str, source: str) -> dict[str, float]:
-    """Percent of pairs of words that are new, and of numbers and names that the source has."""
-    shares = faithfulness(text, source)
-    novelty = None if shares.bigrams is None else 1 - shares.bigrams
-    named = {"novelty": novelty, "numbers": shares.numbers, "names": shares.names}
-    return {name: 100 * share for name, share in named.items() if share is not None}
-
-
-def _metrics(scores: SummaryScores) -> dict[str, Interval]:
-    """Means over the documents that have the metric, with bootstrap intervals; of n-grams, if enough words."""
-    documents = list(scores.values.values())
-    names = dict.fromkeys(name for values in documents for name in values)
-    metrics = {name: bootstrap([values[name] for values in documents if name in values]) for name in names}
-    for n in range(max(map(len, scores.copied.values()), default=0)):
-        metrics[f"copy_{n + 1}"] = bootstrap([100 * c[n].copied for c in scores.copied.values() if len(c) > n])
-    return metrics
-
-
-def copy_curve(seeds: Sequence[SummaryScores]) -> dict[str, list[float]]:
-    """Percent of copied n-grams by origin, for n from 1, over documents and seeds."""
-    shares = mean_copy_shares(copied for scores in seeds for copied in scores.copied.values())
-    columns = ("copied", "extract", "introduction", "rest")
-    return {column: [round(100 * shares[n][column], 3) for n in sorted(shares)] for column in columns}
-
-
-def paired_difference(first: Sequence[SummaryScores], second: Sequence[SummaryScores], metric: str) -> Interval:
-    """The difference of a metric, first less second, paired over documents and seeds."""
-    pairs = zip(first, second, strict=True)
-    return bootstrap([a.values[name][metric] - b.values[name][metric] for a, b in pairs for name in a.values])
-
-
-def scores_by_corpus(
-    samples: Sequence[Sample], seeds: Sequence[SummaryScores], metrics: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Means of some metrics for each corpus."""
-    means: dict[str, dict[str, float]] = {}
-    for corpus in dict.fromkeys(sample.corpus for sample in samples):
-        documents = [scores.values[sample.id] for scores in seeds for sample in samples if sample.corpus == corpus]
-        values = {name: [scores[name] for scores in documents if name in scores] for name in metrics}
-        means[corpus] = {name: round(fmean(numbers), 3) for name, numbers in values.items() if numbers}
-    return means
-
-
-def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """The mean absolute difference of two curves, in points, over the lengths that both have."""
-    return fmean(abs(a - b) for a, b in zip(first, second, strict=False))
-
+from experiments.study import Measurements, Study, bars, check_files, combined_row
+from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, Sample, load
+from experiments.summarize.runs import LEADS, LEARNED, METRICS, ExtractRun, Kind, WeightsRun
+from graftlm.evaluation import Aim, Interval, Results
+from graftlm.pipelines.summarize.metrics import bootstrap
 
 NAME = "summarize"
-TABLES = ("extracts", "writers")
-LEAD = 10
-LABELS = {
-    "lead_10": "Lead-10",
-    "lead_k": "Lead-k",
+LABELS: dict[Kind, str] = {
+    "random": "random sentences",
+    "lead": "the first sentences (Lead-3, Lead-10)",
     "lexrank": "LexRank",
-    "sumbasic": "SumBasic",
-    "lsa": "LSA",
-    "sent_clf": "Sent-CLF",
-    "sent_ptr": "Sent-PTR",
-    "sent_modern": "modern selector",
-    "gold_extract": "gold extract",
-    "tlm_i": "TLM-I",
-    "tlm_ie_gm": "TLM-I+E (G,M)",
-    "tlm_ie_mm": "TLM-I+E (M,M)",
-    "tlm_ie_gg": "TLM-I+E (G,G)",
-    "human": "human abstracts",
+    "textrank": "TextRank",
+    "centroid": "similarity to the centroid",
+    "default": "the default selector",
+    "plain": "the default, without wording",
+    "single": "the default, without redundancy",
+    "linear": "the default, without a hidden layer",
+    "transfer": "the default, learned on the other four collections",
+    "oracle": "oracle sentences",
+    "fragments": "oracle fragments (of any length)",
 }
-WRITTEN: dict[str, tuple[Context, Context]] = {  # contexts in training and in the test
-    "tlm_i": ("none", "none"),
-    "tlm_ie_gm": ("gold", "model"),
-    "tlm_ie_mm": ("model", "model"),
-    "tlm_ie_gg": ("gold", "gold"),
-}
-CANDIDATES = ("sent_ptr", "sent_clf")  # selectors whose extracts writers may get
-DRAWN_ROWS = ("human", "tlm_i", "tlm_ie_gm", "sent_ptr")
-Table = dict[str, list[SummaryScores]]  # by row, for each seed
-Curves = Mapping[str, Mapping[str, Sequence[float]]]
+RIVALS: tuple[Kind, ...] = ("lead", "lexrank")
+FULL = CorpusSizes(validation=0.15, test=0.25)
+QUICK = CorpusSizes(validation=0.2, test=0.2, max_documents=8)
+Scores = Mapping[str, Sequence[Mapping[str, float]]]  # by document, for each budget
 
 
 def run(options: Options) -> Results:
-    """Run extracts and writers, or extracts alone (`--table extracts`)."""
-    tables = options.chosen(TABLES)
+    """Learn the weights, measure all selectors, and compare them in pairs."""
     check_files(options, FILES)
-    study = SummarizeStudy(options)
-    started = time.perf_counter()
-    selectors = study.selectors()
-    measured = study.execute([study.oracle, *selectors.values()], "selectors")
-    test = study.parts["test"]
-    table: Table = {row: [] for row in (*UNTRAINED, *TRAINED)}
-    for (row, _), selector in selectors.items():
-        amount = LEAD if row == "lead_10" else study.sentences
-        table[row].append(_score_extracts(test, study.rankings(selector), amount))
-    gold = {sample.id: extract_of(sample, study.gold[sample.id]).text for sample in test}
-    table["gold_extract"] = [score_summaries(test, gold)]
-    abstracts = {sample.id: sample.summary for sample in test}
-    table["human"] = [score_summaries(test, abstracts, gold, with_rouge=False)]
-    chosen, validation = choose_selector(study)
-    details: dict[str, Any] = {"chosen_selector": chosen, "validation": validation}
-    if "writers" in tables:
-        details |= _add_writers(table, study, chosen, gold)
-    rows = [combined_row(row, label, list(map(_metrics, table[row]))) for row, label in LABELS.items() if row in table]
-    curves = {row.id: copy_curve(table[row.id]) for row in rows}
-    names = {f"{row}_s{seed}": selector.id for (row, seed), selector in selectors.items()}
-    details |= _details(study, table, measured, names)
-    details |= {"copy": curves, "wall_s": round(time.perf_counter() - started, 1)}
-    paper = published(__file__, table)
-    with_rouge = [row for row in rows if "rouge1" in row.metrics]
-    rouge_bars = bars(with_rouge, {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}, "F1, %")
-    plots = {"copy": draw_copies(curves), "rouge": rouge_bars}
-    return study.write(NAME, rows, aims=aims(rows, curves), paper=paper, details=details, plots=plots)
+    study = Study(options)
+    documents: dict[str, Any] = {
+        "longdocs": str(options.data / "longdocs"),
+        "sizes": QUICK if options.quick else FULL,
+    }
+    weights = WeightsRun(id="weights", seeds=study.seeds, draws=2000 if options.quick else 100_000, **documents)
+    runs = {
+        kind: [
+            ExtractRun(
+                id=f"{kind}_s{seed}",
+                kind=kind,
+                seed=seed,
+                depends_on=("weights",) if kind in LEARNED else (),
+                **documents,
+            )
+            for seed in (study.seeds if kind in ("random", "default") else study.seeds[:1])
+        ]
+        for kind in LABELS
+    }
+    measured = study.execute([weights, *(run for several in runs.values() for run in several)], "selectors")
+    rows = [
+        combined_row(kind, label, [measured[run.id].row.metrics for run in runs[kind]])
+        for kind, label in LABELS.items()
+    ]
+    parts = load(documents["longdocs"], documents["sizes"])
+    scores: Any = {
+        kind: mean_scores([measured[run.id].details["scores"] for run in several]) for kind, several in runs.items()
+    }
+    differences = {kind: paired_differences(parts["test"], scores, kind) for kind in LEARNED}
+    details = {
+        "documents": {part: _by_corpus(samples) for part, samples in parts.items()},
+        "differences": differences,
+        "corpora": {kind: corpus_means(parts["test"], scores[kind]) for kind in LABELS},
+        **_search(measured),
+    }
+    names = {f"{name}_lead{LEADS[0]}": name for name in METRICS}
+    plots = {"rouge": bars(rows, names, f"F1 at the words of Lead-{LEADS[0]}, %")}
+    return study.write(NAME, rows, aims=aims(differences["default"]), details=details, plots=plots)
 
 
-def _score_extracts(samples: Sequence[Sample], rankings: Rankings, amount: int) -> SummaryScores:
-    return score_summaries(samples, {s.id: extract_of(s, rankings[s.id], amount).text for s in samples})
+def _search(measured: Measurements) -> dict[str, Any]:
+    details = measured["weights"].details
+    return {name: details[name] for name in ("search", "kept")}
 
 
-def choose_selector(study: SummarizeStudy) -> tuple[str, dict[str, dict[str, float]]]:
-    """The selector whose extracts writers get, and the scores of both candidates on validation documents.
-
-    The larger sum of ROUGE-1 and 2 decides, with the first seed. The modern selector is no candidate: its encoder
-    would have to read all training documents.
-    """
-    scores: dict[str, dict[str, float]] = {}
-    for row in CANDIDATES:
-        rankings = study.rankings(study.selector(row, study.seeds[0]))
-        extracts = _score_extracts(study.parts["validation"], rankings, study.sentences)
-        metrics = _metrics(extracts)
-        scores[row] = {name: round(value_of(metrics[name]), 3) for name in ("rouge1", "rouge2")}
-    return max(CANDIDATES, key=lambda row: sum(scores[row].values())), scores
+def _by_corpus(samples: Sequence[Sample]) -> dict[str, int]:
+    return {corpus: sum(sample.corpus == corpus for sample in samples) for corpus in CORPORA}
 
 
-def _add_writers(table: Table, study: SummarizeStudy, chosen: str, gold: Mapping[str, str]) -> dict[str, Any]:
-    """Add the writers' scores to the table; gives their details."""
-    test = study.parts["test"]
-    measured = study.execute(study.writer_runs(chosen), "writers")
-    table |= {row: [] for row in WRITTEN}
-    for seed in study.seeds:
-        rankings = study.rankings(study.selector(chosen, seed))
-        extracts = {
-            "none": {sample.id: "" for sample in test},
-            "gold": gold,
-            "model": {sample.id: extract_of(sample, rankings[sample.id], study.extract_size).text for sample in test},
+def mean_scores(by_seed: Sequence[Scores]) -> Scores:
+    """The mean over seeds of each document's scores."""
+    return {
+        name: [
+            {metric: sum(scores[name][position][metric] for scores in by_seed) / len(by_seed) for metric in values}
+            for position, values in enumerate(rows)
+        ]
+        for name, rows in by_seed[0].items()
+    }
+
+
+def corpus_means(samples: Sequence[Sample], scores: Scores) -> dict[str, dict[str, float]]:
+    """Means of a row by collection, for each metric and budget."""
+    return {
+        corpus: {
+            f"{name}_lead{count}": round(float(sum(values) / len(values)), 3)
+            for position, count in enumerate(LEADS)
+            for name in METRICS
+            for values in [[scores[sample.id][position][name] for sample in samples if sample.corpus == corpus]]
         }
-        for row, (context, tested) in WRITTEN.items():
-            output = measured[f"writer-{context}_s{seed}"].details["contexts"][tested]
-            table[row].append(score_summaries(test, output["texts"], extracts[tested], output["nll"]))
-    first = study.seeds[0]
-    common = measured[f"common_s{first}"]
-    writers = {context: measured[f"writer-{context}_s{first}"] for context in WRITERS}
-    pairs = {row: paired_difference(table[row], table["tlm_i"], "abstract_nll") for row in WRITTEN if row != "tlm_i"}
-    return {
-        "extract_size": study.extract_size,
-        "writer_parameters": metric(common, "parameters"),
-        "nll_less_than_tlm_i": {row: interval.model_dump() for row, interval in pairs.items()},
-        "validation_nll": {context: metric(writer, "validation_nll") for context, writer in writers.items()},
-        "writer_cpu_s": {name: metric(run, "training_cpu_s") for name, run in ({"common": common} | writers).items()},
-        "losses": {"common model": common.details["losses"]}
-        | {f"writer, {context}": writer.details["losses"] for context, writer in writers.items()},
+        for corpus in CORPORA
     }
 
 
-def _details(
-    study: SummarizeStudy, table: Table, measured: Measurements, selectors: Mapping[str, str]
-) -> dict[str, Any]:
-    """Details beside the rows; `selectors` has the id of each selector's run."""
-    metrics = ("rouge1", "rouge2", "rougeL", "abstract_nll")
-    losses = {name: measured[run].details["losses"] for name, run in selectors.items()}
-    test = study.parts["test"]
-    return {
-        "size": study.size.model_dump(mode="json"),
-        "documents": {part: len(samples) for part, samples in study.parts.items()},
-        "sentences": study.sentences,
-        "corpora": {row: scores_by_corpus(test, scores, metrics) for row, scores in table.items() if row != "human"},
-        "selector_cpu_s": {name: metric(measured[run], "training_cpu_s") for name, run in selectors.items()},
-        "selector_losses": {name: values for name, values in losses.items() if values},
-    }
+def paired_differences(
+    samples: Sequence[Sample], scores: Mapping[Kind, Scores], kind: Kind
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """By collection, metric and budget: a row less the better of Lead and LexRank there, and the bootstrap interval."""
+    differences: dict[str, dict[str, dict[str, Any]]] = {}
+    for corpus in CORPORA:
+        names = [sample.id for sample in samples if sample.corpus == corpus]
+        differences[corpus] = {}
+        for position, count in enumerate(LEADS):
+            for metric in METRICS:
+                values = {row: [scores[row][name][position][metric] for name in names] for row in (kind, *RIVALS)}
+                best = max(RIVALS, key=lambda row, values=values: sum(values[row]))
+                pairs = zip(values[kind], values[best], strict=True)
+                interval: Interval = bootstrap([own - other for own, other in pairs])
+                differences[corpus][f"{metric}_lead{count}"] = {"rival": best, **interval.model_dump()}
+    return differences
 
 
-def aims(rows: Sequence[Row], curves: Curves) -> list[Aim]:
-    """Selectors beat Lead-10, LexRank and Lead of their own length; extracts help writers, which copy as people do."""
-    by_id = numbers_of(rows)
-    selector_aims: list[Aim] = []
-    for name in ("rouge1", "rouge2"):
-        bound = max(by_id[row][name] for row in ("lead_10", "lexrank"))
-        texts = {row: f"{LABELS[row]} is above Lead-10 and LexRank" for row in TRAINED}
-        selector_aims += [aim(text, name, bound, by_id[row][name], operator.gt) for row, text in texts.items()]
-        best = max(TRAINED, key=lambda row, name=name: by_id[row][name])
-        text = f"the best trained selector ({LABELS[best]}) is above Lead of as many sentences"
-        selector_aims.append(aim(text, name, by_id["lead_k"][name], by_id[best][name], operator.gt))
-    return [*selector_aims, *_writer_aims(by_id, curves)] if WRITTEN.keys() <= by_id.keys() else selector_aims
-
-
-def _writer_aims(by_id: Mapping[str, Mapping[str, float]], curves: Curves) -> list[Aim]:
-    without, extract = by_id["tlm_i"], by_id["tlm_ie_gm"]
-    text = f"{LABELS['tlm_ie_gm']} is above {LABELS['tlm_i']}"
-    rouge_aims = [aim(text, name, without[name], extract[name], operator.gt) for name in ("rouge1", "rouge2")]
-    text, metric = "human abstracts are likelier given I+E (G,M) than given I", "abstract_nll"
-    likelier = aim(text, metric, without[metric], extract[metric])
-    human = curves["human"]["copied"]
-    nearest = min(mean_difference(curves[row]["copied"], human) for row in TRAINED)
-    writer = mean_difference(curves["tlm_ie_gm"]["copied"], human)
-    text = "copy curve: points between TLM-I+E (G,M) and human abstracts, beside those of the nearest extracts"
-    return [*rouge_aims, likelier, aim(text, "copy", nearest, writer)]
-
-
-def draw_copies(curves: Curves) -> Figure:
-    """A panel for each of `DRAWN_ROWS`: percent of n-grams that occur in the document, by origin."""
-    shown = [row for row in DRAWN_ROWS if row in curves]
-    figure = Figure(figsize=(3.2 * len(shown), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    origins = ("extract", "introduction", "rest")
-    for panel, row in zip(panels, shown, strict=True):
-        lengths = range(1, len(curves[row]["copied"]) + 1)
-        panel.stackplot(lengths, *(curves[row][origin] for origin in origins), colors=PALETTE[:3], labels=origins)
-        human = curves["human"]["copied"]
-        panel.plot(range(1, len(human) + 1), human, color="#222222", linestyle="--", linewidth=1.2, label="human")
-        panel.set_title(LABELS[row], fontsize=10)
-        panel.set_xlabel("n")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("n-grams copied from the document, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    return figure
+def aims(differences: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Aim]:
+    """At each budget and metric, on at least four collections the interval of the difference is above 0."""
+    made = []
+    for name in differences[next(iter(CORPORA))]:
+        metric, _, budget = name.partition("_lead")
+        count = sum(differences[corpus][name]["low"] > 0 for corpus in CORPORA)
+        text = (
+            f"collections where the default is above Lead-{budget} and LexRank, {metric}, at the words of Lead-{budget}"
+        )
+        made.append(Aim(text=text, metric=name, aim=4, measured=count, met=count >= 4))
+    return made

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments import Options, reproduce, summarize
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, in_time, load, sample_of
-from experiments.summarize.run import LABELS, WRITTEN, mean_difference
-from experiments.summarize.runs import TRAINED, UNTRAINED, SummarizeStudy
-from graftlm.errors import DataError, RecipeError
+from experiments.summarize.run import LABELS
+from experiments.summarize.runs import COMMAND, LEADS, SETTINGS, best_sentences, longest_runs
+from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
+from graftlm.pipelines.summarize.ranking import packaged_model
 
 pytest.importorskip("sentencex")
 
@@ -101,58 +101,9 @@ def test_a_proposal_that_moved_is_taken_once(data: Path, tmp_path: Path) -> None
     assert kept == [f"{next(iter(CORPORA))}/0007.md"]
 
 
-@pytest.mark.exhaustive
-def test_every_row_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
-    quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))
-    results = reproduce("summarize", quick)
-    assert [row.id for row in results.rows] == list(LABELS)
-    check_metrics(results)
-    assert {"copy.png", "rouge.png", "training-loss.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs" / "measurements").iterdir()}
-    assert len(before) == 13
-    alone = reproduce("summarize", quick.model_copy(update={"tables": ("extracts",)}))
-    assert [row.id for row in alone.rows] == [*UNTRAINED, *TRAINED, "gold_extract", "human"]
-    assert [alone.row(row.id) for row in alone.rows] == [results.row(row.id) for row in alone.rows]
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are read back"
-    assert len(alone.aims) == 8
-
-
-def check_metrics(results: Results) -> None:
-    for row in results.rows:
-        assert ("rouge1" in row.metrics) == (row.id != "human")
-        assert ("abstract_nll" in row.metrics) == (row.id in WRITTEN)
-        assert {"copy_1", "words"} <= row.metrics.keys()
-        shares = [value for name, value in row.metrics.items() if not name.startswith(("abstract", "words"))]
-        assert all(0 <= value_of(value) <= 100 for value in shares)
-    assert value_of(results.row("gold_extract").metrics["copy_1"]) == 100
-    assert [aim.metric for aim in results.aims[-4:]] == ["rouge1", "rouge2", "abstract_nll", "copy"]
-
-
-def test_a_writer_depends_on_its_extracts(data: Path, tmp_path: Path) -> None:
-    study = SummarizeStudy(options(data, tmp_path))
-    vars(study).update(extract_size=1)  # is read from the oracle's extracts otherwise
-    selector = study.selector("sent_clf", 0)
-
-    def keys(oracle: str, extracts: str, common: str = "common") -> dict[str, str]:
-        names = {"oracle": oracle, "sent_clf_s0": extracts, "sent_clf_s0-train": extracts, "common_s0": common}
-        return {context: run.key(names) for context, run in study.writers(0, selector).items()}
-
-    first, other = keys("oracle", "extracts"), keys("oracle", "other extracts")
-    assert first == keys("oracle", "extracts")
-    assert {context for context in first if first[context] != other[context]} == {"gold", "model"}
-    changed = keys("oracle", "extracts", "other common model")
-    assert all(first[context] != changed[context] for context in first)
-
-
-def test_the_difference_of_curves_is_over_the_lengths_of_both() -> None:
-    assert mean_difference([100, 50, 0], [90, 70]) == pytest.approx(15)
-
-
-def test_mistakes(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no table 'writer' in this experiment \(did you mean writers\?\)"):
-        reproduce("summarize", options(data, tmp_path, tables=("writer",)))
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"lacks longdocs/peps.jsonl: pass --data with a folder that holds {FILES[0]}"):
-        reproduce("summarize", options(tmp_path, tmp_path, backbone="unused"))
+        reproduce("summarize", options(tmp_path, tmp_path))
 
 
 def test_real_proposals() -> None:
@@ -166,7 +117,42 @@ def test_real_proposals() -> None:
         assert sample.summary[:200] not in text
 
 
-def test_the_committed_results_are_of_this_form() -> None:
-    results = Results.read(Path(summarize.__file__).parent)
+@pytest.mark.exhaustive
+def test_selectors_at_equal_words(data: Path, tmp_path: Path) -> None:
+    results = reproduce("summarize", options(data, tmp_path))
+    check_selectors(results, seeds=1)
+    for row in results.rows:
+        words = [value_of(row.metrics[f"words_lead{count}"]) for count in LEADS]
+        lead = [value_of(results.row("lead").metrics[f"words_lead{count}"]) for count in LEADS]
+        assert row.id == "fragments" or all(own <= most for own, most in zip(words, lead, strict=True))
+
+
+def check_selectors(results: Results, seeds: int) -> None:
     assert [row.id for row in results.rows] == list(LABELS)
-    check_metrics(results)
+    assert len(results.seeds) == seeds
+    assert len(results.details["search"]) == len(SETTINGS) == 48
+    assert [aim.aim for aim in results.aims] == [4] * 6
+    for name, aim in zip(results.details["differences"]["default"]["peps"], results.aims, strict=True):
+        assert aim.metric == name
+        above = [corpus[name]["low"] > 0 for corpus in results.details["differences"]["default"].values()]
+        assert (aim.measured, aim.met) == (sum(above), sum(above) >= 4)
+
+
+def test_the_committed_selectors_and_the_packaged_weights() -> None:
+    folder = Path(summarize.__file__).parent
+    results = Results.read(folder)
+    check_selectors(results, seeds=3)
+    kept = results.details["kept"]["default"]
+    best = max(results.details["search"], key=lambda row: row["validation"])
+    assert {name: best[name] for name in kept} == kept
+    assert packaged_model().redundancy == kept["redundancy"]
+    assert packaged_model().source == COMMAND
+
+
+def test_the_oracle_adds_what_helps_and_fragments_are_runs_of_the_document() -> None:
+    row = proposal("eips", 2) | {"abstract": "The new handle of eips is made of oak and people complain."}
+    sample = sample_of("eips", row)
+    first = best_sentences(sample, 100)[0]
+    assert sample.document.sentences[first].text == "The new handle of eips is made of oak."
+    assert best_sentences(sample, 9) == [first]
+    assert longest_runs(sample) == ["the new handle of eips is made of oak", "people complain"]

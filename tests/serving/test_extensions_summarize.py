@@ -76,7 +76,7 @@ def test_texts_of_other_formats_are_read(client: TestClient, kind: str, text: st
     ("body", "status", "sentence"),
     [
         ({"text": ""}, 400, "no sentence"),
-        ({"text": "12 34"}, 400, "no sentence with a letter"),
+        ({"text": "12 34"}, 400, "no sentence to summarize"),
         ({"text": "{" * 20_000, "format": "latex"}, 400, "nested too deeply"),
         ({"text": "a" * 400_001}, 400, "text"),
         ({"text": TEA, "format": "pdf"}, 400, "format"),

@@ -44,7 +44,7 @@ def test_a_scanned_pdf(tmp_path: Path) -> None:
     assert "has 2 pages and no text, as scanned pages have: recognize the text first (OCR)" in line
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex", ".rst", ".xml"])
 def test_200_mb_of_text(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"long{suffix}"
     with path.open("wb") as file:
@@ -56,6 +56,26 @@ def test_200_mb_of_text(tmp_path: Path, suffix: str) -> None:
 def test_a_script_without_marks(tmp_path: Path) -> None:
     (tmp_path / "thai.txt").write_text("สวัสดีครับ ผมชื่อสมชาย", encoding="utf-8")
     assert "is in Thai script, where no mark ends a sentence, and can't be split" in refused(tmp_path / "thai.txt")
+
+
+def test_xml_that_is_not_jats(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text("<TEI><text><p>Tea is good.</p></text></TEI>")
+    assert "is XML with the root <TEI>, but a JATS <article> is expected" in refused(tmp_path / "a.xml")
+
+
+def test_a_language_that_the_splitter_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Tea is good.")
+    done = invoke("summarize", str(tmp_path / "a.txt"), "--language", "english")
+    assert (done.code, done.out) == (2, "")
+    assert "'english' is no language that sentences can be split by: a code such as en, de or zh" in done.err
+
+
+def test_an_abstract_of_its_own_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# Tea\n\n## Abstract\n\nTea is good. Water is wet.\n\n## Method\n\nWe drank.")
+    summary = summarize(tmp_path / "a.md")
+    assert summary.to_json()["abstract"] == ["Tea is good.", "Water is wet."]
+    wanted = f"{tmp_path / 'a.md'} has an abstract of its own: sentences 1 to 2 of its text."
+    assert wanted in summary.notes
 
 
 def test_a_document_of_one_sentence(tmp_path: Path) -> None:
@@ -114,7 +134,7 @@ def test_a_document_without_an_introduction() -> None:
         ("یہ ایک جملہ ہے۔ یہ دوسرا ہے۔ تیسرا یہاں۔", ["یہ ایک جملہ ہے۔", "یہ دوسرا ہے۔", "تیسرا یہاں۔"]),
         ('ד"ר כהן בא. הוא הלך הביתה. מה שלומך?', ['ד"ר כהן בא.', "הוא הלך הביתה.", "מה שלומך?"]),
         ("他在 2019 年发布\n了 v3.5 版。真的\r\n吗？是。", ["他在 2019 年发布了 v3.5 版。", "真的吗？", "是。"]),
-        ("これは\nテストです。次の文です！本当？", ["これはテストです。", "次の文です！", "本当？"]),
+        ("これは\nテストです。次の文です！本当ですか？", ["これはテストです。", "次の文です！", "本当ですか？"]),
         ("이것은 시험입니다. 두 번째\n문장입니다! 맞나요?", ["이것은 시험입니다.", "두 번째 문장입니다!", "맞나요?"]),
     ],
     ids=["arabic", "urdu", "hebrew", "chinese", "japanese", "korean"],

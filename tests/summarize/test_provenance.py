@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from graftlm.pipelines.summarize import Budget, SourceDocument, read_document, read_text, summarize
-from summarize.tools import write_pdf
+from summarize.tools import pdf_pages, write_pdf
 
-pypdf = pytest.importorskip("pypdf")
+pytest.importorskip("pdfminer")
 pytest.importorskip("sumy")
 ROOT = Path(__file__).parents[2]
 PROSE = read_text(pydoc_data.topics.topics["execmodel"], ".rst")  # Python's own reference: 4 pages of real prose
@@ -55,7 +55,7 @@ def check_extract(path: Path, amount: int = 8) -> SourceDocument:
     """The extract of a file, sentence by sentence: the source has it at its place, and the file has that source."""
     summary = summarize(path, budget=Budget(amount=amount))
     pdf = path.suffix == ".pdf"
-    pages = [page.extract_text() for page in pypdf.PdfReader(path).pages] if pdf else [path.read_bytes().decode()]
+    pages = pdf_pages(path) if pdf else [path.read_bytes().decode()]
     rows = summary.to_json()["extract"]["sentences"]
     assert 0 < len(rows) <= amount
     for row in rows:

@@ -10,13 +10,15 @@ import matplotlib as mpl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.figure import Figure
 
-from graftlm.errors import DataError, MissingExtraError
+from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
 from graftlm.pipelines.summarize.document import build_document, normalize_title
-from graftlm.pipelines.summarize.text import split_sentences
-from summarize.tools import TEA, write_pdf
+from graftlm.pipelines.summarize.text import MAX_SENTENCE, split_sentences
+from summarize.tools import TEA, pdf_pages, write_pdf
 
 pypdf = pytest.importorskip("pypdf")
 
@@ -25,12 +27,16 @@ WRITTEN = {
     ".txt": ["{}"],
     ".md": ["{}", "*{}*", "**{}**", "`{}`", "[{}](http://a.b/c.d)", "[{}](x 'a. b')", "<b>{}</b>", "~~{}~~"],
     ".html": ["{}", "<b>{}</b>", '<a href="a.b">{}</a>', "<!-- A. B. -->{}", "<em\nid=x>{}</em>"],
+    ".rst": ["{}", "*{}*", "**{}**", "``{}``", "`{} <http://a.b/c.d>`_", ":strong:`{}`", ":func:`{}`"],
+    ".xml": ["{}", "<italic>{}</italic>", '<xref rid="a.b">{}</xref>', "<!-- A. B. -->{}", "<bold\nid='x'>{}</bold>"],
     ".tex": ["{}", r"\textbf{{{}}}", r"{{\em {}}}", r"{}\cite{{a.b}}", r"\emph{{{}}}", "% A. B.\n{}"],
 }
 MARKUP = {
     ".txt": r"(?!)",
     ".md": r"\]\([^)]*\)|[*`\[~]|</?b>",
     ".html": r"<!--.*?-->|<[^>]*>",
+    ".rst": r" <http://a\.b/c\.d>`_|:(?:strong|func):|[*`]",
+    ".xml": r"<!--.*?-->|<[^>]*>",
     ".tex": r"\\cite\{[^}]*\}|\\(?:textbf|emph|em )|[{}]|% A\. B\.\n",
 }
 WORD = st.text("aeiounrtlmsdéßжд", min_size=4, max_size=9)
@@ -41,16 +47,16 @@ SPACE = st.sampled_from([" ", " ", "  ", "\n", "\r\n"])
 @st.composite
 def written(draw, suffix: str) -> tuple[str, list[str]]:
     """A source, and its words."""
-    source, words = "", []
+    source, words = "<article><body>\n" * (suffix == ".xml"), []
     for paragraph in draw(st.lists(st.lists(SENTENCE, min_size=1, max_size=3), min_size=1, max_size=3)):
-        source += "<p>" if suffix == ".html" else ""
+        source += "<p>" if suffix in (".html", ".xml") else ""
         for sentence in paragraph:
             for index, word in enumerate(sentence):
                 text = word.capitalize() if index == 0 else word + "." * (index == len(sentence) - 1)
                 words.append(text)
                 source += draw(st.sampled_from(WRITTEN[suffix])).format(text) + draw(SPACE)
-        source += "\n\n"
-    return source, words
+        source += "</p>" * (suffix == ".xml") + "\n\n"
+    return source + "</body></article>" * (suffix == ".xml"), words
 
 
 def check_spans(document: SourceDocument) -> None:
@@ -78,13 +84,203 @@ def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> Non
 
 @settings(max_examples=25)
 @given(st.text(max_size=200))
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex"])
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex", ".rst", ".xml"])
 def test_any_text_is_read_or_refused_in_a_sentence(suffix: str, text: str) -> None:
     try:
         check_spans(read_text(text, suffix))
     except DataError as refusal:
         message = str(refusal)
-        assert "sentence" in message
+        assert "sentence" in message or "XML" in message
+
+
+def passages(document: SourceDocument) -> list[tuple[str, str]]:
+    """Kind and text of what is no sentence, in order."""
+    check_spans(document)
+    for passage in document.passages:
+        assert document.pages[(passage.page or 1) - 1][passage.start : passage.end] == passage.source
+    return [(passage.kind, passage.text) for passage in document.passages]
+
+
+def test_rst_knows_what_is_no_prose() -> None:
+    source = """PEP: 9
+Title: On tea
+Author: A. Body
+
+Abstract
+========
+
+Tea is :pep:`8` (see :ref:`this <x>`). It ends.
+
+.. code-block:: python
+
+    no.sentence()
+
+An example::
+
+    neither. This.
+
+=====  =====
+Cups   Cards
+=====  =====
+One.   Two.
+=====  =====
+
+.. math:: a. b
+
+.. note:: Drink it hot.
+
+.. unknown:: Not this.
+
+.. A comment. Here.
+
+References
+==========
+
+.. [1] A. Body. A book.
+"""
+    document = read_text(source, ".rst")
+    assert [sentence.text for sentence in document.sentences] == [
+        "Tea is PEP 8 (see this).", "It ends.", "An example:", "Drink it hot.",
+    ]  # fmt: skip
+    assert document.sentences[0].source == "Tea is :pep:`8` (see :ref:`this <x>`)."
+    assert (document.title, document.abstract) == ("On tea", range(4))
+    assert [kind for kind, _ in passages(document)] == [
+        "field", "heading", "field", "heading", "code", "code", "table", "table", "table", "table", "formula",
+        "heading", "reference",
+    ]  # fmt: skip
+    assert ("code", "no.sentence()") in passages(document)
+
+
+def test_rst_reads_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("A secret is told here.")
+    file = tmp_path / "secret.txt"
+    source = f"One is here.\n\n.. include:: {file}\n\n.. raw:: html\n   :file: {file}\n"
+    document = read_text(source, ".rst")
+    assert "secret" not in " ".join(item.text for item in (*document.sentences, *document.passages))
+
+
+JATS = """<?xml version="1.0" encoding="ISO-8859-1"?>
+<!DOCTYPE article PUBLIC "-//NLM//DTD JATS//EN" "JATS.dtd">
+<article><front><journal-meta><journal-title>No. Not this.</journal-title></journal-meta>
+<article-meta><title-group><article-title>On tea</article-title></title-group>
+<abstract><title>Abstract</title><sec><title>Background</title><p>Tea is &#100;runk &lt; water.</p></sec></abstract>
+<abstract abstract-type="summary"><p>Not this one.</p></abstract></article-meta></front>
+<body><sec><label>1</label><title>Introduction</title><p>Cafés sell <italic>tea</italic> [<xref>1</xref>].
+<disp-formula>a. b</disp-formula></p>
+<fig><label>Fig</label><caption><title>A cup.</title><p>It is empty.</p></caption></fig>
+<table-wrap><caption><p>Cups.</p></caption><table><tr><td>One. Two.</td></tr></table></table-wrap></sec>
+<sec><title>Method</title><sec><title>Cards</title><p>They sorted\r\ncards&nbsp;here.</p></sec></sec></body>
+<back><ack><title>Thanks</title><p>We thank all. </p></ack><ref-list><title>References</title>
+<ref><mixed-citation>A. Body. A book.</mixed-citation></ref></ref-list></back></article>"""
+
+
+def test_jats_is_read_with_its_abstract() -> None:
+    document = read_text(JATS, ".xml")
+    assert [(sentence.text, document.sections[sentence.section].title) for sentence in document.sentences] == [
+        ("Tea is drunk < water.", "Background"),
+        ("Cafés sell tea [1].", "Introduction"),
+        ("They sorted cardshere.", "Cards"),
+    ]
+    assert document.sentences[0].source == "Tea is &#100;runk &lt; water."
+    assert (document.abstract, document.introduction) == (range(1), range(1, 2))
+    assert [(section.title, section.level) for section in document.sections[1:]] == [
+        ("Abstract", 1), ("Background", 2), ("Introduction", 1), ("Method", 1), ("Cards", 2), ("References", 1),
+    ]  # fmt: skip
+    kinds = [kind for kind, _ in passages(document) if kind != "heading"]
+    assert kinds == ["field", "formula", "caption", "caption", "caption", "table", "field", "field", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("<TEI><p>One is here.</p></TEI>", r"is XML with the root <TEI>, but a JATS <article> is expected: save it as"),
+        ("<article><p>One is here.</article>", r"is no whole XML \(mismatched tag: line 1, column 26\): save or fetch"),
+        ("<article><body><p>1</p></body></article>" * 2, "is no whole XML"),
+        ("no tag at all", "is no whole XML"),
+    ],
+)
+def test_other_xml_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "a.xml").write_text(source)
+    with pytest.raises(DataError, match=message) as error:
+        read_document(tmp_path / "a.xml")
+    assert str(error.value).startswith(str(tmp_path / "a.xml"))
+
+
+def test_html_knows_its_navigation() -> None:
+    source = """<body><div role="banner">A site. With a name.</div>
+<ul class="site-nav"><li><a href="a">One is here.</a></ul>
+<main><h1 class="toc">Tea</h1><p><a href="b">Next: water</a> <a href="c">Up</a><p>Tea is good.
+<div id="toc"><div>In it.</div> Not here.</div><p>Read <a href="d">this book about tea and water</a>.
+<figure><pre>code. x</pre><figcaption>A cup. Empty.</figcaption></figure>
+<h2>Use<a class="headerlink">#</a></h2><dl><dt>tea<dd>It is a plant.</dl>
+</main><p>This is outside. <footer>The end.</footer>"""
+    document = read_text(source, ".html")
+    assert [sentence.text for sentence in document.sentences] == [
+        "Tea is good.", "Read this book about tea and water.", "It is a plant.",
+    ]  # fmt: skip
+    assert [section.title for section in document.sections if section.level] == ["Tea", "Use"]
+    assert [kind for kind, _ in passages(document)] == [
+        "furniture", "furniture", "heading", "furniture", "furniture", "furniture", "code", "caption", "heading",
+        "field", "furniture", "furniture",
+    ]  # fmt: skip
+
+
+def test_no_sentence_is_long_and_code_does_not_end_one() -> None:
+    document = read_text("We call await! and go on. Now " + "word, " * 700 + "end. " + "x" * 3000)
+    check_spans(document)
+    assert document.sentences[0].text == "We call await! and go on."
+    assert max(len(sentence.text) for sentence in document.sentences) == MAX_SENTENCE
+    assert all(sentence.text.endswith(",") for sentence in document.sentences[1:5])
+
+
+def test_only_whole_sentences_are_selected_where_there_are_enough() -> None:
+    text = "Tea is drunk by many.\n\n- a cup of tea\n\nWater is drunk by all. Yes. 1 + 2 = 3 and 4 (5).\n\nof the cup."
+    document = read_text(text)
+    assert [document.sentences[index].text for index in document.selectable] == [
+        "Tea is drunk by many.", "Water is drunk by all.",
+    ] or len(document.selectable) == 6  # fmt: skip
+    informal = read_text("tea is good. water is wet.")
+    assert informal.selectable == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [("english", "is no language that"), ("th", "No mark ends a sentence of")]
+)
+def test_a_language_that_can_t_be_split_by(code: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        read_text("One is here.", language=code)
+
+
+def write_columns(path: Path) -> Path:
+    """Three pages with running heads and numbers, two columns, a heading, a caption, code and a divided word."""
+    left = (
+        "Tea is drunk by many peo-\nple of the world. They are\nwell-known for it. The left\ncolumn ends in the middle"
+    )
+    right = "of a sentence. The right one\nhas a well-\nknown end.\n\nFigure 1. A cup. It is empty."
+    with mpl.rc_context({"pdf.fonttype": 42}), PdfPages(path) as pdf:
+        for number in range(1, 4):
+            figure = Figure(figsize=(8, 11))
+            figure.text(0.1, 0.95, f"Studies of tea, {number}", fontsize=8)
+            figure.text(0.5, 0.03, str(number), fontsize=8)
+            figure.text(0.1, 0.8, "On cups", fontsize=16)
+            figure.text(0.1, 0.7, left, va="top", fontsize=10)
+            figure.text(0.55, 0.7, right, va="top", fontsize=10)
+            figure.text(0.1, 0.3, "x = tea(cup). Not prose.", family="monospace", fontsize=10)
+            pdf.savefig(figure)
+    return path
+
+
+def test_a_pdf_has_columns_heads_and_divided_words(tmp_path: Path) -> None:
+    document = read_document(write_columns(tmp_path / "a.pdf"))
+    assert [sentence.text for sentence in document.sentences if sentence.page == 2] == [
+        "Tea is drunk by many people of the world.",
+        "They are well-known for it.",
+        "The left column ends in the middle of a sentence.",
+        "The right one has a well-known end.",
+    ]
+    assert {section.title for section in document.sections if section.level} == {"On cups"}
+    kinds = sorted(kind for kind, _ in passages(document) if kind != "heading")
+    assert kinds == sorted(3 * ["furniture", "furniture", "caption", "code"])
 
 
 def test_markdown_leaves_out_what_is_no_prose() -> None:
@@ -137,7 +333,7 @@ def test_a_pdf_tells_the_page(tmp_path: Path) -> None:
     assert [(sentence.text, sentence.page) for sentence in document.sentences] == [
         ("One is here.", 1), ("Two.", 1), ("Three.", 2),
     ]  # fmt: skip
-    pages = [page.extract_text() for page in pypdf.PdfReader(tmp_path / "a.pdf").pages]
+    pages = pdf_pages(tmp_path / "a.pdf")
     third = document.sentences[2]
     assert pages[1][third.start : third.end] == "Three."
     assert document.introduction == range(2)
@@ -154,7 +350,14 @@ def test_introduction_and_what_may_be_selected() -> None:
 
 @pytest.mark.parametrize(
     ("title", "plain"),
-    [("2.1 Background:", "background"), ("IV. Results", "results"), ("Introduction", "introduction")],
+    [
+        ("2.1 Background:", "background"),
+        ("IV. Results", "results"),
+        ("Appendix A. Proofs", "proofs"),
+        ("Introduction", "introduction"),
+        ("Proposal", "proposal"),
+        ("A proposal", "a proposal"),
+    ],
 )
 def test_headings_lose_their_number(title: str, plain: str) -> None:
     assert normalize_title(title) == plain

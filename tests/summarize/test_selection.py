@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tracemalloc
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.summarize.rivals import SumySelector
 from graftlm.errors import RecipeError
 from graftlm.pipelines.summarize import (
     Budget,
+    DefaultSelector,
     LeadSelector,
     RankedSentence,
     SourceDocument,
-    SumySelector,
     read_text,
     select,
 )
+from graftlm.pipelines.summarize.ranking import RankingModel, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
+from graftlm.pipelines.summarize.text import split_words
 from summarize.tools import TEA
 
 pytest.importorskip("sumy")
@@ -73,22 +79,73 @@ class Backwards:
 
 
 @settings(max_examples=50)
-@given(st.integers(1, 400), st.sampled_from(["sentences", "characters", "tokens"]), st.integers(0, 3))
+@given(st.integers(1, 400), st.sampled_from(["sentences", "words", "characters", "tokens"]), st.integers(0, 3))
 def test_a_budget_is_never_exceeded(amount: int, unit, seed: int) -> None:
     document = speech(8, seed)
-    sizes = {"sentences": lambda extract: len(extract.indices), "characters": lambda extract: len(extract.text),
-             "tokens": lambda extract: len(extract.text.split())}  # fmt: skip
+    sizes = {
+        "sentences": lambda extract: len(extract.indices),
+        "words": lambda extract: len(split_words(extract.text)),
+        "characters": lambda extract: len(extract.text),
+        "tokens": lambda extract: len(extract.text.split()),
+    }
     try:
         extract = select(document, Backwards(), Budget(amount=amount, unit=unit), lambda text: len(text.split()))
     except RecipeError as refusal:
         smallest = min(
-            len(sentence.text.split()) if unit == "tokens" else len(sentence.text) for sentence in document.sentences
+            len(sentence.text.split()) if unit in ("words", "tokens") else len(sentence.text)
+            for sentence in document.sentences
         )
         assert "fits into a budget" in str(refusal) and smallest > amount  # noqa: PT017, PT018
         return
     assert extract.used == sizes[unit](extract) <= amount
     assert list(extract.indices) == sorted(set(extract.indices))
     assert extract.scores == tuple(map(float, extract.indices))
+
+
+def test_the_default_selector_ranks_every_sentence_once() -> None:
+    for text in (TEA, "One two.", "Tea. Tea. 12. Water.", "Один два три четыре. Пять шесть семь восемь."):
+        document = read_text(text, ".md")
+        assert sorted(ranked.index for ranked in DefaultSelector().rank(document)) == document.selectable
+    assert DefaultSelector().rank(replace(read_text("One two."), sentences=())) == []
+
+
+def test_the_score_is_the_network_of_the_features() -> None:
+    model = RankingModel(
+        features=("a", "b"), linear=(2.0, 0.0), hidden=((1.0, -1.0, 0.5), (0.0, 1.0, 0.0)), output=(3.0, 5.0)
+    )
+    scores = model.score({"a": np.array([1.0, 0.0]), "b": np.array([0.0, 2.0])})
+    assert scores.tolist() == [2 + 3 * 1.5, 3 * 0 + 5 * 2]
+
+
+def test_a_sentence_that_repeats_a_better_one_comes_later() -> None:
+    document = read_text("Tea is good for all. Tea is good for all persons. Water boils at noon here.")
+    model = RankingModel(features=("relative",), linear=(-1.0,))
+    ranked = [DefaultSelector(model.model_copy(update={"redundancy": weight})).rank(document) for weight in (0, 9)]
+    assert [[sentence.index for sentence in row] for row in ranked] == [[0, 1, 2], [0, 2, 1]]
+
+
+def test_features_know_position_section_title_and_wording() -> None:
+    document = read_text("# On tea\n\n## Motivation\n\nTea is good for 12 of us. It is not `hot`.\n\n"
+                         "## Proposal\n\nThis document proposes tea: is that good for us?", ".md")  # fmt: skip
+    features = {name: values.round(3).tolist() for name, values in sentence_features(document)[0].items()}
+    assert features["first"] == features["motivation"][:1] + [0, 0] == [1, 0, 0]
+    assert features["relative"] == [0, 0.333, 0.667]
+    assert (features["near_heading"], features["early_section"]) == ([1, 0.5, 1], [1, 1, 0.5])
+    assert (features["motivation"], features["proposal"]) == ([1, 1, 0], [0, 0, 1])
+    assert (features["subject"], features["verb"]) == ([0, 0, 1], [0, 0, 1])
+    assert (features["backward_reference"], features["question"]) == ([0, 1, 1], [0, 0, 1])
+    assert features["title_similarity"][1] == 0 < features["title_similarity"][0]
+    assert max(features["centrality"]) == max(features["lead_similarity"]) == 1
+    assert features["length"][0] == pytest.approx(math.log(7), abs=1e-3)
+
+
+def test_a_long_text_is_ranked_in_bounded_memory() -> None:
+    document = speech(20_000)
+    tracemalloc.start()
+    assert len(DefaultSelector().rank(document)) == len(document.selectable)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(document.selectable) ** 2 / 2, "no matrix of all pairs"
 
 
 def test_repeated_sentences_are_taken_once() -> None:
@@ -114,6 +171,7 @@ def test_chosen_sentences_are_taken_as_given() -> None:
         ("10", 10, "sentences"),
         ("3 Sentences", 3, "sentences"),
         ("1200c", 1200, "characters"),
+        ("1 word", 1, "words"),
         ("300 tokens", 300, "tokens"),
     ],
 )

@@ -168,9 +168,8 @@ def test_a_saved_selector_ranks_as_before(trained: TrainedSelector, tmp_path: Pa
     names = {file.name for file in (tmp_path / "a" / "selector").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "selector.json"}
     trained.save(tmp_path / "a" / "selector")  # again, over its own
-    done = invoke(
-        "summarize", str(_tea(tmp_path)), "--selector", str(tmp_path / "a" / "selector"), "--device", "cpu", "--json"
-    )
+    options = ("--selector", str(tmp_path / "a" / "selector"), "--budget", "8", "--device", "cpu", "--json")
+    done = invoke("summarize", str(_tea(tmp_path)), *options)
     assert done.code == 0
     (row,) = json.loads(done.out)
     assert row["notes"] == []

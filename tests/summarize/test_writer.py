@@ -115,7 +115,6 @@ def test_a_summary_tells_what_it_did() -> None:
     assert summary.extract.used <= 90
     assert summary.writer == "tiny"
     assert len(summary.links) > 0
-    assert "No trained selector is named" in summary.notes[0]
     assert summarize(DOCUMENT, selector=LeadSelector(), budget=Budget(amount=2)).notes == ()
 
 

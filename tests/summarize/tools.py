@@ -33,6 +33,14 @@ def write_pdf(path: Path, *pages: str) -> Path:
     with mpl.rc_context({"pdf.fonttype": 42}), PdfPages(path) as pdf:
         for page in pages:
             figure = Figure(figsize=(8, 11))
-            figure.text(0.1, 0.5, page)
+            figure.text(0.08, 0.95, page, va="top", fontsize=9)
             pdf.savefig(figure)
     return path
+
+
+def pdf_pages(path: Path) -> list[str]:
+    """The text of each page as pdfminer.six writes it."""
+    from pdfminer.high_level import extract_text
+    from pdfminer.layout import LAParams
+
+    return extract_text(str(path), laparams=LAParams(all_texts=True)).split("\f")[:-1]

@@ -16,14 +16,14 @@ from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, 
 def summarize(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="Plain text, Markdown, HTML, LaTeX or PDF files, or folders of them."),
+        typer.Argument(metavar="FILE", help="Text, Markdown, reST, HTML, JATS, LaTeX or PDF files, or folders."),
     ],
     budget: Annotated[
         str,
-        typer.Option(metavar="N[s|c|t]", help="Limit of the extract: sentences, characters, or the writer's tokens."),
+        typer.Option(metavar="N[s|w|c|t]", help="Limit: sentences, words, characters, or the writer's tokens."),
     ] = "10s",
     selector: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default LexRank selects.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default the package's own.")
     ] = None,
     writer: Annotated[
         Path | None,

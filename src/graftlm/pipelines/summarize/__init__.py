@@ -4,6 +4,7 @@
 from graftlm.pipelines.summarize.batch import append_summaries, find_documents, pending_documents, summarize_many
 from graftlm.pipelines.summarize.document import Section, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
+from graftlm.pipelines.summarize.ranking import DefaultSelector
 from graftlm.pipelines.summarize.readers import read_document, read_text
 from graftlm.pipelines.summarize.selection import (
     Budget,
@@ -11,7 +12,6 @@ from graftlm.pipelines.summarize.selection import (
     LeadSelector,
     RankedSentence,
     Selector,
-    SumySelector,
     select,
 )
 from graftlm.pipelines.summarize.selector import (

@@ -9,20 +9,26 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.text import detect_language, split_sentences
+from graftlm.pipelines.summarize.text import check_language, detect_language, split_sentences, split_words
 
 _NUMBERING = re.compile(
-    r"^\s*(?:(?:chapter|section|appendix)\s+)?(?:[\dA-Z]{1,2}(?:\.\d+)*|[IVXLC]+)?[.):\s]*", re.IGNORECASE
+    r"^\s*(?:(?:chapter|section|appendix)\s+)?(?:\d+(?:\.\d+)*[.):]?|(?:[A-Z](?:\.\d+)*|[IVXLC]+)[.):])\s+",
+    re.IGNORECASE,
 )
 _INTRODUCTIONS = ("introduction", "einleitung", "introducción", "introduzione", "introdução", "inleiding", "indledning")
 _INTRODUCTION_FALLBACKS = ("motivation", "overview", "background")
+_ABSTRACTS = ("abstract", "summary", "executive summary", "zusammenfassung", "resumen", "résumé", "riassunto", "resumo")
 _REFERENCES = ("references", "bibliography", "works cited", "literature cited")
 _LETTER = re.compile(r"[^\W\d_]")
+_FIELD = re.compile(r"[A-Z][\w /-]{0,40}:(?:\s|$)")
+_END = re.compile(r"[.!?…。！？।։።۔؟][\"'”’»)\]」』]*$")
+_MIN_WORDS = 4  # of a whole sentence
+_MAX_FIELD = 300  # characters
 _CJK = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
 _CJK_LINE_BREAK = re.compile(rf"(?<=[{_CJK}])[ \t]*[\r\n]\s*(?=[{_CJK}])")
 _LIGATURES = str.maketrans(
@@ -46,13 +52,23 @@ class TextSpan:
         return len(self.text) == self.end - self.start
 
 
+BlockKind = Literal[
+    "prose", "heading", "code", "table", "formula", "caption", "reference", "field", "note", "furniture"
+]
+
+
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """A paragraph, or a heading if `level` is at least 1. `page` counts from 1 in a PDF."""
+    """A paragraph, or a heading if `level` is at least 1. `page` counts from 1 in a PDF.
+
+    Only `prose` has sentences. A `field` is metadata or an entry of a form, a `note` a footnote; `furniture` is
+    navigation and the running heads and feet of pages.
+    """
 
     spans: tuple[TextSpan, ...]
     level: int = 0
     page: int | None = None
+    kind: BlockKind = "prose"
 
     @property
     def text(self) -> str:
@@ -62,7 +78,7 @@ class TextBlock:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence and its position.
+    """A sentence and its position; or another passage, such as a table, as a whole.
 
     Attributes:
         text: readable text: no markup, ligatures or soft hyphens, and single spaces. Line breaks within Chinese and
@@ -72,6 +88,7 @@ class Sentence:
         end: position after the last character.
         section: index of its section.
         page: page number from 1; None outside PDF files.
+        kind: kind of the block that it belongs to.
     """
 
     text: str
@@ -80,6 +97,18 @@ class Sentence:
     end: int
     section: int
     page: int | None = None
+    kind: BlockKind = "prose"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text begins and ends as a sentence does, is four words long, and is letters for the most part.
+
+        The pieces of a sentence that a page break divides are not whole, nor are most items of lists.
+        """
+        text = self.text.lstrip("\"'“‘«([")
+        letters = len(_LETTER.findall(text))
+        starts = not text[:1].islower() and _END.search(text) is not None
+        return starts and 2 * letters > len(text) - text.count(" ") and len(split_words(text)) >= _MIN_WORDS
 
     def to_json(self) -> dict[str, Any]:
         """Return text and position; `page` only for PDF files."""
@@ -105,7 +134,9 @@ class SourceDocument:
         name: file path, or another name for messages.
         pages: the source text: one string, or one a page for PDF files.
         sections: in order; text before the first heading is a section without a title.
+        sentences: of the prose.
         language: language code that the sentences were split by.
+        passages: what is no prose, each whole: headings, code, tables, formulas, captions, references, fields.
     """
 
     name: str
@@ -113,6 +144,7 @@ class SourceDocument:
     sections: tuple[Section, ...]
     sentences: tuple[Sentence, ...]
     language: str
+    passages: tuple[Sentence, ...] = ()
 
     @property
     def text(self) -> str:
@@ -120,28 +152,44 @@ class SourceDocument:
         return " ".join(sentence.text for sentence in self.sentences)
 
     @property
+    def title(self) -> str:
+        """The first heading, unless it is one of an introduction or abstract; "" without one."""
+        title = next((section.title for section in self.sections if section.level), "")
+        return "" if normalize_title(title) in (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_ABSTRACTS) else title
+
+    @property
     def introduction(self) -> range | None:
         """Indices of the sentences of the introduction, subsections included; None without such a heading."""
-        for titles in (_INTRODUCTIONS, _INTRODUCTION_FALLBACKS):
-            for index, section in enumerate(self.sections):
-                if section.level and normalize_title(section.title) in titles:
-                    following = (other.first for other in self.sections[index + 1 :] if other.level <= section.level)
-                    if sentences := range(section.first, next(following, len(self.sentences))):
-                        return sentences
+        return self._sentences_below(_INTRODUCTIONS) or self._sentences_below(_INTRODUCTION_FALLBACKS)
+
+    @property
+    def abstract(self) -> range | None:
+        """Indices of the sentences of an abstract that the document has; None without such a heading."""
+        return self._sentences_below(_ABSTRACTS)
+
+    def _sentences_below(self, titles: Sequence[str]) -> range | None:
+        for index, section in enumerate(self.sections):
+            if section.level and normalize_title(section.title) in titles:
+                following = (other.first for other in self.sections[index + 1 :] if other.level <= section.level)
+                if sentences := range(section.first, next(following, len(self.sentences))):
+                    return sentences
         return None
 
     @property
     def selectable(self) -> list[int]:
-        """Indices of the sentences that a summary may use: those with a letter, outside the references."""
-        included = [normalize_title(section.title) not in _REFERENCES for section in self.sections]
-        sentences = enumerate(self.sentences)
-        return [index for index, item in sentences if included[item.section] and _LETTER.search(item.text)]
+        """Indices of the sentences that a summary may use: whole ones.
+
+        Where most are not whole, as in notes without capitals or full stops, all that have a letter.
+        """
+        lettered = [index for index, sentence in enumerate(self.sentences) if _LETTER.search(sentence.text)]
+        whole = [index for index in lettered if self.sentences[index].is_whole]
+        return whole if 2 * len(whole) > len(lettered) else lettered
 
 
 def normalize_title(title: str) -> str:
     """Return a heading in lower case without its number: `2.1 Background:` becomes `background`."""
     words = title.strip().rstrip(".: ").casefold()
-    known = (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_REFERENCES)
+    known = (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_ABSTRACTS, *_REFERENCES)
     return words if words in known else _NUMBERING.sub("", words, count=1)
 
 
@@ -152,31 +200,55 @@ def build_document(
 
     Raises:
         DataError: there is no sentence, or the script has no punctuation that ends sentences.
+        RecipeError: sentences can't be split by the language.
     """
     blocks = [block for block in blocks if block.text.strip()]
-    language = language or detect_language((block.text for block in blocks), name)
+    language = (
+        check_language(language)
+        if language
+        else detect_language((block.text for block in blocks if block.kind == "prose"), name)
+    )
     sentences: list[Sentence] = []
+    passages: list[Sentence] = []
     headings: list[tuple[str, int, int]] = []  # title, level, first sentence
-    for block in blocks:
+    references = 0  # level of the heading of the references, while they last
+    for kind, block in _with_fields(blocks):
         if block.level:
             headings.append((_normalize_text(block.text), block.level, len(sentences)))
-        else:
-            headings = headings or [("", 0, 0)]
-            sentences.extend(_split_block(block, pages[(block.page or 1) - 1], language, len(headings) - 1))
+            if not 0 < references < block.level:
+                references = block.level if normalize_title(headings[-1][0]) in _REFERENCES else 0
+        headings = headings or [("", 0, 0)]
+        kind = "reference" if references and kind == "prose" else kind
+        split = _split_block(block, kind, pages[(block.page or 1) - 1], language, len(headings) - 1)
+        (sentences if kind == "prose" else passages).extend(split)
     if not sentences:
         raise DataError(f"{name} has no sentence to summarize: a text with words is expected.")
     ends = [first for _, _, first in headings[1:]] + [len(sentences)]
     sections = (Section(*heading, end) for heading, end in zip(headings, ends, strict=True))
-    return SourceDocument(name, tuple(pages), tuple(sections), tuple(sentences), language)
+    return SourceDocument(name, tuple(pages), tuple(sections), tuple(sentences), language, tuple(passages))
 
 
-def _split_block(block: TextBlock, source: str, language: str, section: int) -> Iterable[Sentence]:
+def _with_fields(blocks: Iterable[TextBlock]) -> Iterator[tuple[BlockKind, TextBlock]]:
+    """Yield blocks with their kinds. Short lines such as `Author: A. Name` above all other text are fields."""
+    is_head = True
+    for block in blocks:
+        text = block.text.strip()
+        is_prose = block.kind == "prose" and not block.level
+        is_field = is_prose and len(text) <= _MAX_FIELD and _FIELD.match(text) is not None and not _END.search(text)
+        is_head = is_head and (is_field or not is_prose)
+        yield ("heading" if block.level else "field" if is_head and is_field else block.kind), block
+
+
+def _split_block(block: TextBlock, kind: BlockKind, source: str, language: str, section: int) -> Iterable[Sentence]:
+    """Yield the sentences of prose, and any other block as a whole."""
     text = block.text
     span_starts = list(itertools.accumulate((len(span.text) for span in block.spans), initial=0))
-    for first, last in split_sentences(text, language):
+    left = len(text) - len(text.lstrip())
+    whole = [(left, len(text.rstrip()))]
+    for first, last in split_sentences(text, language) if kind == "prose" else whole:
         start, _ = _source_range(block.spans, span_starts, first)
         _, end = _source_range(block.spans, span_starts, last - 1)
-        yield Sentence(_normalize_text(text[first:last]), source[start:end], start, end, section, block.page)
+        yield Sentence(_normalize_text(text[first:last]), source[start:end], start, end, section, block.page, kind)
 
 
 def _source_range(spans: Sequence[TextSpan], span_starts: Sequence[int], position: int) -> tuple[int, int]:
@@ -184,6 +256,15 @@ def _source_range(spans: Sequence[TextSpan], span_starts: Sequence[int], positio
     index = bisect.bisect_right(span_starts, position) - 1
     span, offset = spans[index], position - span_starts[index]
     return (span.start + offset, span.start + offset + 1) if span.is_literal else (span.start, span.end)
+
+
+def aligned_spans(text: str, positions: Sequence[int]) -> Iterator[TextSpan]:
+    """Yield literal spans of a text whose characters stand at rising `positions` of the source."""
+    first = 0
+    for index in range(1, len(text) + 1):
+        if index == len(text) or positions[index] != positions[index - 1] + 1:
+            yield TextSpan(text[first:index], positions[first], positions[index - 1] + 1)
+            first = index
 
 
 def _normalize_text(text: str) -> str:

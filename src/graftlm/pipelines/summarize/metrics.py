@@ -1,11 +1,9 @@
-"""Metrics of summaries: ROUGE against a reference, copied n-grams by origin, and support in the source."""
+"""Metrics of summaries: ROUGE against a reference, and support in the source."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +13,6 @@ import numpy as np
 from graftlm.evaluation import Interval
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
 
-MAX_NGRAM = 25  # of copy curves
-_COLUMNS = ("copied", "extract", "introduction", "rest")
 _ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -50,51 +46,6 @@ def bootstrap(values: Sequence[float], seed: int = 0, samples: int = 1000) -> In
     low, high = np.percentile(array[draws].mean(axis=1), [2.5, 97.5])
     mean = float(array.mean())
     return Interval(mean=mean, low=min(float(low), mean), high=max(float(high), mean))
-
-
-@dataclass(frozen=True, slots=True)
-class CopyShare:
-    """Share of a summary's n-grams that occur in the source, in total and by origin.
-
-    An n-gram counts for the first of extract, introduction and rest that has it. The three shares sum to `copied`.
-    """
-
-    n: int
-    copied: float
-    extract: float
-    introduction: float
-    rest: float
-
-
-def copy_shares(
-    summary: str, document: str, extract: str = "", introduction: str = "", max_ngram: int = MAX_NGRAM
-) -> list[CopyShare]:
-    """Return the shares for n = 1 to `max_ngram`, or to the length of a shorter summary."""
-    words = split_words(summary)
-    runs = [_copied_runs(words, split_words(text)) for text in (extract, introduction, document)]
-    return [_copy_share(runs, n, len(words) - n + 1) for n in range(1, min(max_ngram, len(words)) + 1)]
-
-
-def _copied_runs(words: Sequence[str], source: Sequence[str]) -> list[int]:
-    """Return for each position the number of words from there that occur in the source as one run.
-
-    Positions are visited from last to first: if word i equals source word s, its run is 1 + the run at i + 1, s + 1.
-    """
-    positions: defaultdict[str, list[int]] = defaultdict(list)
-    for position, word in enumerate(source):
-        positions[word].append(position)
-    longest, runs = [], dict[int, int]()
-    for word in reversed(words):
-        runs = {position: 1 + runs.get(position + 1, 0) for position in positions.get(word, ())}
-        longest.append(max(runs.values(), default=0))
-    return longest[::-1]
-
-
-def _copy_share(runs: Sequence[Sequence[int]], n: int, count: int) -> CopyShare:
-    """Return the share of the `count` n-grams by their first origin; an origin has an n-gram if its run is n long."""
-    origins = Counter(next((index for index, run in enumerate(runs) if run[i] >= n), -1) for i in range(count))
-    shares = [origins[index] / count for index in range(len(runs))]
-    return CopyShare(n, (count - origins[-1]) / count, *shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +92,3 @@ def capitalized_names(text: str) -> list[str]:
 
 def _share(items: Sequence[Any], known: Collection[Any]) -> float | None:
     return sum(item in known for item in items) / len(items) if items else None
-
-
-def mean_copy_shares(documents: Iterable[Sequence[CopyShare]]) -> dict[int, Mapping[str, float]]:
-    """Return the mean shares over documents, by n. Documents shorter than n words are left out for that n."""
-    by_n: defaultdict[int, list[list[float]]] = defaultdict(list)
-    for share in itertools.chain.from_iterable(documents):
-        by_n[share.n].append([getattr(share, column) for column in _COLUMNS])
-    return {n: dict(zip(_COLUMNS, np.mean(rows, axis=0).tolist(), strict=True)) for n, rows in by_n.items()}

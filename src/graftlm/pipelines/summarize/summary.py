@@ -10,12 +10,12 @@ from typing import Any
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument
 from graftlm.pipelines.summarize.metrics import Faithfulness, faithfulness
+from graftlm.pipelines.summarize.ranking import DefaultSelector
 from graftlm.pipelines.summarize.readers import read_document
-from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, SumySelector, select
+from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
 from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.pipelines.summarize.writer import AbstractiveWriter
 
-DEFAULT_NOTE = "No trained selector is named: LexRank of sumy, which is not trained, chose the sentences."
 _MIN_OVERLAP = 0.3  # F1 of words from which the nearest extracted sentence counts as support
 
 
@@ -59,7 +59,7 @@ class Summary:
         return self.extract.document
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary with its extract, links, metrics and notes."""
+        """Return the summary with its extract, links, metrics and notes, and the document's own abstract."""
         return {
             "document": self.document.name,
             "summary": self.text,
@@ -68,6 +68,7 @@ class Summary:
             "links": [{"text": link.text, "nearest": link.index, "overlap": link.overlap} for link in self.links],
             "faithfulness": asdict(self.faithfulness),
             "language": self.document.language,
+            "abstract": [self.document.sentences[index].text for index in self.document.abstract or ()],
             "notes": list(self.notes),
         }
 
@@ -84,7 +85,7 @@ def summarize(
 
     Args:
         document: a document or a file.
-        selector: ranks the sentences; None takes LexRank, and a note says so.
+        selector: ranks the sentences; None takes `DefaultSelector`.
         writer: writes the summary from the extract; None returns the extract itself.
         budget: limit of the extract; None allows ten sentences.
         language: language of a file, as for `read_document`.
@@ -95,15 +96,15 @@ def summarize(
     """
     if not isinstance(document, SourceDocument):
         document = read_document(document, language)
-    extract = select(document, selector or SumySelector(), budget or Budget(), writer.count_tokens if writer else None)
+    extract = select(
+        document, selector or DefaultSelector(), budget or Budget(), writer.count_tokens if writer else None
+    )
     if not extract.indices:
         raise DataError(f"{document.name} has no sentence with a letter in it: a text with words is expected.")
-    notes = [*([DEFAULT_NOTE] if selector is None else []), *extract.notes]
-    if document.name.lower().endswith(".rst"):
-        notes.append(
-            f"{document.name} is read as plain text, as there is no reader of reStructuredText: its directives and "
-            "fields may count as sentences."
-        )
+    notes = list(extract.notes)
+    if document.abstract:
+        first, last = document.abstract[0] + 1, document.abstract[-1] + 1
+        notes.append(f"{document.name} has an abstract of its own: sentences {first} to {last} of its text.")
     if writer is None:
         return Summary(extract, extract.text, None, (), faithfulness(extract.text, document.text), tuple(notes))
     output = writer.write(extract)

@@ -10,22 +10,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from graftlm.errors import DataError, MissingExtraError
+from graftlm.errors import DataError, MissingExtraError, RecipeError
 
 _DISTRIBUTIONS = {"markdown_it": "markdown-it-py", "rouge_score": "rouge-score"}  # where it differs from the module
 _LINE_BREAK = re.compile(r"[\r\n]")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
+MAX_SENTENCE = 1000  # characters
 _SCRIPT_SAMPLE = 20_000  # characters read to detect the script
 _LANGUAGES = {
     "LATIN": "en", "CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "ARABIC": "ar", "HEBREW": "he",
     "DEVANAGARI": "hi", "BENGALI": "bn", "CYRILLIC": "ru", "GREEK": "el", "ARMENIAN": "hy", "ETHIOPIC": "am",
     "MYANMAR": "my", "KHMER": "km",
 }  # fmt: skip
+_LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(?:-\w{2,8})*", re.IGNORECASE)
+_UNSPLIT_LANGUAGES = ("th", "lo", "bo")
 _UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN")  # no punctuation mark ends their sentences
 
 
 def import_extra(module: str, purpose: str) -> Any:
-    """Import a module of the extra `summarize`, such as `markdown_it` or `sumy.summarizers.lex_rank`.
+    """Import a module of the extra `summarize`, such as `markdown_it`.
 
     Raises:
         MissingExtraError: the package is not installed.
@@ -60,16 +63,56 @@ def detect_language(texts: Iterable[str], name: str = "The text") -> str:
     return _LANGUAGES.get(script, "en")
 
 
+def check_language(code: str) -> str:
+    """Return a language code in lower case.
+
+    Raises:
+        RecipeError: it is no code, or no mark ends a sentence of the language.
+    """
+    if not _LANGUAGE_CODE.fullmatch(code):
+        raise RecipeError(
+            f"{code!r} is no language that sentences can be split by: a code such as en, de or zh is expected."
+        )
+    if code.lower().split("-")[0] in _UNSPLIT_LANGUAGES:
+        raise RecipeError(
+            f"No mark ends a sentence of the language {code!r}, which can't be split: give a text in another language."
+        )
+    return code.lower()
+
+
 def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
-    """Yield start and end of each sentence of a paragraph, without surrounding white space."""
+    """Yield start and end of each sentence of a paragraph, without surrounding white space.
+
+    `!` or `?` before a small letter, as in "await! is", ends no sentence. A sentence of more than `MAX_SENTENCE`
+    characters is divided after a comma or space.
+    """
     sentencex: Any = import_extra("sentencex", "Splitting sentences")
+    pending = None
     for boundary in sentencex.get_sentence_boundaries(language, _LINE_BREAK.sub(" ", text)):  # keeps the length
         start, end = boundary["start_index"], boundary["end_index"]
-        sentence = text[start:end]
-        stripped = sentence.strip()
-        if stripped:
-            start += len(sentence) - len(sentence.lstrip())
-            yield start, start + len(stripped)
+        is_inside = (
+            text[max(start - 8, 0) : start].rstrip()[-1:] in ("!", "?") and text[start:end].lstrip()[:1].islower()
+        )
+        if pending is not None and not is_inside:
+            yield from _short_parts(text, pending, start)
+            pending = None
+        pending = start if pending is None else pending
+    if pending is not None:
+        yield from _short_parts(text, pending, len(text))
+
+
+def _short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the stripped range, divided where it is too long."""
+    while start < end:
+        cut = end
+        if end - start > MAX_SENTENCE:
+            cuts = (text.rfind(mark, start, start + MAX_SENTENCE) + 1 for mark in (";", ",", " "))
+            cut = next((cut for cut in cuts if cut > start + MAX_SENTENCE // 2), start + MAX_SENTENCE)
+        part = text[start:cut]
+        if stripped := part.strip():
+            first = start + len(part) - len(part.lstrip())
+            yield first, first + len(stripped)
+        start = cut
 
 
 def split_words(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from graftlm.pipelines.summarize.document import TextBlock, TextSpan
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.text import import_extra
 
 _HEADING_LEVELS = {
@@ -24,6 +24,13 @@ _PROSE_ENVIRONMENTS = {
     "theorem", "lemma", "proof", "definition", "proposition", "corollary", "remark", "example", "minipage", "samepage",
     "small",
 }  # fmt: skip
+_KINDS: dict[str, BlockKind] = {
+    **dict.fromkeys(("equation", "align", "gather", "multline", "eqnarray", "displaymath", "math"), "formula"),
+    **dict.fromkeys(("table", "tabular", "tabularx", "longtable"), "table"),
+    **dict.fromkeys(("figure", "wrapfigure"), "caption"),
+    **dict.fromkeys(("verbatim", "lstlisting", "minted", "algorithm", "Verbatim"), "code"),
+    "thebibliography": "reference",
+}
 _SYMBOL_MACROS = {
     "%", "&", "$", "#", "_", "{", "}", "LaTeX", "TeX", "ldots", "dots", "ss", "ae", "oe", "aa", "o", "l", "AE", "OE",
     "AA", "O", "L", "i", "j", " ", ",", "textendash", "textemdash", "\\", "copyright",
@@ -36,7 +43,8 @@ _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 def latex_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of the document's body. Inline formulas keep their source.
 
-    Tables, figures, displayed formulas, code, footnotes and citations are skipped.
+    Tables, figures, displayed formulas and code keep their source as blocks of their kinds; footnotes and citations are
+    skipped.
     """
     walker: Any = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
     latex2text: Any = import_extra("pylatexenc.latex2text", "Reading LaTeX")
@@ -90,6 +98,8 @@ class _LatexBlockParser:
     def _handle_formula(self, node: Any) -> None:
         if node.displaytype == "inline":
             self._add_literal(node.pos, node.pos + node.len)
+        else:
+            self._add_kind(node, "formula")
 
     def _handle_specials(self, node: Any) -> None:
         if node.specials_chars.startswith("\n"):
@@ -104,6 +114,14 @@ class _LatexBlockParser:
                 self._blocks.append(TextBlock((TextSpan("Abstract", node.pos, node.pos),), 1))
             self.walk(node.nodelist)
             self._close_block()
+        elif kind := _KINDS.get(node.environmentname.rstrip("*")):
+            self._add_kind(node, kind)
+
+    def _add_kind(self, node: Any, kind: BlockKind) -> None:
+        """Add a block of the node's source."""
+        self._close_block()
+        self._add_literal(node.pos, node.pos + node.len)
+        self._close_block(kind=kind)
 
     def _handle_macro(self, node: Any) -> None:
         name = node.macroname.rstrip("*")
@@ -144,7 +162,7 @@ class _LatexBlockParser:
         if text:
             self._spans.append(TextSpan(text, node.pos, node.pos + node.len))
 
-    def _close_block(self, level: int = 0) -> None:
+    def _close_block(self, level: int = 0, kind: BlockKind = "prose") -> None:
         if self._spans:
-            self._blocks.append(TextBlock(tuple(self._spans), level))
+            self._blocks.append(TextBlock(tuple(self._spans), level, kind=kind))
         self._spans = []

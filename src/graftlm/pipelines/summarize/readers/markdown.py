@@ -6,20 +6,28 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from graftlm.pipelines.summarize.document import TextBlock, TextSpan
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan, aligned_spans
 from graftlm.pipelines.summarize.text import import_extra
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _FRONT_MATTER = re.compile(r"\A ?---[ \t]*\r?\n.*?^(?:---|\.\.\.)[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*\r?$", re.MULTILINE)
 _LINK_END = re.compile(r"\](?:\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)|\[[^\]]*\])?")
 
 
 def markdown_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings. Front matter, code, tables and raw HTML are skipped."""
+    """Yield paragraphs, list items and headings, and other blocks by their kind. Raw HTML is skipped.
+
+    Front matter and boxes to tick are fields; an item that is a link to a heading is furniture.
+    """
     markdown: Any = import_extra("markdown_it", "Reading Markdown")
     parser = markdown.MarkdownIt("commonmark").enable(["table", "strikethrough"]).disable("text_join")
     front_matter = _FRONT_MATTER.match(text)
     skipped = front_matter.end() if front_matter else 0
+    if skipped:
+        yield TextBlock((TextSpan(text[:skipped], 0, skipped),), kind="field")
+        if title := _TITLE.search(text, 0, skipped):
+            yield TextBlock((TextSpan(title[1], *title.span(1)),), 1)
     lines = [(match.start() + skipped, match.group().rstrip("\r\n")) for match in _LINE.finditer(text[skipped:])]
     level, in_table = 0, False
     for token in parser.parse(text[skipped:]):
@@ -27,9 +35,21 @@ def markdown_blocks(text: str) -> Iterator[TextBlock]:
             in_table = token.type == "table_open"
         elif token.type == "heading_open":
             level = int(token.tag[1])
-        elif token.type == "inline" and not in_table:
-            yield TextBlock(tuple(_spans(token, lines[token.map[0] :])), level)
+        elif token.type in ("fence", "code_block"):
+            first, last = (lines[min(index, len(lines) - 1)][0] for index in token.map)
+            yield TextBlock((TextSpan(text[first:last], first, last),), kind="code")
+        elif token.type == "inline":
+            kind = "table" if in_table else _inline_kind(token)
+            yield TextBlock(tuple(_spans(token, lines[token.map[0] :])), level, kind=kind)
             level = 0
+
+
+def _inline_kind(token: Any) -> BlockKind:
+    if re.match(r"\[[ xX]\]\s", token.content):
+        return "field"
+    if token.content.startswith("$$"):
+        return "formula"
+    return "furniture" if re.fullmatch(r"\[[^\]]*\]\(#[^)]*\)", token.content.strip()) else "prose"
 
 
 def _spans(token: Any, lines: list[tuple[int, str]]) -> Iterator[TextSpan]:
@@ -40,7 +60,7 @@ def _spans(token: Any, lines: list[tuple[int, str]]) -> Iterator[TextSpan]:
         parts = [(content, 0, len(content))]
     for text, start, end in parts:
         if "\n" in content[start:end]:
-            yield from (TextSpan(text[i], offsets[start + i], offsets[start + i] + 1) for i in range(len(text)))
+            yield from aligned_spans(text, offsets[start:end])
         elif end > start:
             yield TextSpan(text, offsets[start], offsets[end - 1] + 1)
 

@@ -1,0 +1,79 @@
+"""Plain text reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from graftlm.pipelines.summarize.document import TextBlock, TextSpan
+
+_MAX_HEADING_WORDS = 12
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
+_UNDERLINE = re.compile(r"^\s*([=\-~^\"'`#*+_.])\1{2,}\s*$")
+_UNDERLINE_LEVELS = {"=": 1, "#": 1, "*": 1, "-": 2}
+_LIST_ITEM = re.compile(r"^\s*(?:[-*+•‣–]|\(?\d{1,3}[.)]|\(?[a-z]\))[ \t]+(?=\S)")
+_NUMBERED_HEADING = re.compile(r"^\s*((?:\d{1,2}|[A-H])(?:\.\d{1,2}){0,3})\.?[ \t]+[^\W\d_a-z]")
+_KNOWN_HEADING = re.compile(
+    r"^\s*(?:(?:\d{1,2}|[IVX]+)\.?\s+)?(abstract|summary|introduction|motivation|background|overview|related work|"
+    r"methods?|materials and methods|results?|discussion|conclusions?|acknowledge?ments?|references|bibliography|"
+    r"appendix(?: \w)?)\s*[.:]?\s*$",
+    re.IGNORECASE,
+)
+_GAP = re.compile(r"\S(?:[ \t]{3,}|\t)\S")
+_SENTENCE_ENDS = ".!?;,。！？"
+
+
+def plain_blocks(text: str) -> Iterator[TextBlock]:
+    """Yield paragraphs, list items and headings of plain text; what does not look like prose is a table."""
+    paragraph: list[TextSpan] = []
+    lines = [TextSpan(match.group(), match.start(), match.end()) for match in _LINE.finditer(text) if match.group()]
+    for index, line in enumerate(lines):
+        following = lines[index + 1].text if index + 1 < len(lines) else ""
+        level = heading_level(line.text, following, isolated=not (paragraph or following.strip()))
+        marker = list_item(line.text)
+        if paragraph and (level or marker or not line.text.strip()):
+            yield _paragraph(paragraph)
+            paragraph = []
+        if level:
+            yield TextBlock((line,), level)
+        elif not _UNDERLINE.match(line.text) and line.text.strip():
+            paragraph.append(TextSpan(line.text[marker:], line.start + marker, line.end))
+    if paragraph:
+        yield _paragraph(paragraph)
+
+
+def _paragraph(spans: list[TextSpan]) -> TextBlock:
+    block = TextBlock(tuple(spans))
+    return block if looks_like_prose(block.text) else TextBlock(block.spans, kind="table")
+
+
+def list_item(line: str) -> int:
+    """Return where the text of a list's item begins; 0 for any other line."""
+    match = _LIST_ITEM.match(line)
+    return match.end() if match else 0
+
+
+def looks_like_prose(text: str) -> bool:
+    """Whether most characters are letters, and most lines have no gap as columns have."""
+    dense = "".join(text.split())
+    gaps = len(_GAP.findall(text))
+    return 2 * sum(map(str.isalpha, dense)) > len(dense) and gaps < max(2, len(text.strip().splitlines()))
+
+
+def heading_level(line: str, following: str, *, isolated: bool) -> int:
+    """Return the level of a heading, or 0 for any other line."""
+    words = line.split()
+    if not words or len(words) > _MAX_HEADING_WORDS or _UNDERLINE.match(line):
+        return 0
+    underline = _UNDERLINE.match(following)
+    if underline and len(following.strip()) >= min(len(line.strip()), 4):
+        return _UNDERLINE_LEVELS.get(underline[1], 3)
+    if not isolated:
+        return 0
+    if _KNOWN_HEADING.match(line):
+        return 1
+    if line.strip()[-1] in _SENTENCE_ENDS:
+        return 0
+    if numbered := _NUMBERED_HEADING.match(line):
+        return 1 + numbered[1].count(".")
+    return 1 if line.isupper() and len(line.strip()) > 3 else 0
