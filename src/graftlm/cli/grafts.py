@@ -272,7 +272,7 @@ def export(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write backbone and graft, or a model trained from scratch, as one model for transformers."""
+    """Write backbone and graft as one model for transformers."""
     configure_logging()
     from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
     from graftlm.export import export_graft, export_model
