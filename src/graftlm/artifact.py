@@ -175,9 +175,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(
-            f"{folder} has no {JSON_NAME}, so it is not a graft: name a folder that graft train wrote."
-        ) from None
+        inside = (Path(folder) / "graft" / JSON_NAME).exists()
+        remedy = f"name {folder}/graft" if inside else "name a folder that graft train wrote"
+        raise ArtifactError(f"{folder} has no {JSON_NAME}, so it is not a graft: {remedy}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):

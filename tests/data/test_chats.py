@@ -201,13 +201,14 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
     ("messages", "message"),
     [
         ("hello", r"str for messages"),
-        ([], r"list for messages"),
+        ([], r"has no messages: leave"),
         (None, r"NoneType for messages"),
         (["hello"], r"message 1 is str"),
         ([{"role": "bot", "content": "a"}], r"the role 'bot'"),
         ([{"content": "a"}], r"the role None"),
         ([{"role": USER, "content": "a"}], r"no assistant's turn"),
         ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], r"message 1 has content of the type int"),
+        ([{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": " "}], r"message 2 is an empty answer"),
         ([{"role": ASSISTANT, "content": "b"}], r"message 1 of the role assistant stands first"),
         (
             [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": None}],

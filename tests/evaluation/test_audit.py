@@ -240,7 +240,7 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
     within = audit(base, tuned, budget={"own_kl": 1e9, "news_lost": 100}, texts={"news": TEXT}, **SIZES)
     within.check_budget()
     for budget, message in (
-        ({"own_lk": 1.0}, r"no metric 'own_lk' .*did you mean own_kl"),
+        ({"own_lk": 1.0}, r"no metric 'own_lk' .*it has own_kl, chat_kl"),
         ({"news_lost": 1.0}, r"no metric 'news_lost'"),
     ):
         with pytest.raises(EvaluationError, match=message):

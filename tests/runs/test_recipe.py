@@ -44,6 +44,14 @@ def recipe(tmp_path: Path, tiny_backbone) -> Recipe:
     return Recipe.parse(values(tmp_path, tiny_backbone("llama")))
 
 
+def test_a_tracker_is_looked_up_before_anything_is_loaded(tmp_path: Path, tiny_backbone) -> None:
+    changed = values(tmp_path, tiny_backbone("llama"))
+    changed["backbone"]["name"] = str(tmp_path / "nowhere")
+    changed["training"]["tracker"] = "wandbb"
+    with pytest.raises(GraftError, match="no tracker 'wandbb' .did you mean wandb"):
+        run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+
+
 def test_a_method_that_does_not_fit_is_an_error_before_another_trains(tmp_path: Path, tiny_backbone) -> None:
     methods = {"lora": {"graft": {"kind": "lora"}}, "deep": {"graft": {"kind": "llama-pro", "blocks": 400}}}
     changed = values(tmp_path, tiny_backbone("llama"), methods=methods)

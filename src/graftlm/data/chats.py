@@ -66,7 +66,9 @@ def read_chat(value: Any, where: str, tools: Any = None) -> ChatExample:
     Raises:
         DataError: the list has another form, no assistant's turn, or its roles are out of order.
     """
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if isinstance(value, Sequence) and not value:
+        raise DataError(f"{where} has no messages: leave the conversation out.")
+    if not isinstance(value, Sequence) or isinstance(value, str):
         raise DataError(f"{where} has {type(value).__name__} for messages, but a list of messages is expected.")
     messages = tuple(_read_message(message, f"{where}, message {n}") for n, message in enumerate(value, start=1))
     if not any(message["role"] == "assistant" for message in messages):
@@ -85,6 +87,10 @@ def read_chat(value: Any, where: str, tools: Any = None) -> ChatExample:
             raise DataError(
                 f"{where}, message {number} of the role {role} stands {behind}: roles are expected in the order "
                 "system, then user and assistant in turn, with tool behind assistant."
+            )
+        if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
+            raise DataError(
+                f"{where}, message {number} is an empty answer, which teaches to say nothing: leave it out."
             )
         before = role
     return ChatExample(messages, tuple(tools or ()), where)

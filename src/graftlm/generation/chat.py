@@ -72,8 +72,10 @@ def talk(session: ChatSession, write: Callable[[str], Any]) -> None:
             write(HELP)
         elif command == "/reset":
             session.reset()
-        elif command == "/system":
-            session.reset(rest.strip() or None)
+            write("The conversation begins anew.\n")
+        elif command == "/system" and rest.strip():
+            session.reset(rest.strip())
+            write("The conversation begins anew, with this system message.\n")
         elif command.startswith("/"):
             write(f"There is no command {command}. {HELP}")
         elif text:

@@ -35,6 +35,7 @@ from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
+from graftlm.training.distributed import check_tracker
 
 AnyRecipe: TypeAlias = "Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe"
 
@@ -253,6 +254,7 @@ def _run(
 ) -> Results:
     """Execute runs, and write their report; the recipe is kept beside it. `frontier` has the ids of rows by method."""
     main = PartialState().is_main_process
+    check_tracker(recipe.training.tracker)  # before anything is loaded or sampled
     for run in runs:
         if isinstance(run, GraftRun) and run.graft is not None and run.training.steps:
             check_sources(run.data)

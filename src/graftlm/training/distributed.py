@@ -108,9 +108,11 @@ class DistributedContext:
             raise TrainingError(problem or "The main process stopped the run: read its message.")
 
 
-def check_tracker(name: str) -> None:
+def check_tracker(name: str | None) -> None:
     """Raise a sentence where Accelerate does not know a tracker, or its package is absent."""
     known = {str(tracker) for tracker in LOGGER_TYPE_TO_CLASS}  # each is called as its package is
+    if name is None:
+        return
     if name not in known:
         raise TrainingError(f"Accelerate has no tracker {name!r}{did_you_mean(name, known)}.")
     try:
@@ -148,8 +150,7 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         TrainingError: Accelerate does not know the tracker.
         MissingExtraError: the tracker's package is absent.
     """
-    if config.tracker is not None:
-        check_tracker(config.tracker)
+    check_tracker(config.tracker)
     was_training = model.training
     with _accelerator(model, config, out) as accelerator:
         if config.batch_size % (processes := accelerator.num_processes):

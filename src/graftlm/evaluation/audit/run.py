@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from graftlm.config import Config
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.own_text import OwnText, sample_own_text
-from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError, did_you_mean
+from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError
 from graftlm.evaluation.audit.chats import (
     answer_questions,
     behaviour,
@@ -175,7 +175,9 @@ def _check_names(documents: Mapping[str, Any], config: AuditConfig) -> None:
     known += [f"{name}_{task.metric}_lost" for name, task in config.examples.items()]
     for name in config.budget:
         if name not in known:
-            raise EvaluationError(f"There is no metric {name!r} for a budget{did_you_mean(name, known)}.")
+            raise EvaluationError(
+                f"This audit has no metric {name!r} for a budget (it has {', '.join(known) or 'none'})."
+            )
     taken = {"own", "chat", "changed", "stops", "keeps_template", "same_language"} & {*documents}
     if taken:
         raise DataError(f"The name {min(taken)!r} of a text is that of a metric: give it another name.")
@@ -252,7 +254,9 @@ class _Auditor:
         if chats.any():
             self.metrics[1]["chat_kl"] = scores.subset(chats).interval("kl_per_token")
         else:
-            self.notes.append("BASE has no usable chat template, so there are no conversations to compare.")
+            self.notes.append(
+                "BASE sampled no conversation: it has no usable chat template, or its user's turns do not end."
+            )
         self.metrics[1]["changed_tokens"] = changed_tokens(compared, by_document=True)
 
     def _compare(self, name: str, windows: list[Any], title: str) -> list[TokenComparison]:
