@@ -32,7 +32,7 @@ class CompatibilityRun(Run):
     family: str
 
     def measure(self, context: RunContext) -> Measurement:
-        from graftlm.testing.compatibility import CELLS, Cell, compatibility
+        from experiments.compatibility.cells import CELLS, Cell, compatibility
 
         examples = _test_module("laws.examples")
         cells: dict[str, dict[str, Cell]] = {}

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import app
+from experiments.compatibility.cells import CELLS
 from experiments.compatibility.run import QUICK, page
 from graftlm.evaluation import Results
 from graftlm.grafts import kinds
-from graftlm.testing.compatibility import CELLS
 from mutations.table import MUTATIONS
 from tiny import FAMILIES, MORE_FAMILY_CONFIGS
 
