@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import exported_probe
 from cli.tools import invoke
 from graftlm import export
-from graftlm.backbone import Backbone, load_backbone
-from graftlm.errors import ArtifactError, RecipeError
+from graftlm.backbone import Backbone, Sites, load_backbone, register_family
+from graftlm.errors import ArtifactError, RecipeError, UnknownFamilyError
 from graftlm.export import export_graft, export_model
 from graftlm.grafts import ExportedAdapter, Graft, GraftedModel, graft_config
 from graftlm.grafts.neutral_residues import NeutralResidues
@@ -463,6 +463,30 @@ def test_a_file_that_computes_something_else_is_not_written(monkeypatch: Any, tm
     with pytest.raises(ArtifactError, match="does not compute what the graft computes .logits differ by"):
         export_graft(detached(KINDS["neutral-residues"], backbone), backbone, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_that_is_left_out_shows_in_half_precision_too(monkeypatch: Any, tmp_path: Path) -> None:
+    whole = NeutralResidues.exported_adapter
+
+    def without_effect(graft: NeutralResidues, backbone: Backbone) -> ExportedAdapter:
+        adapter = whole(graft, backbone)
+        return replace(adapter, source=adapter.source.replace("return adapted", "return 0 * adapted"))
+
+    monkeypatch.setattr(NeutralResidues, "exported_adapter", without_effect)
+    backbone = Backbone.wrap(tiny_model("llama").to(torch.bfloat16), tiny_tokenizer())  # type: ignore[arg-type]
+    with randomise(attach_graft(backbone, KINDS["neutral-residues"]).eval(), 0.05) as model:
+        graft = model.grafts["graft"]
+    assert isinstance(graft, Graft)
+    with pytest.raises(ArtifactError, match="logits differ by .* and the graft changes them by"):
+        export_graft(graft, backbone, tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["layers", "activation", "reads_positions", "ffn"])
+def test_a_family_from_a_file_puts_no_code_into_the_export(name: str) -> None:
+    code = '", __import__("os").abort(), "'
+    row = asdict(Sites(tiny_model("llama")).family)
+    with pytest.raises(UnknownFamilyError, match="names of modules and fields are expected"):
+        register_family("never", row | {name: ["x", code] if name == "reads_positions" else code})
 
 
 def test_a_full_disk_leaves_nothing(monkeypatch: Any, tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ ROWS = {
 
 
 def conversations(data: Path) -> dict[str, list[tuple[str, str]]]:
-    """Questions and answers: `train`, three sets for tests, `validation`; no other shares a value with `train`."""
+    """Questions and answers: `train`, three sets for tests, `validation`.
+
+    No question of the others is in `train`, and no answer of more than 40 characters.
+    """
     maths, maths_test = (list(_maths(data / name)) for name in (MATHS, MATHS_TEST))
     code = [(row["text"], row["code"].replace("\r", "").strip()) for row in _lines(data / CODE)]
     reading = list(_reading(data / READING))
@@ -106,7 +109,7 @@ class ChatStudy(Study):
         return {"path": path, "messages_column": "messages", "limit_documents": limit}
 
     def run(self, name: str, rate: float, seed: int, *, search: bool = False) -> BehaviourRun:
-        """A row at one rate: on the tests, or in a third of the steps on validation."""
+        """A row at one rate: on the tests, or in half of the steps on validation."""
         row, quick = ROWS[name], self.options.quick
         tests = ["validation"] if search else ["test_maths", "test_code", "test_reading"]
         text = {"path": str(self.options.data / (SHAKESPEARE if search else WIKITEXT)), "limit_characters": 60_000}

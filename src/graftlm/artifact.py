@@ -250,7 +250,8 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
     folder, earlier = Path(folder), {}
     for name in read_manifest(folder).trained_after:
         beside = folder.absolute().parent.parent / name / "graft"
-        if not (beside / JSON_NAME).is_file():
+        is_name = name.replace("-", "_").isidentifier()  # of a stage, and no path of a foreign file's choice
+        if not (is_name and folder.is_dir() and (beside / JSON_NAME).is_file()):
             raise ArtifactError(
                 f"The graft {folder} was trained beside {name}, which is not in {beside}: put it there, as graft grow "
                 "did."

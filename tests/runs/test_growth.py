@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
     texts = {"danish": load_tests(recipe.data.test)["danish"]}
     evaluated = evaluate_graft(last, texts=texts, evaluation=recipe.evaluation.model_copy(update={"length": 16}))
     assert value_of(evaluated.rows[1].metrics["danish"]) == pytest.approx(value_of(both["danish"]), abs=1e-4)
+    manifest = json.loads((last / "graft.json").read_text(encoding="utf-8"))
+    manifest["training"]["trained_after"] = ["../run/new"]
+    (last / "graft.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="was trained beside ../run/new, which is not in"):
+        load_grafts(last, backbone)
+    manifest["training"]["trained_after"] = ["new"]
+    (last / "graft.json").write_text(json.dumps(manifest), encoding="utf-8")
     shutil.rmtree(tmp_path / "run" / "new" / "graft")
     with pytest.raises(ArtifactError, match="was trained beside new, which is not in .*: put it there"):
         load_grafts(last, backbone)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,6 +85,23 @@ class Family:
     one_stream: bool = True
     separates_documents: bool = True
     reads_positions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in _texts(vars(self)):  # they come from files, and stand in the code of exported models
+            if not re.fullmatch(r"[\w.]*", text):
+                raise UnknownFamilyError(
+                    f"A family has {text!r}, but names of modules and fields are expected: letters, digits, _ and dots."
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in nested fields."""
+    fields = vars(value) if isinstance(value, Sublayer) else value
+    if isinstance(fields, str):
+        yield fields
+    elif isinstance(fields, Mapping | Iterable):
+        for inner in fields.values() if isinstance(fields, Mapping) else fields:
+            yield from _texts(inner)
 
 
 _LLAMA = Family(

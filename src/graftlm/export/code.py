@@ -141,8 +141,7 @@ def _sites(family: Family) -> list[str]:
     entry = re.compile(rf"^{re.escape(family.ffn.entry)}\.")
     *ffn_in, ffn_out = (entry.sub(r"\g<0>ffn.", path) for path in (*family.ffn_in, family.ffn_out))
     row, defaults = asdict(replace(family, ffn_in=tuple(ffn_in), ffn_out=ffn_out)), Family.__dataclass_fields__
-    lines = [f"        {key!r}: {value!r}," for key, value in row.items() if value != defaults[key].default]
-    return [line.replace("'", '"') for line in lines]
+    return [f"        {key!r}: {value!r}," for key, value in row.items() if value != defaults[key].default]
 
 
 @torch.no_grad()
@@ -153,6 +152,7 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
     from graftlm.grafts.model import GraftedModel
 
     ids = torch.arange(1, 6, device=backbone.device)[None] * backbone.config.get_text_config().vocab_size // 6
+    bare = backbone.bare_model(input_ids=ids, use_cache=False).logits
     with GraftedModel(backbone, {"graft": graft}) as model:
         expected = model.eval()(input_ids=ids).logits
     try:
@@ -163,5 +163,7 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
         gap, largest = (saved(input_ids=ids, use_cache=False).logits - expected).abs().max(), expected.abs().max()
     except Exception as error:  # whatever a model's code raises
         return first_line(error)
-    rounding = max(1e-4, 16 * torch.finfo(expected.dtype).eps)
-    return "" if gap <= rounding * largest else f"logits differ by {gap:.2g} where the largest is {largest:.2g}"
+    rounding, effect = max(1e-4, 16 * torch.finfo(expected.dtype).eps), (bare - expected).abs().max()
+    if gap <= 1e-4 * largest or (gap <= rounding * largest and gap <= effect / 4):  # without the graft it is `effect`
+        return ""
+    return f"logits differ by {gap:.2g} where the largest is {largest:.2g}, and the graft changes them by {effect:.2g}"
