@@ -46,6 +46,16 @@ FIGURES = {
         "0.155": "finetune.own_kl",
         "0.030": "neutral_self.own_kl",
     },
+    "chat_smollm2": {
+        "0.043": "lora_replay.own_kl",
+        "0.029": "adapter_replay.own_kl",
+        "0.028": "neutral_replay.own_kl",
+        "0.105": "lora.own_kl",
+        "0.347": "lora_replay.learned",
+        "0.321": "adapter_replay.learned",
+        "0.306": "neutral_replay.learned",
+        "0.383": "lora.learned",
+    },
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",
         "0.274": "lora.forgotten",
