@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -527,3 +528,25 @@ def test_a_budget_is_compared_with_the_mean() -> None:
     assert own.low < own.mean < own.high
     for budget, met in (((own.low + own.mean) / 2, False), (own.mean, True), ((own.mean + own.high) / 2, True)):
         assert audit(base, tuned, budget={"own_kl": budget}, **SIZES).results.aims[0].met is met
+
+
+@pytest.mark.parametrize(
+    ("template", "difference"),
+    [
+        (CHAT_TEMPLATE, None),
+        (CHAT_TEMPLATE + "{# the same text #}", None),
+        (CHAT_TEMPLATE.replace("assistant\n", "model\n"), r"assistant\\n' of BASE is .*model\\n' in TUNED"),
+        (None, r"TUNED has none"),
+        ("{{ raise_exception('no') }}", r"can't be filled: no"),
+    ],
+)
+def test_another_chat_template_is_noted(template: str | None, difference: str | None) -> None:
+    base = chatting()
+    tokenizer = copy.deepcopy(base.need_tokenizer())
+    tokenizer.chat_template = template
+    tuned = Backbone.wrap(copy.deepcopy(base.model), tokenizer, "tuned")
+    notes = [note for note in audit(base, tuned, **(CHATS | {"tokens": 100})).notes if "chat templates differ" in note]
+    if difference is None:
+        assert not notes
+    else:
+        assert re.search(difference, notes[0])

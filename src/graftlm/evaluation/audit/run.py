@@ -30,7 +30,13 @@ from graftlm.evaluation.audit.chats import (
     template_questions,
 )
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows, scores_of, widest_passages
-from graftlm.evaluation.audit.models import Auditable, AuditedModel, load_pair, tokenizer_difference
+from graftlm.evaluation.audit.models import (
+    Auditable,
+    AuditedModel,
+    load_pair,
+    template_difference,
+    tokenizer_difference,
+)
 from graftlm.evaluation.audit.page import Conversation, render_page
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
@@ -207,6 +213,7 @@ class _Auditor:
     def run(self, base: Auditable, out: str | Path | None) -> Audit:
         difference = tokenizer_difference(*(model.tokenizer for model in self.pair))
         if difference is None:
+            self._note_templates()
             samples = self._sample(base, out)
             self._compare_own_text(samples)
             self._compare_texts()
@@ -226,6 +233,13 @@ class _Auditor:
                 "compared: name a text (--text NAME=PATH), which gives bits per byte, or a task (--tasks NAME)."
             )
         self.notes.append(f"The tokenizers differ ({difference}), so bits per byte and tasks are all that is compared.")
+
+    def _note_templates(self) -> None:
+        if difference := template_difference(*(model.tokenizer for model in self.pair)):
+            self.notes.append(
+                f"The chat templates differ ({difference}). Both models are measured in BASE's: how TUNED does in its "
+                "own is not seen."
+            )
 
     def _sample(self, given: Auditable, out: str | Path | None) -> list[OwnText]:
         """Text of the base's own; none where it has no tokens to sample."""
