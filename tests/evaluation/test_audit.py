@@ -402,7 +402,7 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>"]})  # type: ignore[arg-type]
     opens: Any = tokenizer.convert_tokens_to_ids("<|in|>")
-    word = VOCABULARY - 1
+    word = tokenizer("a")["input_ids"][-1]
     questions = [ChatQuestion([word, word], "?"), ChatQuestion([word], "?")]
     ends, runs_on, breaks = (
         answer_questions(Replies(reply), tokenizer, questions, max_new_tokens=3)
@@ -550,3 +550,26 @@ def test_another_chat_template_is_noted(template: str | None, difference: str | 
         assert not notes
     else:
         assert re.search(difference, notes[0])
+
+
+def test_special_tokens_that_the_tuned_model_added_break_the_template() -> None:
+    tokenizer, tuned = tiny_tokenizer(), tiny_tokenizer()
+    known, word, added = 40, 41, len(tokenizer)
+    special: Any = [tuned.convert_ids_to_tokens(known), "<|call|>"]
+    tuned.add_special_tokens({"additional_special_tokens": special})
+    assert tuned.convert_tokens_to_ids(special) == [known, added]
+    question = [ChatQuestion([word], "?")]
+    keeps = [
+        answer_questions(Replies([token, EOS]), tokenizer, question, tuned_tokenizer=tuned, max_new_tokens=2)[0]
+        for token in (word, known, added)
+    ]
+    assert [answer.keeps_template for answer in keeps] == [True, False, False]
+    base = chatting()
+    extended = copy.deepcopy(base.need_tokenizer())
+    extended.add_special_tokens({"additional_special_tokens": ["<|call|>"]})  # type: ignore[arg-type]
+    model = tuned_copy(base, spread=0.0).model
+    model.resize_token_embeddings(len(extended))
+    head: Any = model.get_output_embeddings()
+    head.bias.data[-1] = 50.0
+    found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
+    assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]

@@ -335,6 +335,7 @@ class _Auditor:
                     model.predictor,
                     base.tokenizer,
                     questions,
+                    tuned_tokenizer=self.pair[1].tokenizer,
                     max_new_tokens=config.max_new_tokens,
                     batch_size=2 * config.batch_size,
                     on_batch=advance,
