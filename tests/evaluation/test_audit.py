@@ -573,3 +573,12 @@ def test_special_tokens_that_the_tuned_model_added_break_the_template() -> None:
     head.bias.data[-1] = 50.0
     found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
     assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]
+
+
+def test_the_precision_holds_below_a_graft_as_well(tmp_path: Path) -> None:
+    base = plain()
+    folder = str(saved(base, tmp_path / "model"))
+    save_graft(moved_graft(base), base, tmp_path / "graft")
+    for pair in ((tmp_path / "graft", folder), (folder, tmp_path / "graft")):
+        with load_pair(*pair, backbone=folder, dtype="bfloat16") as models:
+            assert [model.backbone.model.dtype for model in models] == [torch.bfloat16] * 2

@@ -162,7 +162,7 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str
         raise ArtifactError(
             f"The graft {folder} answers by heads of its own and writes no text: measure it by graft eval."
         )
-    loading = {key: options[key] for key in ("device", "trust_remote_code")} | {"name": options["backbone"]}
+    loading = {key: options[key] for key in ("device", "dtype", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
     try:
         grafts = load_grafts(folder, backbone)
