@@ -582,3 +582,16 @@ def test_the_precision_holds_below_a_graft_as_well(tmp_path: Path) -> None:
     for pair in ((tmp_path / "graft", folder), (folder, tmp_path / "graft")):
         with load_pair(*pair, backbone=folder, dtype="bfloat16") as models:
             assert [model.backbone.model.dtype for model in models] == [torch.bfloat16] * 2
+
+
+def test_a_base_whose_user_s_turns_never_end_is_audited_on_free_text(tmp_path: Path) -> None:
+    base = chatting()
+    head: Any = base.model.get_output_embeddings()
+    head.bias.data[base.need_tokenizer().convert_tokens_to_ids("<|out|>")] = -50.0
+    found = audit(base, tuned_copy(base), tmp_path, **CHATS)
+    samples = read_own_text(tmp_path / "own-text.jsonl")
+    assert sum(sample.tokens for sample in samples) >= CHATS["tokens"]
+    assert not any(sample.is_chat for sample in samples)
+    assert found.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
+    assert {"chat_kl", "stops"}.isdisjoint(found.metrics)
+    assert any("sampled no conversation" in note for note in found.notes)
