@@ -270,7 +270,12 @@ def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
 
 
 def backbone_of(
-    folder: str | Path, name: str | Path | None = None, *, device: str | None = None, trust_remote_code: bool = False
+    folder: str | Path,
+    name: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Backbone:
     """The backbone that a graft was trained on, loaded by the name and with the head that the graft remembers.
 
@@ -278,6 +283,7 @@ def backbone_of(
         folder: the graft's folder; or a model's own, for that model.
         name: where the backbone is now, when that is elsewhere.
         device: where to put it; None takes the fastest there is.
+        dtype: `auto` keeps the checkpoint's.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Raises:
@@ -286,7 +292,7 @@ def backbone_of(
     """
     record = None if is_model(folder) else read_manifest(folder).backbone
     remembered, kind = (record.name, record.kind) if record else (str(folder), "causal-lm")
-    options = {"trust_remote_code": trust_remote_code, "family": record.family if record else None}
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "family": record.family if record else None}
     try:
         backbone = load_backbone(name or remembered, kind=kind, **options)
     except BackboneError as error:

@@ -128,6 +128,16 @@ def test_a_template_s_own_mask_agrees_or_is_named() -> None:
             chat_tokens(with_template(template, "<|end|>"), chat)
 
 
+def test_the_template_gets_the_tools_in_every_rendering() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    template = "{% for tool in tools or [] %}{{ '<' + tool.function.name + '>\n' }}{% endfor %}" + MARKED
+    tokenizer = with_template(template, "<|end|>")
+    chat = read_chat([{"role": USER, "content": "2 and 3?"}, {"role": ASSISTANT, "content": "5"}], "a test", tools)
+    assert render_chat(chat, tokenizer).text == "<add>\n<|user|>2 and 3?<|end|><|assistant|>5<|end|>"
+    assert predicted_texts(tokenizer, chat) == ["5<|end|>"], "its own mask has seen them too"
+    assert render_chat(chat_of(["2 and 3?", "5"]), tokenizer).text.startswith("<|user|>")
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_answers_around_a_tool_s_are_predicted(name: str) -> None:
     tokenizer, end = TOKENIZERS[name], TEMPLATES[name][1]

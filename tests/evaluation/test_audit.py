@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ from graftlm.evaluation import Interval
 from graftlm.evaluation.audit.chats import ChatQuestion, answer_questions, behaviour, behaviour_lost
 from graftlm.evaluation.audit.comparison import compare_windows, token_texts, widest_passages
 from graftlm.evaluation.audit.models import load_pair, tokenizer_difference
-from graftlm.evaluation.metrics import cut_windows
+from graftlm.evaluation.metrics import Scores, cut_windows
 from tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 TEXT = ["the old house by the river was quiet that morning " * 3, "a letter lay in the garden and said nothing " * 2]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|in|>' + m['role'] + '\n' + m['content'] + '<|out|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|in|>assistant\n' }}{% endif %}"
+)
+CHATS: dict[str, Any] = {"tokens": 600, "length": 48, "answers": 6, "max_new_tokens": 8, "progress": False}
 SIZES: dict[str, Any] = {"tokens": 200, "length": 24, "batch_size": 3, "progress": False}
 
 
@@ -45,6 +51,31 @@ def saved(backbone: Backbone, folder: Path) -> Path:
     backbone.model.save_pretrained(folder)
     backbone.need_tokenizer().save_pretrained(folder)
     return folder
+
+
+def chatting(spread: float = 0.0) -> Backbone:
+    """A chat model whose template and generation config end turns with a token that it draws often."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>", "<|out|>"]})  # type: ignore[arg-type]
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        parameter.data += spread * torch.randn_like(parameter)
+    out: Any = tokenizer.convert_tokens_to_ids("<|out|>")
+    head: Any = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
+    head.bias.data[out] = 5.0
+    model.generation_config.eos_token_id = [EOS, out]
+    return Backbone.wrap(model, tokenizer, "tiny chat")
+
+
+def never_ending(backbone: Backbone) -> Backbone:
+    tuned = tuned_copy(backbone)
+    head: Any = tuned.model.get_output_embeddings()
+    head.bias.data[tuned.model.generation_config.eos_token_id] = -50.0
+    return tuned
 
 
 def moved_graft(backbone: Backbone, kind: str = "neutral-residues") -> Any:
@@ -371,7 +402,7 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>"]})  # type: ignore[arg-type]
     opens: Any = tokenizer.convert_tokens_to_ids("<|in|>")
-    word = VOCABULARY - 1
+    word = tokenizer("a")["input_ids"][-1]
     questions = [ChatQuestion([word, word], "?"), ChatQuestion([word], "?")]
     ends, runs_on, breaks = (
         answer_questions(Replies(reply), tokenizer, questions, max_new_tokens=3)
@@ -431,3 +462,136 @@ def test_a_learned_prompt_is_audited_by_the_logits_of_the_text_alone(tmp_path: P
     assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-3)  # type: ignore[union-attr]
     with pytest.raises(ArtifactError, match=r"learns a prompt, which BASE can't"):
         audit(tmp_path / "prompt", str(folder), backbone=str(folder), **SIZES)
+
+
+def test_conversations_are_measured_on_their_own_and_intervals_are_over_texts(tmp_path: Path) -> None:
+    base = chatting()
+    tuned = never_ending(base)
+    found = audit(base, tuned, tmp_path, **CHATS)
+    samples = read_own_text(tmp_path / "own-text.jsonl")
+    nats, changes, tokens = [], [], []
+    for sample in samples:
+        parts = [literal(base.model, tuned.model, sample.ids[:stop], start) for start, stop in sample.turns]
+        nats.append(sum(sum(some) for some, _ in parts))
+        changes.append(float(sum(sum(other) for _, other in parts)))
+        tokens.append(sum(len(some) for some, _ in parts))
+    chats = np.array([sample.is_chat for sample in samples])
+    assert 3 < chats.sum() < len(samples) - 3
+    count = np.arange(len(samples))
+    sums = Scores(np.array(changes), np.array(tokens), np.zeros_like(count), count, np.array(nats))
+    for name, expected in (
+        ("own_kl", sums.interval("kl_per_token")),
+        ("chat_kl", sums.subset(chats).interval("kl_per_token")),
+        ("changed_tokens", sums.interval("nats_per_token")),
+    ):
+        measured = found.metrics[name]
+        assert isinstance(measured, Interval)
+        assert list(measured.model_dump().values()) == pytest.approx(list(expected.model_dump().values()), rel=1e-3)
+    assert sums.subset(~chats).value("kl_per_token") != pytest.approx(found.metrics["chat_kl"].mean, rel=0.05)  # type: ignore[union-attr]
+
+
+def test_each_model_gives_its_own_answers_to_the_questions_of_the_base() -> None:
+    base = chatting()
+    found = audit(base, never_ending(base), **CHATS)
+    first, second = (found.results.row(name).metrics["stops"] for name in ("base", "tuned"))
+    assert (first.mean, second.mean, found.metrics["stops_lost"].mean) == (1, 0, 1)  # type: ignore[union-attr]
+    assert len(found.conversations) == 6
+    assert len({len(question.ids) for question, _, _ in found.conversations}) > 1
+    assert all(answer.stops and not other.stops for _, answer, other in found.conversations)
+
+
+def test_answers_of_a_batch_are_those_of_each_question_alone() -> None:
+    """A literal greedy loop, without padding, cache or the penalty of the generation config."""
+    backbone = chatting(spread=0.3)
+    model, tokenizer = backbone.model, backbone.need_tokenizer()
+    model.generation_config.repetition_penalty = 5.0
+    ends = model.generation_config.eos_token_id
+    texts = ["the", "a letter lay in the garden and said", "old house", "quiet that morning by the river", "lay"]
+    questions = [ChatQuestion(tokenizer(text, add_special_tokens=False)["input_ids"], text) for text in texts]
+    expected = []
+    for question in questions:
+        ids = [*question.ids]
+        while len(ids) < len(question.ids) + 12 and not (len(ids) > len(question.ids) and ids[-1] in ends):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answer = ids[len(question.ids) :]
+        expected.append((tokenizer.decode(answer, skip_special_tokens=True).strip(), answer[-1] in ends))
+    assert len({text for text, _ in expected}) > 2
+    found = answer_questions(model, tokenizer, questions, max_new_tokens=12)
+    assert [(answer.text, answer.stops) for answer in found] == expected
+
+
+def test_a_budget_is_compared_with_the_mean() -> None:
+    base = plain()
+    tuned = tuned_copy(base)
+    own: Any = audit(base, tuned, **SIZES).metrics["own_kl"]
+    assert own.low < own.mean < own.high
+    for budget, met in (((own.low + own.mean) / 2, False), (own.mean, True), ((own.mean + own.high) / 2, True)):
+        assert audit(base, tuned, budget={"own_kl": budget}, **SIZES).results.aims[0].met is met
+
+
+@pytest.mark.parametrize(
+    ("template", "difference"),
+    [
+        (CHAT_TEMPLATE, None),
+        (CHAT_TEMPLATE + "{# the same text #}", None),
+        (CHAT_TEMPLATE.replace("assistant\n", "model\n"), r"assistant\\n' of BASE is .*model\\n' in TUNED"),
+        (None, r"TUNED has none"),
+        ("{{ raise_exception('no') }}", r"can't be filled: no"),
+    ],
+)
+def test_another_chat_template_is_noted(template: str | None, difference: str | None) -> None:
+    base = chatting()
+    tokenizer = copy.deepcopy(base.need_tokenizer())
+    tokenizer.chat_template = template
+    tuned = Backbone.wrap(copy.deepcopy(base.model), tokenizer, "tuned")
+    notes = [note for note in audit(base, tuned, **(CHATS | {"tokens": 100})).notes if "chat templates differ" in note]
+    if difference is None:
+        assert not notes
+    else:
+        assert re.search(difference, notes[0])
+
+
+def test_special_tokens_that_the_tuned_model_added_break_the_template() -> None:
+    tokenizer, tuned = tiny_tokenizer(), tiny_tokenizer()
+    known, word, added = 40, 41, len(tokenizer)
+    special: Any = [tuned.convert_ids_to_tokens(known), "<|call|>"]
+    tuned.add_special_tokens({"additional_special_tokens": special})
+    assert tuned.convert_tokens_to_ids(special) == [known, added]
+    question = [ChatQuestion([word], "?")]
+    keeps = [
+        answer_questions(Replies([token, EOS]), tokenizer, question, tuned_tokenizer=tuned, max_new_tokens=2)[0]
+        for token in (word, known, added)
+    ]
+    assert [answer.keeps_template for answer in keeps] == [True, False, False]
+    base = chatting()
+    extended = copy.deepcopy(base.need_tokenizer())
+    extended.add_special_tokens({"additional_special_tokens": ["<|call|>"]})  # type: ignore[arg-type]
+    model = tuned_copy(base, spread=0.0).model
+    model.resize_token_embeddings(len(extended))
+    head: Any = model.get_output_embeddings()
+    head.bias.data[-1] = 50.0
+    found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
+    assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]
+
+
+def test_the_precision_holds_below_a_graft_as_well(tmp_path: Path) -> None:
+    base = plain()
+    folder = str(saved(base, tmp_path / "model"))
+    save_graft(moved_graft(base), base, tmp_path / "graft")
+    for pair in ((tmp_path / "graft", folder), (folder, tmp_path / "graft")):
+        with load_pair(*pair, backbone=folder, dtype="bfloat16") as models:
+            assert [model.backbone.model.dtype for model in models] == [torch.bfloat16] * 2
+
+
+def test_a_base_whose_user_s_turns_never_end_is_audited_on_free_text(tmp_path: Path) -> None:
+    base = chatting()
+    head: Any = base.model.get_output_embeddings()
+    head.bias.data[base.need_tokenizer().convert_tokens_to_ids("<|out|>")] = -50.0
+    found = audit(base, tuned_copy(base), tmp_path, **CHATS)
+    samples = read_own_text(tmp_path / "own-text.jsonl")
+    assert sum(sample.tokens for sample in samples) >= CHATS["tokens"]
+    assert not any(sample.is_chat for sample in samples)
+    assert found.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
+    assert {"chat_kl", "stops"}.isdisjoint(found.metrics)
+    assert any("sampled no conversation" in note for note in found.notes)

@@ -35,7 +35,7 @@ class ChatAnswer:
     Attributes:
         text: without special tokens.
         stops: the model ended its turn within the tokens that it was given.
-        keeps_template: no special token stands before that end.
+        keeps_template: no special token, and none that the base lacks, stands before that end.
         same_language: it is in the question's language; None where one of the two is too short to tell.
     """
 
@@ -82,11 +82,14 @@ def answer_questions(
     tokenizer: Any,
     questions: Sequence[ChatQuestion],
     *,
+    tuned_tokenizer: Any = None,
     max_new_tokens: int = 128,
     batch_size: int = 16,
     on_batch: Callable[[int], None] = lambda answers: None,
 ) -> list[ChatAnswer]:
     """Greedy answers of at most `max_new_tokens` tokens, in the order of the questions.
+
+    The tokenizer is the base's, for both models; what `tuned_tokenizer` holds as special breaks the template as well.
 
     Raises:
         DataError: a question and its answer exceed the model's positions.
@@ -100,7 +103,9 @@ def answer_questions(
     configured = getattr(model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     ends = {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
+    added = [each.added_tokens_decoder.items() for each in (tokenizer, tuned_tokenizer) if each is not None]
+    special = {number for items in added for number, token in items if token.special}
+    kept = {*tokenizer.get_vocab().values()} - special | ends
     answers: list[ChatAnswer] = []
     with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(questions), batch_size):
@@ -109,7 +114,7 @@ def answer_questions(
             for question, row in zip(batch, rows, strict=True):
                 text = tokenizer.decode(row, skip_special_tokens=True).strip()
                 same = _same_language(question.text, text)
-                answers.append(ChatAnswer(text, bool(row) and row[-1] in ends, special.isdisjoint(row), same))
+                answers.append(ChatAnswer(text, bool(row) and row[-1] in ends, kept.issuperset(row), same))
             on_batch(len(batch))
     return answers
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from graftlm.io import ADAPTER_CONFIG, ModelFiles, fetch_folder, holds, read_ada
 Auditable = str | Path | Backbone | GraftedModel
 Quantization = Literal["int8", "int4"]
 _INT4_GROUP = 32
+_CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))
 _PROBES = (
     "The 3 cafés cost 1,250.75 €.",
     "def f(x):\n\treturn  x ** 2\n",
@@ -160,7 +162,7 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str
         raise ArtifactError(
             f"The graft {folder} answers by heads of its own and writes no text: measure it by graft eval."
         )
-    loading = {key: options[key] for key in ("device", "trust_remote_code")} | {"name": options["backbone"]}
+    loading = {key: options[key] for key in ("device", "dtype", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
     try:
         grafts = load_grafts(folder, backbone)
@@ -265,3 +267,26 @@ def tokenizer_difference(base: Any, tuned: Any) -> str | None:
     if any(base(text)["input_ids"] != tuned(text)["input_ids"] for text in _PROBES):
         return "one text gets different ids"
     return None
+
+
+def template_difference(base: Any, tuned: Any) -> str | None:
+    """In words, how the chat template of `tuned` differs from that of `base`; None where they render alike."""
+    first, second = (_rendered_probe(tokenizer) for tokenizer in (base, tuned))
+    if first == second:
+        return None
+    if first is None or second is None:
+        return f"{'BASE' if first is None else 'TUNED'} has none"
+    at = len(commonprefix([first, second]))
+    one, other = (text[max(0, at - 10) : at + 20] for text in (first, second))
+    return f"{one!r} of BASE is {other!r} in TUNED"
+
+
+def _rendered_probe(tokenizer: Any) -> str | None:
+    """A short conversation in a tokenizer's chat template; None without one."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": role, "content": content} for role, content in _CONVERSATION]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # of jinja, or raised by the template
+        return f"can't be filled: {first_line(error)}"

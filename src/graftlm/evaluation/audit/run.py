@@ -30,7 +30,13 @@ from graftlm.evaluation.audit.chats import (
     template_questions,
 )
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows, scores_of, widest_passages
-from graftlm.evaluation.audit.models import Auditable, AuditedModel, load_pair, tokenizer_difference
+from graftlm.evaluation.audit.models import (
+    Auditable,
+    AuditedModel,
+    load_pair,
+    template_difference,
+    tokenizer_difference,
+)
 from graftlm.evaluation.audit.page import Conversation, render_page
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
@@ -207,6 +213,7 @@ class _Auditor:
     def run(self, base: Auditable, out: str | Path | None) -> Audit:
         difference = tokenizer_difference(*(model.tokenizer for model in self.pair))
         if difference is None:
+            self._note_templates()
             samples = self._sample(base, out)
             self._compare_own_text(samples)
             self._compare_texts()
@@ -227,12 +234,27 @@ class _Auditor:
             )
         self.notes.append(f"The tokenizers differ ({difference}), so bits per byte and tasks are all that is compared.")
 
+    def _note_templates(self) -> None:
+        if difference := template_difference(*(model.tokenizer for model in self.pair)):
+            self.notes.append(
+                f"The chat templates differ ({difference}). Both models are measured in BASE's: how TUNED does in its "
+                "own is not seen."
+            )
+
     def _sample(self, given: Auditable, out: str | Path | None) -> list[OwnText]:
         """Text of the base's own; none where it has no tokens to sample."""
         if not self.config.tokens:
             return []
+        try:
+            return self._sample_with(given, out)
+        except DataError:  # that it samples no conversation is noted below; any other reason is raised again
+            if not self.pair[0].tokenizer.chat_template:
+                raise
+            return self._sample_with(given, out, chat_fraction=0)
+
+    def _sample_with(self, given: Auditable, out: str | Path | None, **settings: Any) -> list[OwnText]:
         base, config = self.pair[0], self.config
-        source = SelfSourceConfig(self=True, tokens=config.tokens, seed=config.seed)
+        source = SelfSourceConfig(self=True, tokens=config.tokens, seed=config.seed, **settings)
         identity: Any = by_content({"name": str(given)}) if isinstance(given, str | Path) else uuid4().hex
         key = digest(
             identity, base.backbone.fingerprint.id, source.model_dump(mode="json"), config.length, config.dtype
@@ -321,6 +343,7 @@ class _Auditor:
                     model.predictor,
                     base.tokenizer,
                     questions,
+                    tuned_tokenizer=self.pair[1].tokenizer,
                     max_new_tokens=config.max_new_tokens,
                     batch_size=2 * config.batch_size,
                     on_batch=advance,
