@@ -503,7 +503,8 @@ def test_each_model_gives_its_own_answers_to_the_questions_of_the_base() -> None
 def test_answers_of_a_batch_are_those_of_each_question_alone() -> None:
     """A literal greedy loop, without padding, cache or the penalty of the generation config."""
     backbone = chatting(spread=0.3)
-    model, tokenizer = backbone.model, backbone.need_tokenizer()
+    model: Any = backbone.model
+    tokenizer: Any = backbone.tokenizer
     model.generation_config.repetition_penalty = 5.0
     ends = model.generation_config.eos_token_id
     texts = ["the", "a letter lay in the garden and said", "old house", "quiet that morning by the river", "lay"]
@@ -545,7 +546,8 @@ def test_another_chat_template_is_noted(template: str | None, difference: str | 
     tokenizer = copy.deepcopy(base.need_tokenizer())
     tokenizer.chat_template = template
     tuned = Backbone.wrap(copy.deepcopy(base.model), tokenizer, "tuned")
-    notes = [note for note in audit(base, tuned, **(CHATS | {"tokens": 100})).notes if "chat templates differ" in note]
+    sizes: dict[str, Any] = CHATS | {"tokens": 100}
+    notes = [note for note in audit(base, tuned, **sizes).notes if "chat templates differ" in note]
     if difference is None:
         assert not notes
     else:
