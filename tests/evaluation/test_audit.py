@@ -566,13 +566,19 @@ def test_special_tokens_that_the_tuned_model_added_break_the_template() -> None:
         for token in (word, known, added)
     ]
     assert [answer.keeps_template for answer in keeps] == [True, False, False]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_audit_sees_the_special_tokens_of_the_tuned_model(is_new: bool) -> None:
     base = chatting()
-    extended = copy.deepcopy(base.need_tokenizer())
-    extended.add_special_tokens({"additional_special_tokens": ["<|call|>"]})  # type: ignore[arg-type]
+    extended: Any = copy.deepcopy(base.need_tokenizer())
+    known = next(token for token in sorted(extended.get_vocab()) if token.startswith("Ġ") and len(token) > 2)
+    call = "<|call|>" if is_new else known
+    extended.add_special_tokens({"additional_special_tokens": [call]})
     model = tuned_copy(base, spread=0.0).model
     model.resize_token_embeddings(len(extended))
     head: Any = model.get_output_embeddings()
-    head.bias.data[-1] = 50.0
+    head.bias.data[extended.convert_tokens_to_ids(call)] = 50.0
     found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
     assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]
 
