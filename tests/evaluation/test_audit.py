@@ -503,7 +503,8 @@ def test_each_model_gives_its_own_answers_to_the_questions_of_the_base() -> None
 def test_answers_of_a_batch_are_those_of_each_question_alone() -> None:
     """A literal greedy loop, without padding, cache or the penalty of the generation config."""
     backbone = chatting(spread=0.3)
-    model, tokenizer = backbone.model, backbone.need_tokenizer()
+    model: Any = backbone.model
+    tokenizer: Any = backbone.tokenizer
     model.generation_config.repetition_penalty = 5.0
     ends = model.generation_config.eos_token_id
     texts = ["the", "a letter lay in the garden and said", "old house", "quiet that morning by the river", "lay"]
@@ -545,7 +546,8 @@ def test_another_chat_template_is_noted(template: str | None, difference: str | 
     tokenizer = copy.deepcopy(base.need_tokenizer())
     tokenizer.chat_template = template
     tuned = Backbone.wrap(copy.deepcopy(base.model), tokenizer, "tuned")
-    notes = [note for note in audit(base, tuned, **(CHATS | {"tokens": 100})).notes if "chat templates differ" in note]
+    sizes: dict[str, Any] = CHATS | {"tokens": 100}
+    notes = [note for note in audit(base, tuned, **sizes).notes if "chat templates differ" in note]
     if difference is None:
         assert not notes
     else:
@@ -564,13 +566,19 @@ def test_special_tokens_that_the_tuned_model_added_break_the_template() -> None:
         for token in (word, known, added)
     ]
     assert [answer.keeps_template for answer in keeps] == [True, False, False]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_audit_sees_the_special_tokens_of_the_tuned_model(is_new: bool) -> None:
     base = chatting()
-    extended = copy.deepcopy(base.need_tokenizer())
-    extended.add_special_tokens({"additional_special_tokens": ["<|call|>"]})  # type: ignore[arg-type]
+    extended: Any = copy.deepcopy(base.need_tokenizer())
+    known = next(token for token in sorted(extended.get_vocab()) if token.startswith("Ġ") and len(token) > 2)
+    call = "<|call|>" if is_new else known
+    extended.add_special_tokens({"additional_special_tokens": [call]})
     model = tuned_copy(base, spread=0.0).model
     model.resize_token_embeddings(len(extended))
     head: Any = model.get_output_embeddings()
-    head.bias.data[-1] = 50.0
+    head.bias.data[extended.convert_tokens_to_ids(call)] = 50.0
     found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
     assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]
 

@@ -275,8 +275,7 @@ def template_difference(base: Any, tuned: Any) -> str | None:
         return None
     if first is None or second is None:
         return f"{'BASE' if first is None else 'TUNED'} has none"
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     one, other = (text[max(0, at - 10) : at + 20] for text in (first, second))
     return f"{one!r} of BASE is {other!r} in TUNED"
 
