@@ -276,8 +276,8 @@ def template_difference(base: Any, tuned: Any) -> str | None:
     if first is None or second is None:
         return f"{'BASE' if first is None else 'TUNED'} has none"
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    one, other = (text[max(0, at - 10) : at + 20] for text in (first, second))
-    return f"{one!r} of BASE is {other!r} in TUNED"
+    ours, theirs = (text[max(0, at - 10) : at + 20] for text in (first, second))
+    return f"{ours!r} of BASE is {theirs!r} in TUNED"
 
 
 def _rendered_probe(tokenizer: Any) -> str | None:
