@@ -118,9 +118,6 @@ METHODS = {
     "plain adapters, its own text": "adapter-self",
     "neutral residues, no old text": "open",
     "LoRA, its own text distilled": "lora-self-distil",
-    "LoRA, its own text": "lora-self",
-    "neutral residues, a novel": "open-replay",
-    "LoRA, a novel": "lora-replay",
     "LoRA, no old text": "lora",
 }
 

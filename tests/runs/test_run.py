@@ -44,7 +44,7 @@ def test_a_finished_run_is_read_back_and_a_changed_one_is_done_again(tmp_path: P
     again = execute([SumRun(id="a", label="A"), SumRun(id="b", number=3)], tmp_path, progress=False)
     assert (times(tmp_path, "a"), times(tmp_path, "b")) == (1, 2)
     assert again["a"].row.label == "A", "a label is no part of the key"
-    assert again["a"].details == {"losses": [[1, 0.5]]}
+    assert again["a"].details == {"losses": [[1, 0.5]], "run_seconds": first["a"].details["run_seconds"]}
     assert again["b"].row.metrics["sum"] == 3
 
 

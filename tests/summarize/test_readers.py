@@ -461,5 +461,5 @@ def test_real_documents_keep_their_places(data_dir: Path, name: str, suffix: str
         for sentence in document.sentences:
             if "&" in sentence.source or "\\" in sentence.source:
                 continue
-            rest = iter(sentence.source)
-            assert all(letter in rest for letter in sentence.text if letter != " "), row["id"]
+            rest = iter(sentence.source.lower())  # a role such as :pep:`8` is read as PEP 8
+            assert all(letter in rest for letter in sentence.text.lower() if letter != " "), row["id"]

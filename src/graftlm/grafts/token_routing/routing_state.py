@@ -183,7 +183,7 @@ def _prompt_lengths(
     """(B, T) n: the number of prompt tokens of each token's document, at least one."""
     length = start.shape[1]
     if state is not None:
-        if call.prompt is not None and config.prompt == "whole":
+        if call.prompt is not None and config.prompt == "whole" and config.fixed is None:
             raise GraftError(
                 "With prompt: whole the routes of a prompt depend on all of it, but a pass was given only a part: "
                 "generate without prefill_chunk_size and without a filled cache, or set prompt: causal."
