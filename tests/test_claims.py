@@ -114,7 +114,7 @@ FIGURES = {
 SHARES = {"routing_accuracy"}  # kept as shares of one, quoted in percent
 METHODS = {
     "neutral residues, its own text": "open-self",
-    "the same without the gate": "ungated-self",
+    "local loss without a gate (alpha 1)": "ungated-self",
     "plain adapters, its own text": "adapter-self",
     "neutral residues, no old text": "open",
     "LoRA, its own text distilled": "lora-self-distil",
