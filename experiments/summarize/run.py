@@ -10,11 +10,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.study import Measurements, Study, bars, check_files, combined_row
+from experiments.study import Measurements, Study, bars, check_files, mini_lm
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, Sample, load
-from experiments.summarize.runs import LEADS, LEARNED, METRICS, ExtractRun, Kind, WeightsRun
-from graftlm.evaluation import Aim, Interval, Results
+from experiments.summarize.learned import (
+    ORACLE,
+    PARTS,
+    OracleExtractRun,
+    SelectorRun,
+    VectorsRun,
+    WriterRun,
+    WriterSize,
+    copy_curve,
+)
+from experiments.summarize.runs import LEADS, LEARNED, METRICS, TRAINED, WRITTEN, ExtractRun, Kind, WeightsRun
+from graftlm.evaluation import Aim, Interval, Results, Row
+from graftlm.pipelines.summarize import SelectorTrainingConfig
 from graftlm.pipelines.summarize.metrics import bootstrap
+from graftlm.runs.run import Run
 
 NAME = "summarize"
 LABELS: dict[Kind, str] = {
@@ -23,6 +35,14 @@ LABELS: dict[Kind, str] = {
     "lexrank": "LexRank",
     "textrank": "TextRank",
     "centroid": "similarity to the centroid",
+    "lsa": "LSA",
+    "sumbasic": "SumBasic",
+    "classifier": "Sent-CLF, trained",
+    "pointer": "Sent-PTR, trained",
+    "modern": "MiniLM vectors, trained",
+    "seq2seq": "seq2seq (written, own length)",
+    "pointer_generator": "pointer-generator (written, own length)",
+    "bottom_up": "Bottom-up (written, own length)",
     "default": "the default selector",
     "plain": "the default, without wording",
     "single": "the default, without redundancy",
@@ -32,13 +52,18 @@ LABELS: dict[Kind, str] = {
     "fragments": "oracle fragments (of any length)",
 }
 RIVALS: tuple[Kind, ...] = ("lead", "lexrank")
+ADDED: tuple[Kind, ...] = ("textrank", "centroid", "lsa", "sumbasic", *TRAINED, *WRITTEN)
+SEEDED: tuple[Kind, ...] = ("random", "default", *TRAINED, *WRITTEN)
+_LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
+_TRAINING = {"steps": 300, "batch_size": 16, "evaluate_every": 50, "patience": 3}
+_QUICK: dict[str, Any] = {"steps": 2, "batch_size": 2, "evaluate_every": 1}
 FULL = CorpusSizes(validation=0.15, test=0.25)
 QUICK = CorpusSizes(validation=0.2, test=0.2, max_documents=8)
 Scores = Mapping[str, Sequence[Mapping[str, float]]]  # by document, for each budget
 
 
 def run(options: Options) -> Results:
-    """Learn the weights, measure all selectors, and compare them in pairs."""
+    """Learn the weights, train the rivals, measure all rows, and compare them in pairs."""
     check_files(options, FILES)
     study = Study(options)
     documents: dict[str, Any] = {
@@ -46,38 +71,75 @@ def run(options: Options) -> Results:
         "sizes": QUICK if options.quick else FULL,
     }
     weights = WeightsRun(id="weights", seeds=study.seeds, draws=2000 if options.quick else 100_000, **documents)
+    trained = _trained(study, documents)
     runs = {
         kind: [
-            ExtractRun(
-                id=f"{kind}_s{seed}",
-                kind=kind,
-                seed=seed,
-                depends_on=("weights",) if kind in LEARNED else (),
-                **documents,
-            )
-            for seed in (study.seeds if kind in ("random", "default") else study.seeds[:1])
+            ExtractRun(id=f"{kind}_s{seed}", kind=kind, seed=seed, depends_on=_source(kind, seed), **documents)
+            for seed in (study.seeds if kind in SEEDED else study.seeds[:1])
         ]
         for kind in LABELS
     }
-    measured = study.execute([weights, *(run for several in runs.values() for run in several)], "selectors")
-    rows = [
-        combined_row(kind, label, [measured[run.id].row.metrics for run in runs[kind]])
-        for kind, label in LABELS.items()
-    ]
+    measured = study.execute([weights, *trained, *(run for several in runs.values() for run in several)], "selectors")
     parts = load(documents["longdocs"], documents["sizes"])
     scores: Any = {
         kind: mean_scores([measured[run.id].details["scores"] for run in several]) for kind, several in runs.items()
     }
+    rows = [row_of(kind, scores[kind]) for kind in LABELS]
+    human = {sample.id: sample.summary for sample in parts["test"]}
     differences = {kind: paired_differences(parts["test"], scores, kind) for kind in LEARNED}
     details = {
         "documents": {part: _by_corpus(samples) for part, samples in parts.items()},
         "differences": differences,
         "corpora": {kind: corpus_means(parts["test"], scores[kind]) for kind in LABELS},
+        "default_less": {kind: paired_differences(parts["test"], scores, "default", (kind,)) for kind in ADDED},
+        "by_seed": {kind: [measured[run.id].row.model_dump()["metrics"] for run in runs[kind]] for kind in SEEDED},
+        "copy": {kind: [measured[run.id].details["copy"] for run in runs[kind]] for kind in WRITTEN}
+        | {"human": [copy_curve(parts["test"], human)]},
+        "training": {run.id: measured[run.id].row.metrics | measured[run.id].details for run in trained},
         **_search(measured),
     }
     names = {f"{name}_lead{LEADS[0]}": name for name in METRICS}
     plots = {"rouge": bars(rows, names, f"F1 at the words of Lead-{LEADS[0]}, %")}
     return study.write(NAME, rows, aims=aims(differences["default"]), details=details, plots=plots)
+
+
+def _trained(study: Study, documents: Mapping[str, Any]) -> list[Run]:
+    """The runs that train selectors and writers, with what they read."""
+    quick = study.options.quick
+    encoder = study.options.backbone or mini_lm(study.options.data, "The encoder of a trained selector")
+    vectors = [VectorsRun(id=f"vectors_{part}", part=part, encoder=encoder, **documents) for part in PARTS]
+    runs: list[Run] = [OracleExtractRun(id=ORACLE, **documents), *vectors]
+    size = WriterSize.parse({"vocab_size": 100, "size": 4, "epochs": 1} if quick else {})
+    for seed in study.seeds:
+        for kind in TRAINED:
+            is_modern = kind == "modern"
+            settings = {"kind": kind, "seed": seed, "learning_rate": 1e-3 if is_modern else 2e-3} | _TRAINING
+            settings |= ({} if is_modern else {"model": _LSTM}) | (_QUICK if quick else {})
+            needs = (ORACLE, *(run.id for run in vectors)) if is_modern else (ORACLE,)
+            training = SelectorTrainingConfig.parse(settings)
+            runs.append(SelectorRun(id=f"train_{kind}_s{seed}", training=training, depends_on=needs, **documents))
+        for kind, has_copy in (("seq2seq", False), ("pointer_generator", True)):
+            needs = ("weights",) if has_copy else ()
+            fields = {"writer": size, "seed": seed, "has_copy": has_copy, "depends_on": needs} | documents
+            runs.append(WriterRun(id=f"train_{kind}_s{seed}", **fields))
+    return runs
+
+
+def _source(kind: Kind, seed: int) -> tuple[str, ...]:
+    """The run that an extract's run reads."""
+    if kind in (*TRAINED, *WRITTEN):
+        return (f"train_{'pointer_generator' if kind == 'bottom_up' else kind}_s{seed}",)
+    return ("weights",) if kind in LEARNED else ()
+
+
+def row_of(kind: Kind, scores: Scores) -> Row:
+    """A row of the table: means over seeds and documents, with bootstrap intervals over documents."""
+    metrics = {
+        f"{name}_lead{count}": bootstrap([rows[position][name] for rows in scores.values()])
+        for position, count in enumerate(LEADS)
+        for name in (*METRICS, "words")
+    }
+    return Row(id=kind, label=LABELS[kind], metrics={**metrics})
 
 
 def _search(measured: Measurements) -> dict[str, Any]:
@@ -114,17 +176,17 @@ def corpus_means(samples: Sequence[Sample], scores: Scores) -> dict[str, dict[st
 
 
 def paired_differences(
-    samples: Sequence[Sample], scores: Mapping[Kind, Scores], kind: Kind
+    samples: Sequence[Sample], scores: Mapping[Kind, Scores], kind: Kind, rivals: Sequence[Kind] = RIVALS
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """By collection, metric and budget: a row less the better of Lead and LexRank there, and the bootstrap interval."""
+    """By collection, metric and budget: a row less the best of its rivals there, and the bootstrap interval."""
     differences: dict[str, dict[str, dict[str, Any]]] = {}
     for corpus in CORPORA:
         names = [sample.id for sample in samples if sample.corpus == corpus]
         differences[corpus] = {}
         for position, count in enumerate(LEADS):
             for metric in METRICS:
-                values = {row: [scores[row][name][position][metric] for name in names] for row in (kind, *RIVALS)}
-                best = max(RIVALS, key=lambda row, values=values: sum(values[row]))
+                values = {row: [scores[row][name][position][metric] for name in names] for row in (kind, *rivals)}
+                best = max(rivals, key=lambda row, values=values: sum(values[row]))
                 pairs = zip(values[kind], values[best], strict=True)
                 interval: Interval = bootstrap([own - other for own, other in pairs])
                 differences[corpus][f"{metric}_lead{count}"] = {"rival": best, **interval.model_dump()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from sklearn.neural_network import MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
 from experiments.summarize.corpora import CORPORA, DocumentRun, Sample
+from experiments.summarize.learned import copy_curve, read_output
 from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankSelector
 from graftlm.evaluation import Row
 from graftlm.io import write_atomically
@@ -45,9 +47,19 @@ Kind = Literal[
     "single",
     "linear",
     "transfer",
+    "lsa",
+    "sumbasic",
+    "classifier",
+    "pointer",
+    "modern",
+    "seq2seq",
+    "pointer_generator",
+    "bottom_up",
     "oracle",
     "fragments",
 ]
+TRAINED: tuple[Kind, ...] = ("classifier", "pointer", "modern")
+WRITTEN: tuple[Kind, ...] = ("seq2seq", "pointer_generator", "bottom_up")
 LEARNED = ("default", "plain", "single", "linear", "transfer")
 
 
@@ -222,7 +234,8 @@ class ExtractRun(DocumentRun):
     Args:
         kind: of the selector. `plain` has no features of wording, `single` no redundancy, `linear` no hidden layer, and
             `transfer` did not learn from the collection that it is measured on. `oracle` adds the sentence that helps
-            ROUGE-1 and 2 most; `fragments` joins the longest runs of the abstract's words that the document has.
+            ROUGE-1 and 2 most; `fragments` joins the longest runs of the abstract's words that the document has. What
+            is written has its own length at both budgets, as fragments have.
         seed: of `random`, and of what is learned.
     """
 
@@ -230,10 +243,11 @@ class ExtractRun(DocumentRun):
     seed: int = 0
 
     def measure(self, context: RunContext) -> Measurement:
+        output = self._output(context)
         scores = {
             sample.id: [
                 rouge(texts, sample.abstract) | {"words": float(sum(len(split_words(text)) for text in texts))}
-                for texts in self._extracts(sample, context)
+                for texts in self._extracts(sample, context, output)
             ]
             for sample in self.parts["test"]
         }
@@ -242,14 +256,29 @@ class ExtractRun(DocumentRun):
             for position, count in enumerate(LEADS)
             for name in (*METRICS, "words")
         }
-        return Measurement(Row(id=self.id, label=self.id, metrics={**means}), {"scores": scores})
+        details: dict[str, Any] = {"scores": scores}
+        if self.kind in WRITTEN:
+            details["copy"] = copy_curve(self.parts["test"], output)
+        return Measurement(Row(id=self.id, label=self.id, metrics={**means}), details)
 
-    def _extracts(self, sample: Sample, context: RunContext) -> Iterator[list[str]]:
+    def _output(self, context: RunContext) -> dict[str, Any]:
+        """What the run of a trained selector or of a writer wrote, by document; nothing for the other kinds."""
+        if self.kind not in (*TRAINED, *WRITTEN):
+            return {}
+        (folder,) = context.dependencies.values()
+        output = read_output(folder)
+        return output[self.kind] if self.kind in WRITTEN else output
+
+    def _extracts(self, sample: Sample, context: RunContext, output: Mapping[str, Any]) -> Iterator[list[str]]:
         """The sentences of an extract, for each budget."""
         if self.kind == "fragments":
             yield from (longest_runs(sample) for _ in LEADS)
             return
-        ranking = [] if self.kind == "oracle" else self._selector(sample, context).rank(sample.document)
+        if self.kind in WRITTEN:
+            yield from (re.split(r"(?<=[.!?]) ", output[sample.id]) for _ in LEADS)
+            return
+        trained = FixedSelector(output[sample.id]) if self.kind in TRAINED else None
+        ranking = [] if self.kind == "oracle" else (trained or self._selector(sample, context)).rank(sample.document)
         for words in word_budgets(sample):
             chosen = [ranked.index for ranked in ranking] or best_sentences(sample, words)
             ranks = FixedSelector(chosen)
@@ -268,6 +297,8 @@ class ExtractRun(DocumentRun):
             "random": RandomSelector(self.seed),
             "lead": LeadSelector(),
             "lexrank": SumySelector("lexrank"),
+            "lsa": SumySelector("lsa"),
+            "sumbasic": SumySelector("sumbasic"),
             "textrank": TextRankSelector(),
         }
         return rivals[self.kind]

@@ -7,11 +7,22 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import Options, reproduce, summarize
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, in_time, load, sample_of
-from experiments.summarize.run import LABELS
-from experiments.summarize.runs import COMMAND, LEADS, SETTINGS, best_sentences, longest_runs
+from experiments.summarize.learned import copy_curve
+from experiments.summarize.pointer_generator import (
+    END,
+    START,
+    UNKNOWN,
+    PointerGenerator,
+    Vocabulary,
+    encode_example,
+    train,
+)
+from experiments.summarize.run import ADDED, LABELS
+from experiments.summarize.runs import COMMAND, LEADS, SETTINGS, WRITTEN, best_sentences, longest_runs
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
 from graftlm.pipelines.summarize.ranking import packaged_model
@@ -124,7 +135,7 @@ def test_selectors_at_equal_words(data: Path, tmp_path: Path) -> None:
     for row in results.rows:
         words = [value_of(row.metrics[f"words_lead{count}"]) for count in LEADS]
         lead = [value_of(results.row("lead").metrics[f"words_lead{count}"]) for count in LEADS]
-        assert row.id == "fragments" or all(own <= most for own, most in zip(words, lead, strict=True))
+        assert row.id in ("fragments", *WRITTEN) or all(own <= most for own, most in zip(words, lead, strict=True))
 
 
 def check_selectors(results: Results, seeds: int) -> None:
@@ -132,6 +143,13 @@ def check_selectors(results: Results, seeds: int) -> None:
     assert len(results.seeds) == seeds
     assert len(results.details["search"]) == len(SETTINGS) == 48
     assert [aim.aim for aim in results.aims] == [4] * 6
+    assert results.details["default_less"].keys() == {*ADDED}
+    assert {kind: len(rows) for kind, rows in results.details["copy"].items()} == dict.fromkeys(WRITTEN, seeds) | {
+        "human": 1
+    }
+    for kind in WRITTEN:
+        metrics = results.row(kind).metrics
+        assert metrics["words_lead3"] == metrics["words_lead10"]
     for name, aim in zip(results.details["differences"]["default"]["peps"], results.aims, strict=True):
         assert aim.metric == name
         above = [corpus[name]["low"] > 0 for corpus in results.details["differences"]["default"].values()]
@@ -156,3 +174,107 @@ def test_the_oracle_adds_what_helps_and_fragments_are_runs_of_the_document() -> 
     assert sample.document.sentences[first].text == "The new handle of eips is made of oak."
     assert best_sentences(sample, 9) == [first]
     assert longest_runs(sample) == ["the new handle of eips is made of oak", "people complain"]
+
+
+VOCABULARY = Vocabulary([["a", "b", "c", "d", "."]], 9)
+PAIRS = [(["a", "quokka", "b", "zyx", "a", "quokka"], ["b", "quokka", ".", "a"]), (["c", "d", "a"], ["zyx", "d"])]
+
+
+def network(**changes: bool) -> tuple[PointerGenerator, list]:
+    torch.manual_seed(3)
+    model = PointerGenerator(len(VOCABULARY.words), 5, **changes)
+    torch.nn.init.normal_(model.coverage_weight)
+    model.has_coverage = True
+    return model.eval(), [encode_example(VOCABULARY, *pair, 100) for pair in PAIRS]
+
+
+def teacher_forced(model: PointerGenerator, example: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Distribution and attention of each step of one document, without batch or padding."""
+    memory, state = model.encode([example])
+    steps = []
+    for word in [START, *example.target[:-1]]:
+        previous = model.embed(torch.tensor([word]))
+        attention, state = model.step(previous, state, memory)
+        steps.append((model.distribution(previous, attention, state, memory)[0], attention[0]))
+    return steps
+
+
+def test_words_of_the_source_alone_have_ids_behind_the_vocabulary() -> None:
+    _, (first, second) = network()
+    assert [VOCABULARY.words[i] if i < 9 else first.extra[i - 9] for i in first.source] == PAIRS[0][0]
+    assert first.target == [VOCABULARY.ids["b"], 9, VOCABULARY.ids["."], VOCABULARY.ids["a"], END]
+    assert second.target == [UNKNOWN, VOCABULARY.ids["d"], END]  # its source lacks the word
+
+
+def test_probabilities_sum_to_1_and_copies_go_to_the_places_of_their_words() -> None:
+    model, examples = network()
+    for example in examples:
+        memory, state = model.encode([example])
+        previous = model.embed(torch.tensor([START]))
+        attention, state = model.step(previous, state, memory)
+        _, logits, gate = model.output(previous, state.hidden, state.context)
+        wanted = dict(enumerate((gate * logits[0].softmax(0)).tolist()))
+        for place, word in enumerate(example.source):
+            wanted[word] = wanted.get(word, 0.0) + ((1 - gate) * attention[0, place]).item()
+        distribution = model.distribution(previous, attention, state, memory)[0].tolist()
+        assert sum(distribution) == pytest.approx(1, abs=1e-5)
+        assert distribution == pytest.approx([wanted[word] for word in range(len(distribution))], abs=1e-6)
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_the_losses_of_a_padded_batch_are_those_of_a_loop_over_words_and_places(has_copy: bool) -> None:
+    model, examples = network(has_copy=has_copy)
+    losses, overlaps = [], []
+    for example in examples:
+        covered = [0.0] * len(example.source)
+        for (distribution, attention), word in zip(teacher_forced(model, example), example.target, strict=True):
+            known = word if has_copy or word < len(VOCABULARY.words) else UNKNOWN
+            losses.append(-float(distribution[known].log()))
+            overlap = 0.0
+            for place, value in enumerate(attention.tolist()):
+                overlap += min(value, covered[place])
+                covered[place] += value
+            overlaps.append(overlap)
+    loss, overlap = model(examples)
+    assert float(loss) == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert float(overlap) == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
+
+
+def test_a_word_outside_the_vocabulary_is_learned_and_written_by_copying_alone() -> None:
+    rows = [
+        encode_example(VOCABULARY, ["a", name, "b", "."], [name, "."], 100) for name in ("quokka", "zyx", "emu", "gnu")
+    ]
+    texts = {}
+    for has_copy in (True, False):
+        model, _ = network(has_copy=has_copy)
+        train(model, rows, rows, epochs=60, batch_size=4, learning_rate=0.02, seed=0)
+        (texts[has_copy],) = model.write_texts(
+            VOCABULARY.words, [encode_example(VOCABULARY, ["a", "okapi", "b", "."], [], 100)], 5
+        )
+    assert texts[True] == "okapi ."
+    assert "okapi" not in texts[False]
+    assert "<unknown>" not in texts[False]
+
+
+def test_bottom_up_copies_from_selected_places_alone() -> None:
+    model, (example, _) = network()
+    allowed = [word == "b" for word in PAIRS[0][0]]
+    memory, state = model.encode([example._replace(allowed=allowed)])
+    previous = model.embed(torch.tensor([START]))
+    attention, state = model.step(previous, state, memory)
+    distribution = model.distribution(previous, attention, state, memory)[0]
+    _, logits, gate = model.output(previous, state.hidden, state.context)
+    written = gate * logits[0].softmax(0)
+    assert float(distribution.sum()) == pytest.approx(1, abs=1e-5)
+    assert distribution[9:].tolist() == [0, 0]
+    copied = float(distribution[VOCABULARY.ids["b"]] - written[VOCABULARY.ids["b"]])
+    assert copied == pytest.approx((1 - gate).item(), abs=1e-5)
+
+
+def test_copy_curves_tell_what_was_read_from_the_rest() -> None:
+    sample = sample_of(
+        "eips", proposal("eips", 2) | {"text": "One two three. " * 200 + "Four five six."} | {"abstract_span": [0, 0]}
+    )
+    curve = copy_curve([sample], {sample.id: "two three seven four five"})
+    assert curve["read"] == [40.0, 25.0, 0.0, 0.0, 0.0]
+    assert curve["rest"] == [40.0, 25.0, 0.0, 0.0, 0.0]

@@ -229,7 +229,7 @@ def train_selector(
     train_rows, validation_rows = ([row for row in part if len(row.extract)] for part in encoded)
     if not train_rows or not validation_rows:
         raise DataError("There is no document with an extract to learn from, or none for validation: give both.")
-    losses = _train(selector.model, train_rows, validation_rows, training, log)
+    losses = fit_selector(selector.model, train_rows, validation_rows, training, log)
     counts = {"documents": len(train_rows), "validation_documents": len(validation_rows)}
     selector.record = {"training": training.model_dump(mode="json"), **counts, "losses": losses}
     return selector
@@ -256,25 +256,25 @@ def _new_selector(train: Sequence[SelectorExample], training: SelectorTrainingCo
     return TrainedSelector(model, tokenizer, f"Sent-{training.kind}")
 
 
-class _EncodedExample(NamedTuple):
+class EncodedExample(NamedTuple):
     """Model inputs of the sentences of one document, and the positions of its extract."""
 
     inputs: Tensor
     extract: Tensor
 
 
-def _encode(selector: TrainedSelector, example: SelectorExample) -> _EncodedExample:
+def _encode(selector: TrainedSelector, example: SelectorExample) -> EncodedExample:
     limit = selector.model.config.max_sentences
     extract = [position for position in example.extract if position < limit]
-    return _EncodedExample(selector.model_inputs(example.sentences[:limit]), torch.tensor(extract, dtype=torch.long))
+    return EncodedExample(selector.model_inputs(example.sentences[:limit]), torch.tensor(extract, dtype=torch.long))
 
 
-def _train(
+def fit_selector(
     model: SentenceSelector,
-    train: Sequence[_EncodedExample],
-    validation: Sequence[_EncodedExample],
+    train: Sequence[EncodedExample],
+    validation: Sequence[EncodedExample],
     training: SelectorTrainingConfig,
-    log: Callable[[str], None],
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[list[float]]:
     """Train the model in place; returns [step, training loss, validation loss] of each evaluation."""
     adam = torch.optim.Adam(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
@@ -303,10 +303,10 @@ def _train(
     return losses
 
 
-def _batches(examples: Sequence[_EncodedExample], training: SelectorTrainingConfig) -> Iterator[list[_EncodedExample]]:
+def _batches(examples: Sequence[EncodedExample], training: SelectorTrainingConfig) -> Iterator[list[EncodedExample]]:
     """Yield batches forever, in a new order at each epoch."""
     rng = random.Random(training.seed)
-    queue: list[_EncodedExample] = []
+    queue: list[EncodedExample] = []
     while True:
         while len(queue) < training.batch_size:
             queue += rng.sample(list(examples), len(examples))
@@ -315,14 +315,14 @@ def _batches(examples: Sequence[_EncodedExample], training: SelectorTrainingConf
 
 
 @torch.inference_mode()
-def _mean_loss(model: SentenceSelector, examples: Sequence[_EncodedExample], batch_size: int) -> float:
+def _mean_loss(model: SentenceSelector, examples: Sequence[EncodedExample], batch_size: int) -> float:
     """Return the mean loss of a document."""
     model.eval()
     batches = [examples[first : first + batch_size] for first in range(0, len(examples), batch_size)]
     return sum(float(model(*_collate(model, batch))) * len(batch) for batch in batches) / len(examples)
 
 
-def _collate(model: SentenceSelector, examples: Sequence[_EncodedExample]) -> tuple[Tensor, Tensor, Tensor]:
+def _collate(model: SentenceSelector, examples: Sequence[EncodedExample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded inputs, (B, N, T or v), the sentence mask, (B, N), and the head's targets."""
     config, inputs = model.config, [example.inputs for example in examples]
     lengths, width = [len(rows) for rows in inputs], max(rows.shape[1] for rows in inputs)
