@@ -10,19 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import Options
-from experiments.study import Measurements, Study, bars, check_files, mini_lm
+from experiments.study import Measurements, Study, bars, check_files, mini_lm, numbers_of
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, Sample, load
-from experiments.summarize.learned import (
-    ORACLE,
-    PARTS,
-    OracleExtractRun,
-    SelectorRun,
-    VectorsRun,
-    WriterRun,
-    WriterSize,
-    copy_curve,
-)
-from experiments.summarize.runs import LEADS, LEARNED, METRICS, TRAINED, WRITTEN, ExtractRun, Kind, WeightsRun
+from experiments.summarize.learned import PARTS, SelectorRun, VectorsRun, WriterRun, copy_curve
+from experiments.summarize.runs import (
+    LEADS,
+    LEARNED,
+    METRICS,
+    TRAINED,
+    WRITTEN,
+    ExtractRun,
+    Kind,
+    WeightsRun,
+    mean_metrics,
+)  # fmt: skip
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.pipelines.summarize import SelectorTrainingConfig
 from graftlm.pipelines.summarize.metrics import bootstrap
@@ -42,7 +43,6 @@ LABELS: dict[Kind, str] = {
     "modern": "MiniLM vectors, trained",
     "seq2seq": "seq2seq (written, own length)",
     "pointer_generator": "pointer-generator (written, own length)",
-    "bottom_up": "Bottom-up (written, own length)",
     "default": "the default selector",
     "plain": "the default, without wording",
     "single": "the default, without redundancy",
@@ -84,7 +84,7 @@ def run(options: Options) -> Results:
     scores: Any = {
         kind: mean_scores([measured[run.id].details["scores"] for run in several]) for kind, several in runs.items()
     }
-    rows = [row_of(kind, scores[kind]) for kind in LABELS]
+    rows = [Row(id=kind, label=label, metrics={**mean_metrics(scores[kind])}) for kind, label in LABELS.items()]
     human = {sample.id: sample.summary for sample in parts["test"]}
     differences = {kind: paired_differences(parts["test"], scores, kind) for kind in LEARNED}
     details = {
@@ -92,10 +92,10 @@ def run(options: Options) -> Results:
         "differences": differences,
         "corpora": {kind: corpus_means(parts["test"], scores[kind]) for kind in LABELS},
         "default_less": {kind: paired_differences(parts["test"], scores, "default", (kind,)) for kind in ADDED},
-        "by_seed": {kind: [measured[run.id].row.model_dump()["metrics"] for run in runs[kind]] for kind in SEEDED},
+        "by_seed": {kind: [numbers_of([measured[run.id].row]) for run in runs[kind]] for kind in SEEDED},
         "copy": {kind: [measured[run.id].details["copy"] for run in runs[kind]] for kind in WRITTEN}
         | {"human": [copy_curve(parts["test"], human)]},
-        "training": {run.id: measured[run.id].row.metrics | measured[run.id].details for run in trained},
+        "training": {run.id: measured[run.id].details for run in trained},
         **_search(measured),
     }
     names = {f"{name}_lead{LEADS[0]}": name for name in METRICS}
@@ -104,42 +104,31 @@ def run(options: Options) -> Results:
 
 
 def _trained(study: Study, documents: Mapping[str, Any]) -> list[Run]:
-    """The runs that train selectors and writers, with what they read."""
+    """The runs that train selectors and writers, behind those of the vectors."""
     quick = study.options.quick
     encoder = study.options.backbone or mini_lm(study.options.data, "The encoder of a trained selector")
-    vectors = [VectorsRun(id=f"vectors_{part}", part=part, encoder=encoder, **documents) for part in PARTS]
-    runs: list[Run] = [OracleExtractRun(id=ORACLE, **documents), *vectors]
-    size = WriterSize.parse({"vocab_size": 100, "size": 4, "epochs": 1} if quick else {})
+    runs: list[Run] = [VectorsRun(id=f"vectors_{part}", part=part, encoder=encoder, **documents) for part in PARTS]
+    vectors = tuple(run.id for run in runs)
+    sizes = {"vocab_size": 100, "size": 4, "epochs": 1} if quick else {}
     for seed in study.seeds:
         for kind in TRAINED:
-            is_modern = kind == "modern"
-            settings = {"kind": kind, "seed": seed, "learning_rate": 1e-3 if is_modern else 2e-3} | _TRAINING
-            settings |= ({} if is_modern else {"model": _LSTM}) | (_QUICK if quick else {})
-            needs = (ORACLE, *(run.id for run in vectors)) if is_modern else (ORACLE,)
-            training = SelectorTrainingConfig.parse(settings)
+            changes: Any = {"learning_rate": 1e-3} if kind == "modern" else {"learning_rate": 2e-3, "model": _LSTM}
+            training = SelectorTrainingConfig.parse(
+                {"kind": kind, "seed": seed} | _TRAINING | changes | (_QUICK if quick else {})
+            )
+            needs = vectors if kind == "modern" else ()
             runs.append(SelectorRun(id=f"train_{kind}_s{seed}", training=training, depends_on=needs, **documents))
-        for kind, has_copy in (("seq2seq", False), ("pointer_generator", True)):
-            needs = ("weights",) if has_copy else ()
-            fields = {"writer": size, "seed": seed, "has_copy": has_copy, "depends_on": needs} | documents
+        for kind in WRITTEN:
+            fields = {"seed": seed, "has_copy": kind == "pointer_generator"} | sizes | documents
             runs.append(WriterRun(id=f"train_{kind}_s{seed}", **fields))
     return runs
 
 
 def _source(kind: Kind, seed: int) -> tuple[str, ...]:
-    """The run that an extract's run reads."""
+    """The run that a row's run reads."""
     if kind in (*TRAINED, *WRITTEN):
-        return (f"train_{'pointer_generator' if kind == 'bottom_up' else kind}_s{seed}",)
+        return (f"train_{kind}_s{seed}",)
     return ("weights",) if kind in LEARNED else ()
-
-
-def row_of(kind: Kind, scores: Scores) -> Row:
-    """A row of the table: means over seeds and documents, with bootstrap intervals over documents."""
-    metrics = {
-        f"{name}_lead{count}": bootstrap([rows[position][name] for rows in scores.values()])
-        for position, count in enumerate(LEADS)
-        for name in (*METRICS, "words")
-    }
-    return Row(id=kind, label=LABELS[kind], metrics={**metrics})
 
 
 def _search(measured: Measurements) -> dict[str, Any]:

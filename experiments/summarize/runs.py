@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections import Counter
@@ -18,9 +19,9 @@ from sklearn.neural_network import MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
 from experiments.summarize.corpora import CORPORA, DocumentRun, Sample
-from experiments.summarize.learned import copy_curve, read_output
+from experiments.summarize.learned import OUTPUT, copy_curve
 from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankSelector
-from graftlm.evaluation import Row
+from graftlm.evaluation import Interval, Row
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize import Budget, DefaultSelector, LeadSelector, Selector, select
 from graftlm.pipelines.summarize.metrics import bootstrap, rouge
@@ -37,29 +38,11 @@ LEADS = (3, 10)  # an extract has as many words as this many first sentences
 METRICS = ("rouge1", "rouge2", "rougeL")
 Floats = NDArray[np.float64]
 Kind = Literal[
-    "random",
-    "lead",
-    "centroid",
-    "lexrank",
-    "textrank",
-    "default",
-    "plain",
-    "single",
-    "linear",
-    "transfer",
-    "lsa",
-    "sumbasic",
-    "classifier",
-    "pointer",
-    "modern",
-    "seq2seq",
-    "pointer_generator",
-    "bottom_up",
-    "oracle",
-    "fragments",
-]
+    "random", "lead", "centroid", "lexrank", "textrank", "lsa", "sumbasic", "default", "plain", "single", "linear",
+    "transfer", "classifier", "pointer", "modern", "seq2seq", "pointer_generator", "oracle", "fragments",
+]  # fmt: skip
 TRAINED: tuple[Kind, ...] = ("classifier", "pointer", "modern")
-WRITTEN: tuple[Kind, ...] = ("seq2seq", "pointer_generator", "bottom_up")
+WRITTEN: tuple[Kind, ...] = ("seq2seq", "pointer_generator")
 LEARNED = ("default", "plain", "single", "linear", "transfer")
 
 
@@ -228,6 +211,15 @@ class WeightsRun(DocumentRun):
         return Measurement(row, {"search": search, "kept": {name: setting._asdict() for name, setting in kept.items()}})
 
 
+def mean_metrics(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Interval]:
+    """Means over documents of each metric and budget, with bootstrap intervals."""
+    return {
+        f"{name}_lead{count}": bootstrap([rows[position][name] for rows in scores.values()])
+        for position, count in enumerate(LEADS)
+        for name in (*METRICS, "words")
+    }
+
+
 class ExtractRun(DocumentRun):
     """Selects sentences of the test documents at both budgets, and compares them with the abstracts.
 
@@ -243,44 +235,31 @@ class ExtractRun(DocumentRun):
     seed: int = 0
 
     def measure(self, context: RunContext) -> Measurement:
-        output = self._output(context)
+        samples, output = self.parts["test"], dict[str, Any]()
+        if self.kind in (*TRAINED, *WRITTEN):
+            (folder,) = context.dependencies.values()
+            output = json.loads((folder / OUTPUT).read_text(encoding="utf-8"))
         scores = {
             sample.id: [
                 rouge(texts, sample.abstract) | {"words": float(sum(len(split_words(text)) for text in texts))}
-                for texts in self._extracts(sample, context, output)
+                for texts in self._extracts(sample, context, output.get(sample.id))
             ]
-            for sample in self.parts["test"]
+            for sample in samples
         }
-        means = {
-            f"{name}_lead{count}": bootstrap([rows[position][name] for rows in scores.values()])
-            for position, count in enumerate(LEADS)
-            for name in (*METRICS, "words")
-        }
-        details: dict[str, Any] = {"scores": scores}
-        if self.kind in WRITTEN:
-            details["copy"] = copy_curve(self.parts["test"], output)
-        return Measurement(Row(id=self.id, label=self.id, metrics={**means}), details)
+        copied = {"copy": copy_curve(samples, output)} if self.kind in WRITTEN else {}
+        row = Row(id=self.id, label=self.id, metrics={**mean_metrics(scores)})
+        return Measurement(row, {"scores": scores, **copied})
 
-    def _output(self, context: RunContext) -> dict[str, Any]:
-        """What the run of a trained selector or of a writer wrote, by document; nothing for the other kinds."""
-        if self.kind not in (*TRAINED, *WRITTEN):
-            return {}
-        (folder,) = context.dependencies.values()
-        output = read_output(folder)
-        return output[self.kind] if self.kind in WRITTEN else output
-
-    def _extracts(self, sample: Sample, context: RunContext, output: Mapping[str, Any]) -> Iterator[list[str]]:
+    def _extracts(self, sample: Sample, context: RunContext, output: Any) -> Iterator[list[str]]:
         """The sentences of an extract, for each budget."""
-        if self.kind == "fragments":
-            yield from (longest_runs(sample) for _ in LEADS)
+        if self.kind == "fragments" or self.kind in WRITTEN:
+            texts = longest_runs(sample) if self.kind == "fragments" else re.split(r"(?<=[.!?]) ", output)
+            yield from (texts for _ in LEADS)
             return
-        if self.kind in WRITTEN:
-            yield from (re.split(r"(?<=[.!?]) ", output[sample.id]) for _ in LEADS)
-            return
-        trained = FixedSelector(output[sample.id]) if self.kind in TRAINED else None
-        ranking = [] if self.kind == "oracle" else (trained or self._selector(sample, context)).rank(sample.document)
+        if self.kind != "oracle" and output is None:
+            output = [ranked.index for ranked in self._selector(sample, context).rank(sample.document)]
         for words in word_budgets(sample):
-            chosen = [ranked.index for ranked in ranking] or best_sentences(sample, words)
+            chosen = output or best_sentences(sample, words)
             ranks = FixedSelector(chosen)
             extract = select(sample.document, ranks, Budget(amount=max(words, 1), unit="words"))
             yield [sentence.text for sentence in extract.sentences]

@@ -16,9 +16,10 @@ from experiments.summarize.pointer_generator import (
     END,
     START,
     UNKNOWN,
+    Example,
     PointerGenerator,
-    Vocabulary,
-    encode_example,
+    encode_examples,
+    frequent_words,
     train,
 )
 from experiments.summarize.run import ADDED, LABELS
@@ -176,19 +177,23 @@ def test_the_oracle_adds_what_helps_and_fragments_are_runs_of_the_document() -> 
     assert longest_runs(sample) == ["the new handle of eips is made of oak", "people complain"]
 
 
-VOCABULARY = Vocabulary([["a", "b", "c", "d", "."]], 9)
-PAIRS = [(["a", "quokka", "b", "zyx", "a", "quokka"], ["b", "quokka", ".", "a"]), (["c", "d", "a"], ["zyx", "d"])]
+WORDS = frequent_words([["a", "b", "c", "d", "."]], 9)
+PAIRS = [
+    (["a", "quokka", "b", "zyx", "a", "quokka"], ["b", "quokka", ".", "a"]),
+    (["c", "d", "a"], ["zyx", "d"]),
+]
 
 
-def network(**changes: bool) -> tuple[PointerGenerator, list]:
+def network(*, has_copy: bool = True) -> tuple[PointerGenerator, list[Example]]:
     torch.manual_seed(3)
-    model = PointerGenerator(len(VOCABULARY.words), 5, **changes)
+    model = PointerGenerator(len(WORDS), 5, has_copy=has_copy)
     torch.nn.init.normal_(model.coverage_weight)
     model.has_coverage = True
-    return model.eval(), [encode_example(VOCABULARY, *pair, 100) for pair in PAIRS]
+    return model, encode_examples(WORDS, PAIRS, 100)
 
 
-def teacher_forced(model: PointerGenerator, example: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+@torch.inference_mode()
+def teacher_forced(model: PointerGenerator, example: Example) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Distribution and attention of each step of one document, without batch or padding."""
     memory, state = model.encode([example])
     steps = []
@@ -200,12 +205,13 @@ def teacher_forced(model: PointerGenerator, example: object) -> list[tuple[torch
 
 
 def test_words_of_the_source_alone_have_ids_behind_the_vocabulary() -> None:
-    _, (first, second) = network()
-    assert [VOCABULARY.words[i] if i < 9 else first.extra[i - 9] for i in first.source] == PAIRS[0][0]
-    assert first.target == [VOCABULARY.ids["b"], 9, VOCABULARY.ids["."], VOCABULARY.ids["a"], END]
-    assert second.target == [UNKNOWN, VOCABULARY.ids["d"], END]  # its source lacks the word
+    first, second = encode_examples(WORDS, PAIRS, 100)
+    assert [[*WORDS, *first.extra][index] for index in first.source] == PAIRS[0][0]
+    assert first.target == [WORDS.index("b"), len(WORDS), WORDS.index("."), WORDS.index("a"), END]
+    assert second.target == [UNKNOWN, WORDS.index("d"), END]  # its source lacks the word
 
 
+@torch.inference_mode()
 def test_probabilities_sum_to_1_and_copies_go_to_the_places_of_their_words() -> None:
     model, examples = network()
     for example in examples:
@@ -222,13 +228,14 @@ def test_probabilities_sum_to_1_and_copies_go_to_the_places_of_their_words() -> 
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
+@torch.inference_mode()
 def test_the_losses_of_a_padded_batch_are_those_of_a_loop_over_words_and_places(has_copy: bool) -> None:
     model, examples = network(has_copy=has_copy)
     losses, overlaps = [], []
     for example in examples:
         covered = [0.0] * len(example.source)
         for (distribution, attention), word in zip(teacher_forced(model, example), example.target, strict=True):
-            known = word if has_copy or word < len(VOCABULARY.words) else UNKNOWN
+            known = word if has_copy or word < len(WORDS) else UNKNOWN
             losses.append(-float(distribution[known].log()))
             overlap = 0.0
             for place, value in enumerate(attention.tolist()):
@@ -241,34 +248,15 @@ def test_the_losses_of_a_padded_batch_are_those_of_a_loop_over_words_and_places(
 
 
 def test_a_word_outside_the_vocabulary_is_learned_and_written_by_copying_alone() -> None:
-    rows = [
-        encode_example(VOCABULARY, ["a", name, "b", "."], [name, "."], 100) for name in ("quokka", "zyx", "emu", "gnu")
-    ]
-    texts = {}
+    pairs = [(["a", name, "b", "."], [name, "."]) for name in ("quokka", "zyx", "emu", "gnu")]
+    unseen, texts = encode_examples(WORDS, [(["a", "okapi", "b", "."], [])], 100), dict[bool, str]()
     for has_copy in (True, False):
         model, _ = network(has_copy=has_copy)
-        train(model, rows, rows, epochs=60, batch_size=4, learning_rate=0.02, seed=0)
-        (texts[has_copy],) = model.write_texts(
-            VOCABULARY.words, [encode_example(VOCABULARY, ["a", "okapi", "b", "."], [], 100)], 5
-        )
+        train(model, encode_examples(WORDS, pairs, 100), epochs=60, rate=0.02, seed=0)
+        (texts[has_copy],) = model.write(WORDS, unseen, 5)
     assert texts[True] == "okapi ."
     assert "okapi" not in texts[False]
     assert "<unknown>" not in texts[False]
-
-
-def test_bottom_up_copies_from_selected_places_alone() -> None:
-    model, (example, _) = network()
-    allowed = [word == "b" for word in PAIRS[0][0]]
-    memory, state = model.encode([example._replace(allowed=allowed)])
-    previous = model.embed(torch.tensor([START]))
-    attention, state = model.step(previous, state, memory)
-    distribution = model.distribution(previous, attention, state, memory)[0]
-    _, logits, gate = model.output(previous, state.hidden, state.context)
-    written = gate * logits[0].softmax(0)
-    assert float(distribution.sum()) == pytest.approx(1, abs=1e-5)
-    assert distribution[9:].tolist() == [0, 0]
-    copied = float(distribution[VOCABULARY.ids["b"]] - written[VOCABULARY.ids["b"]])
-    assert copied == pytest.approx((1 - gate).item(), abs=1e-5)
 
 
 def test_copy_curves_tell_what_was_read_from_the_rest() -> None:
