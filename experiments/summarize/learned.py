@@ -107,11 +107,11 @@ class SelectorRun(LearnedRun):
         fields: dict[str, Any] = {"input_type": "embeddings", "document_encoder": "transformer", "head": "classifier"}
         fields |= {"sentence_embedding_size": len(mean), "hidden_size": 96, "dropout": 0.2}
         model = SentenceSelector(SentenceSelectorConfig(**fields))
-        examples = (
+        examples, validation = (
             [EncodedExample(x, torch.tensor(targets[name])) for name, x in part.items() if targets[name]]
             for part in (rows, held_out)
         )
-        losses = fit_selector(model, *examples, self.training)
+        losses = fit_selector(model, examples, validation, self.training)
         rankings = {
             s.id: [s.document.selectable[position] for position in model.rank(test[s.id]).indices]
             for s in self.parts["test"]

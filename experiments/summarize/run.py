@@ -1,4 +1,4 @@
-"""Selectors of sentences on five collections of proposals, at equal numbers of words.
+"""Selectors of sentences on five collections of proposals, at equal numbers of words, and two small writers.
 
 The default selector's weights are learned on the oldest documents of each collection and chosen on later ones. The
 newest quarter is the test. Differences are paired over documents.
@@ -119,8 +119,8 @@ def _trained(study: Study, documents: Mapping[str, Any]) -> list[Run]:
             needs = vectors if kind == "modern" else ()
             runs.append(SelectorRun(id=f"train_{kind}_s{seed}", training=training, depends_on=needs, **documents))
         for kind in WRITTEN:
-            fields = {"seed": seed, "has_copy": kind == "pointer_generator"} | sizes | documents
-            runs.append(WriterRun(id=f"train_{kind}_s{seed}", **fields))
+            has_copy = kind == "pointer_generator"
+            runs.append(WriterRun(id=f"train_{kind}_s{seed}", seed=seed, has_copy=has_copy, **sizes, **documents))
     return runs
 
 
