@@ -33,7 +33,7 @@ def frequent_words(texts: Iterable[Sequence[str]], size: int) -> list[str]:
     return [*_MARKS, *(word for word, _ in counts.most_common(size - len(_MARKS)))]
 
 
-class Example(NamedTuple):
+class CopyExample(NamedTuple):
     """A source and its summary as ids, and the source's words outside the vocabulary."""
 
     source: list[int]
@@ -43,14 +43,14 @@ class Example(NamedTuple):
 
 def encode_examples(
     words: list[str], pairs: Iterable[tuple[Sequence[str], Sequence[str]]], limit: int
-) -> list[Example]:
+) -> list[CopyExample]:
     """Sources and at most `limit` words of their summaries; the mark of the end counts as one."""
-    rows, ids = list[Example](), {word: index for index, word in enumerate(words)}
+    rows, ids = list[CopyExample](), {word: index for index, word in enumerate(words)}
     for source, summary in pairs:
         extra = [word for word in dict.fromkeys(source) if word not in ids]
         own = ids | {word: len(words) + index for index, word in enumerate(extra)}
         target = [own.get(word, UNKNOWN) for word in summary]
-        rows.append(Example([own[word] for word in source], [*target, END][:limit], extra))
+        rows.append(CopyExample([own[word] for word in source], [*target, END][:limit], extra))
     return rows
 
 
@@ -95,7 +95,7 @@ class PointerGenerator(nn.Module):
         """Word vectors; words outside the vocabulary have that of the unknown word."""
         return self.embedding(ids.masked_fill(ids >= self.vocab_size, UNKNOWN))
 
-    def encode(self, examples: Sequence[Example]) -> tuple[Memory, State]:
+    def encode(self, examples: Sequence[CopyExample]) -> tuple[Memory, State]:
         """Read the sources."""
         ids_BS = pad_sequence([torch.tensor(example.source) for example in examples], batch_first=True)
         lengths = (ids_BS != PAD).sum(1)
@@ -131,7 +131,7 @@ class PointerGenerator(nn.Module):
         words_BX = nn.functional.pad(gate[:, None] * logits.softmax(-1), (0, extra))
         return words_BX.scatter_add(1, memory.ids, (1 - gate)[:, None] * attention_BS)
 
-    def forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    def forward(self, examples: Sequence[CopyExample]) -> tuple[Tensor, Tensor]:
         """Mean loss of a word, −log P, and mean coverage loss, Σ_i min(a_i, c_i)."""
         memory, state = self.encode(examples)
         target_BT = pad_sequence([torch.tensor(example.target) for example in examples], batch_first=True)
@@ -154,7 +154,7 @@ class PointerGenerator(nn.Module):
         return loss[mask_BT].mean(), overlap[mask_BT].mean()
 
     @torch.inference_mode()
-    def write(self, words: Sequence[str], examples: Sequence[Example], limit: int) -> list[str]:
+    def write(self, words: Sequence[str], examples: Sequence[CopyExample], limit: int) -> list[str]:
         """The most likely word at each step, up to the mark of the end or `limit`; never the unknown word."""
         texts = list[str]()
         for group in (examples[first : first + _WRITTEN] for first in range(0, len(examples), _WRITTEN)):
@@ -172,7 +172,7 @@ class PointerGenerator(nn.Module):
         return texts
 
 
-def train(model: PointerGenerator, rows: Sequence[Example], epochs: int, rate: float, seed: int) -> list[float]:
+def train(model: PointerGenerator, rows: Sequence[CopyExample], epochs: int, rate: float, seed: int) -> list[float]:
     """Train with Adam in batches of similar length; the last quarter of the epochs, at least one, has coverage.
 
     Returns the mean loss of each epoch.

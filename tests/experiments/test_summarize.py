@@ -16,7 +16,7 @@ from experiments.summarize.pointer_generator import (
     END,
     START,
     UNKNOWN,
-    Example,
+    CopyExample,
     PointerGenerator,
     encode_examples,
     frequent_words,
@@ -184,7 +184,7 @@ PAIRS = [
 ]
 
 
-def network(*, has_copy: bool = True) -> tuple[PointerGenerator, list[Example]]:
+def network(*, has_copy: bool = True) -> tuple[PointerGenerator, list[CopyExample]]:
     torch.manual_seed(3)
     model = PointerGenerator(len(WORDS), 5, has_copy=has_copy)
     torch.nn.init.normal_(model.coverage_weight)
@@ -193,7 +193,7 @@ def network(*, has_copy: bool = True) -> tuple[PointerGenerator, list[Example]]:
 
 
 @torch.inference_mode()
-def teacher_forced(model: PointerGenerator, example: Example) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def teacher_forced(model: PointerGenerator, example: CopyExample) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Distribution and attention of each step of one document, without batch or padding."""
     memory, state = model.encode([example])
     steps = []
