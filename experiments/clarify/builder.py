@@ -36,13 +36,14 @@ from experiments.clarify.datasets import (
 from graftlm.errors import DataError
 from graftlm.pipelines.clarify.ambiguity import (
     Ambiguity,
+    Parser,
+    Token,
     detect,
     polysemous_words,
     split_words,
     word_list,
     word_pattern,
 )
-from graftlm.pipelines.clarify.parsing import Parser, Token
 
 MASK = "[pr]"
 CHECKERS: dict[AmbiguityKind, CheckerKind]

@@ -10,7 +10,7 @@ from experiments.clarify.builder import AmbiguitySet, build_ambiguity_set
 from experiments.clarify.checkers import checker
 from experiments.clarify.datasets import ParallelDocument, SentencePair
 from graftlm.errors import DataError
-from graftlm.pipelines.clarify.parsing import Token
+from graftlm.pipelines.clarify.ambiguity import Token
 
 FILLER = ("Nothing happened there.", "Rien.")
 SHARED = "a form that several persons share"

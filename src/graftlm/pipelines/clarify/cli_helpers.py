@@ -10,14 +10,7 @@ from typing import Any, Self
 from graftlm.errors import DataError, RecipeError
 from graftlm.generation.generate import load_model
 from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
-from graftlm.pipelines.clarify.conversation import (
-    AnsweredTurn,
-    AskedTurn,
-    Conversation,
-    RefusedTurn,
-    SkippedTurn,
-    WrittenTurn,
-)
+from graftlm.pipelines.clarify.conversation import Conversation, SkippedTurn, WrittenTurn
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.models import ChatModel, LocalModel, StreamPrinter
 from graftlm.pipelines.clarify.prompts import format_question, printable
@@ -170,10 +163,10 @@ def summary_lines(conversation: Conversation) -> list[str]:
     summary, lines = conversation.summary(), []
     asked = ""
     for turn in conversation.turns:
-        if isinstance(turn, AskedTurn):
+        if turn.kind == "asked":
             asked = format_question(turn.question.text, turn.question.answers)
-        if isinstance(turn, AnsweredTurn | RefusedTurn) and turn.author != HumanUser.name:
-            reply = turn.answer if isinstance(turn, AnsweredTurn) else "no answer"
+        if (turn.kind == "answered" or turn.kind == "refused") and turn.author != HumanUser.name:
+            reply = turn.answer if turn.kind == "answered" else "no answer"
             lines.append(printable(f"asked: {asked}; {turn.author}: {reply}"))
         elif isinstance(turn, SkippedTurn) and turn.question is not None and turn.gain is not None:
             lines.append(f"not asked, as it would bring {turn.gain.bits:.2f} bits: {printable(turn.question.text)}")
