@@ -128,7 +128,7 @@ def build_ambiguity_set(
     for document in documents:
         labeller = _Labeller(document, language)
         for index, pair in enumerate(document.pairs):
-            open_kinds = [kind for kind in kinds if quota is None or built[kind] < quota]
+            open_kinds: list[AmbiguityKind] = [kind for kind in kinds if quota is None or built[kind] < quota]
             for candidate in _candidates(pair, language, open_kinds, parser) if open_kinds else ():
                 kind = candidate.ambiguity.kind
                 try:

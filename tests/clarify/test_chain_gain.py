@@ -48,11 +48,15 @@ def test_without_candidate_answers_it_asks_unmeasured() -> None:
 
 
 def test_the_likeliest_output_settles_what_is_not_asked() -> None:
-    outputs = {"a": "Rare.", "b": "Usual.", "c": "Usual."}
+    outputs = {"my boss": "Rare.", "my son": "Usual.", "my aunt": "Usual."}
 
     def replies(prompt: Any) -> str:
-        return "Which? [a | b | c]" if "write None" in prompt.instructions else outputs[dict(prompt.parts)["answer"]]
+        return (
+            f'Who is "you"? [{" | ".join(outputs)}]'
+            if "write None" in prompt.instructions
+            else outputs[dict(prompt.parts)["answer"]]
+        )
 
-    found = Chain(ScriptedModel(replies), RecordedUser(["a"])).run(start(threshold=2.0))
+    found = Chain(ScriptedModel(replies), RecordedUser(["my boss"])).run(start(threshold=2.0))
     assert found.written is not None
     assert (found.written.output, found.written.mode) == ("Usual.", "settled")

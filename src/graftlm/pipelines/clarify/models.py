@@ -18,7 +18,6 @@ from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.metrics import Window, cut_windows
 from graftlm.generation.generate import Decoding, generate_text
-from graftlm.grafts import GraftedModel
 from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt
 
@@ -77,7 +76,7 @@ class StreamPrinter:
 class PrefixCache:
     """Keys and values of the last prompt of each instruction, whose beginning the next one does not compute again.
 
-    Grafts, which may read the whole prompt, and models with windows or states, which can't be cropped, reuse nothing.
+    Only transformers' own models do: grafts may read the whole prompt, and windows and states can't be cropped.
     """
 
     def __init__(self, model: Any) -> None:
@@ -88,7 +87,7 @@ class PrefixCache:
     def serves(model: Any) -> bool:
         """Whether a model's cache can be cropped, and its states depend on earlier tokens alone."""
         croppable = (type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
-        return not isinstance(model, GraftedModel) and all(croppable)
+        return type(model).__module__.startswith("transformers.") and all(croppable)
 
     def begin(self, instructions: str, ids: list[int], most: int) -> DynamicCache:
         """A cache with the common beginning of `ids` and the last prompt, at most `most` tokens."""
