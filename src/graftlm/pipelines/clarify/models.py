@@ -168,9 +168,8 @@ class LocalModel:
         ids = window.ids.tolist()
         cache = prefixes.begin(instructions, ids, window.first - 1)
         start = cache.get_seq_length()
-        logits = self._model(
-            input_ids=torch.tensor([ids[start:-1]], device=self._model.device), past_key_values=cache
-        ).logits
+        new = torch.tensor([ids[start:-1]], device=self._model.device)
+        logits = self._model(input_ids=new, past_key_values=cache).logits
         prefixes.keep(instructions, ids[:-1], cache)
         targets = torch.tensor(ids[window.first :], device=logits.device)
         return -float(cross_entropy(logits[0, window.first - 1 - start :].float(), targets, reduction="sum"))

@@ -1,14 +1,6 @@
 """Whether a question is about the text at hand: small models copy questions and options from the exemplars.
 
-| part | it is usable if |
-|---|---|
-| a word in quotes | the text, or an earlier answer, has it; *your* counts as *you* |
-| an option about "you", as *someone to be addressed politely* | the text has *you* or *your* |
-| an option about a pronoun such as "it" | all its words are words of the text, or it names a gender |
-| an option of an exemplar | it has a word of the text, or the exemplar's text has one |
-| any other option | it or the question has a word of the text, and it is no placeholder such as *one* or *another* |
-
-Small words such as *the* are no words here. A question that repeats the text is none.
+The rule is a table in README.md. Small words such as *the* are no words here. A question that repeats the text is none.
 """
 
 from __future__ import annotations
