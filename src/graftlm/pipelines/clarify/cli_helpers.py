@@ -161,13 +161,13 @@ class TerminalPrinter(StreamPrinter):
 def summary_lines(conversation: Conversation) -> list[str]:
     """What was asked, skipped and gained, and the cost, as lines for people."""
     summary, lines = conversation.summary(), []
-    asked = ""
+    question = ""
     for turn in conversation.turns:
         if turn.kind == "asked":
-            asked = format_question(turn.question.text, turn.question.answers)
+            question = format_question(turn.question.text, turn.question.answers)
         if (turn.kind == "answered" or turn.kind == "refused") and turn.author != HumanUser.name:
             reply = turn.answer if turn.kind == "answered" else "no answer"
-            lines.append(printable(f"asked: {asked}; {turn.author}: {reply}"))
+            lines.append(printable(f"asked: {question}; {turn.author}: {reply}"))
         elif isinstance(turn, SkippedTurn) and turn.question is not None and turn.gain is not None:
             lines.append(f"not asked, as it would bring {turn.gain.bits:.2f} bits: {printable(turn.question.text)}")
         elif isinstance(turn, SkippedTurn) and turn.reason != "nothing":
