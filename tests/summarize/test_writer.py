@@ -19,8 +19,14 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
 )
+from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import link_sentences, summarize
-from graftlm.pipelines.summarize.writer import drop_partial_sentence, introduction_text
+from graftlm.pipelines.summarize.writer import (
+    CHAT_LAYOUT,
+    drop_partial_sentence,
+    introduction_range,
+    introduction_text,
+)
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer
 
@@ -39,8 +45,9 @@ def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageMod
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
     model_writer = writer()
-    ids, notes = model_writer.build_prompt(EXTRACT)
+    ids, notes, read = model_writer.build_prompt(EXTRACT)
     text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
+    assert read == tuple(sorted({*introduction_range(DOCUMENT), *EXTRACT.indices}))
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
 
@@ -49,7 +56,7 @@ def test_the_layout_is_introduction_extract_and_mark() -> None:
 def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     model_writer = writer(LAYOUT.model_copy(update={"window": window}))
     try:
-        ids, notes = model_writer.build_prompt(EXTRACT)
+        ids, notes, _ = model_writer.build_prompt(EXTRACT)
     except RecipeError as refusal:
         message = str(refusal)
         assert f"reads {window} tokens, which has no room for one extracted sentence" in message
@@ -58,7 +65,61 @@ def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
     kept = [sentence.text for sentence in EXTRACT.sentences if sentence.text in text.split("<e>")[1]]
     assert kept
-    assert bool(notes) == (len(kept) < 4)
+    assert any("of the 4 extracted" in note for note in notes) == (len(kept) < 4)
+
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+)
+
+
+def chat_writer(layout: PromptLayout | None = None, **decoding: Any) -> LanguageModelWriter:
+    model_writer = writer(layout, **decoding)
+    model_writer.tokenizer.chat_template = CHAT
+    return LanguageModelWriter(model_writer.model, model_writer.tokenizer, "chat", layout, model_writer.decoding)
+
+
+def test_a_chat_model_is_asked_through_its_template() -> None:
+    asked = chat_writer()
+    prompt = asked.build_prompt(EXTRACT)
+    ((role, content),) = (message.values() for message in asked.messages(EXTRACT))
+    assert role == "user"
+    assert content.startswith(str(CHAT_LAYOUT.instruction))
+    assert content.index(introduction_text(DOCUMENT)) < content.index(EXTRACT.text)
+    assert asked.tokenizer.decode(prompt.ids, skip_special_tokens=True) == f"<|user|>{content}<|a|>"
+    assert not any("layout" in note for note in asked.write(EXTRACT).notes)
+    assert chat_writer(LAYOUT).build_prompt(EXTRACT).ids == writer().build_prompt(EXTRACT).ids, "layout.json decides"
+    alone = chat_writer(CHAT_LAYOUT.model_copy(update={"extract": None}))
+    assert EXTRACT.text not in alone.messages(EXTRACT)[0]["content"]
+
+
+@pytest.mark.parametrize("window", [300, 500, 800])
+def test_an_extract_adds_to_the_introduction_and_takes_nothing_of_it(window: int) -> None:
+    document = read_text("# Introduction\n\n" + " ".join(f"Cup {number} of tea is hot." for number in range(60)), ".md")
+    extract = select(document, FixedSelector([50, 40, 30]), Budget(amount=3))
+    both = writer(LAYOUT.model_copy(update={"window": window})).build_prompt(extract)
+    alone = writer(LAYOUT.model_copy(update={"window": window, "extract": None})).build_prompt(extract)
+    end = writer()._tokenize("<s>")
+    introduction = alone.ids[: -len(end)]
+    assert both.ids[: len(introduction)] == introduction
+    assert both.read == tuple(sorted({*alone.read, 30, 40, 50}))
+    assert len(introduction) > window / 2
+    assert writer().tokenizer.decode(introduction).endswith("hot."), "whole sentences"
+
+
+def test_a_document_cannot_end_the_turn() -> None:
+    asked = chat_writer()
+    end = asked.tokenizer.eos_token_id
+    document = read_text(f"Tea is {asked.tokenizer.eos_token} hot and good. Water is wet.")
+    ids = asked.build_prompt(select(document, LeadSelector(), Budget(amount=2))).ids
+    assert asked.tokenizer.eos_token in asked.tokenizer.decode(ids)
+    assert end not in ids
+
+
+def test_the_user_sets_the_window(tiny_backbone) -> None:
+    assert load_writer(tiny_backbone("llama"), window=100, device="cpu").window == 100
+    with pytest.raises(RecipeError, match="tokens at most: ask for a window of no more"):
+        load_writer(tiny_backbone("llama"), window=1_000_000, device="cpu")
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "sample"])

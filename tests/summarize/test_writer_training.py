@@ -64,7 +64,7 @@ def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
     model_writer = writer()
     rows = example_rows(model_writer, EXAMPLES[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
-    prompt, _ = model_writer.build_prompt(EXAMPLES[0].extract)
+    prompt = model_writer.build_prompt(EXAMPLES[0].extract).ids
     assert ids[: len(prompt)] == prompt
     end = model_writer.tokenizer.eos_token_id
     assert ids[-1] == end
@@ -136,7 +136,7 @@ def test_training_goes_on_where_it_stood(tmp_path: Path) -> None:
 def test_likelihood_is_that_of_one_token_after_the_other() -> None:
     model_writer = writer()
     for example, likelihood in zip(EXAMPLES, summary_likelihoods(model_writer, EXAMPLES, batch_size=3), strict=True):
-        ids, _ = model_writer.build_prompt(example.extract)
+        ids = model_writer.build_prompt(example.extract).ids
         ids_of = model_writer.tokenizer(example.summary, add_special_tokens=False)["input_ids"]
         wanted = [*ids_of, model_writer.tokenizer.eos_token_id]
         nats = 0.0

@@ -24,6 +24,7 @@ from graftlm.pipelines.summarize.selector import (
 )
 from graftlm.pipelines.summarize.summary import Summary, format_summary, summarize
 from graftlm.pipelines.summarize.writer import (
+    CHAT_LAYOUT,
     AbstractiveWriter,
     LanguageModelWriter,
     PromptLayout,

@@ -2,7 +2,8 @@
 
 The layout of a document is introduction | extract | summary mark | summary | rest of the document. The rest is used in
 training only, in windows of its own. Marks are plain strings. A model that was trained on a layout has it beside it as
-`layout.json`; other models get marks in plain English.
+`layout.json`. Other models with a chat template are asked through it, and models without one get marks in plain
+English.
 
 In training an example is a prompt with its human summary, in one window. The rest of the documents fills windows of its
 own, as domain text. The loss covers all tokens, the introduction included. Shape suffixes: B documents, T tokens.
@@ -10,10 +11,11 @@ own, as domain text. The loss covers all tokens, the introduction included. Shap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +24,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import UNLIMITED, leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
+from graftlm.data.chats import render_question
 from graftlm.data.packing import split_rows
 from graftlm.errors import DataError, RecipeError
 from graftlm.generation.generate import load_model
@@ -38,7 +41,8 @@ from graftlm.training.language_model import LanguageModel, check_rows, save_mode
 
 LAYOUT_NAME = "layout.json"
 MODEL = "model"  # subfolder of a training run
-_DEFAULT_WINDOW = 1024  # for models without a maximum sequence length
+_DEFAULT_WINDOW = 4096  # at most, of models that can read more
+_PASSAGES = "\ue000"  # stands for the passages of a document while the chat template is filled
 _LEAD_SENTENCES = 30  # used as the introduction of a document without such a heading
 
 
@@ -46,18 +50,28 @@ class PromptLayout(Config):
     """The strings before each part of a document, and the window.
 
     Args:
+        instruction: what a chat model is asked, first in the user's message. None for models that continue a text.
         introduction: string before the introduction.
         extract: string before the extract; None for a model that reads the introduction only.
         summary: string before the summary.
         rest: string before the rest of the document, in training.
-        window: maximum number of tokens of prompt and summary; None takes the model's maximum.
+        window: maximum number of tokens of prompt and summary; None takes the model's maximum, or 4,096 if it is more.
     """
 
+    instruction: str | None = None
     introduction: str = ""
     extract: str | None = "\n\nMost important sentences:\n"
     summary: str = "\n\nSummary:\n"
     rest: str = "\n\n"
     window: int | None = Field(None, ge=16)
+
+
+CHAT_LAYOUT = PromptLayout(
+    instruction="Summarize the following document in one short paragraph. Say what it is about, what it proposes or "
+    "finds, and why. Use only what the document says.",
+    introduction="\n\n",
+    summary="",
+)
 
 
 class SummaryDecoding(Config):
@@ -89,10 +103,27 @@ class SummaryDecoding(Config):
 
 @dataclass(frozen=True, slots=True)
 class WriterOutput:
-    """A written summary, and remarks for the user, one sentence each."""
+    """A written summary, remarks for the user, and the indices of the sentences that were read (none: the extract)."""
 
     text: str
     notes: tuple[str, ...] = ()
+    read: tuple[int, ...] = ()
+
+
+class WriterPrompt(NamedTuple):
+    """Token ids of a prompt, remarks for the user, and the indices of the sentences in the prompt."""
+
+    ids: list[int]
+    notes: list[str]
+    read: tuple[int, ...]
+
+
+class _Passages(NamedTuple):
+    """The parts of a document that fit into the window, and the indices of their sentences."""
+
+    introduction: str
+    extract: str
+    read: tuple[int, ...]
 
 
 class AbstractiveWriter(Protocol):
@@ -115,7 +146,8 @@ class AbstractiveWriter(Protocol):
 class LanguageModelWriter:
     """Writes summaries with a causal language model: a `GraftedModel` or any transformers model.
 
-    Without the layout that the model was trained on, marks are in plain English, and a note says so.
+    Without the layout that the model was trained on, a chat model is asked through its chat template. Other models get
+    marks in plain English, and a note says so.
     """
 
     def __init__(
@@ -127,14 +159,14 @@ class LanguageModelWriter:
         decoding: SummaryDecoding | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.layout, self._is_trained = layout or PromptLayout(), layout is not None
+        self.layout = layout or (CHAT_LAYOUT if tokenizer.chat_template else PromptLayout())
+        self._knows_layout = layout is not None or self.layout is CHAT_LAYOUT
         self.decoding = decoding or SummaryDecoding()
 
     @property
     def window(self) -> int:
         """Maximum number of tokens of prompt and summary together."""
-        limit = max_sequence_length(self.model)
-        return min(self.layout.window or UNLIMITED, _DEFAULT_WINDOW if limit == UNLIMITED else limit)
+        return min(self.layout.window or _DEFAULT_WINDOW, max_sequence_length(self.model))
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without special tokens."""
@@ -146,16 +178,16 @@ class LanguageModelWriter:
         Raises:
             RecipeError: one extracted sentence and the summary do not fit into the window.
         """
-        prompt, notes = self.build_prompt(extract)
+        prompt, notes, read = self.build_prompt(extract)
         text, truncated = self.complete(prompt)
         text = text.strip()
         if truncated:
             text = drop_partial_sentence(text, extract.document.language)
-        if not self._is_trained:
+        if not self._knows_layout:
             notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
         if not text:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
-        return WriterOutput(text or extract.text, tuple(notes))
+        return WriterOutput(text or extract.text, tuple(notes), read)
 
     def complete(self, prompt: list[int]) -> tuple[str, bool]:
         """Return the model's completion of a prompt, and whether the token limit truncated it."""
@@ -180,42 +212,100 @@ class LanguageModelWriter:
 
     def _decode(self, ids: list[int]) -> tuple[str, bool]:
         """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
-        eos = self.tokenizer.eos_token_id
-        if eos in ids:
-            ids = ids[: ids.index(eos) + 1]
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return text, len(ids) == self.decoding.max_new_tokens and ids[-1] != eos
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        eos = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        length = next((place for place, token in enumerate(ids, 1) if token in eos), None)
+        text = str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
+        return text, length is None and len(ids) == self.decoding.max_new_tokens
 
-    def build_prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
-        """Return token ids of introduction, extract and summary mark, and notes on what was left out.
+    def build_prompt(self, extract: Extract) -> WriterPrompt:
+        """Return the prompt of introduction, extract and summary mark, and notes on what was left out.
 
-        The extract has priority: the introduction is cut to the tokens that remain.
+        A chat model's prompt is `messages` in its chat template, up to the start of its answer. Each part has tokens of
+        its own, so the introduction has the same tokens with any extract and with none.
+
+        Raises:
+            DataError: the chat template can't be filled.
+            RecipeError: one extracted sentence and the summary do not fit into the window.
+        """
+        passages, notes = self._fit(extract)
+        start, end = self._frame
+        parts = [self._tokenize_source(part) for part in (passages.introduction, passages.extract)]
+        return WriterPrompt([*start, *parts[0], *parts[1], *end], notes, passages.read)
+
+    def messages(self, extract: Extract) -> list[dict[str, str]]:
+        """Return the message that a chat model gets: the instruction, the introduction, and the extract if it is read.
 
         Raises:
             RecipeError: one extracted sentence and the summary do not fit into the window.
         """
-        layout, notes = self.layout, []
-        bos = leading_bos(self.tokenizer)
-        start, mark = [] if bos is None else [bos], self._tokenize(layout.summary)
-        available = self.window - self.decoding.max_new_tokens - len(start) - len(mark)
-        extract_ids = self._extract_ids(extract, available, notes) if layout.extract is not None else []
-        if available < 1:
-            raise self._window_error("an introduction")
-        introduction_ids = self._tokenize(layout.introduction + introduction_text(extract.document))
-        return [*start, *introduction_ids[: available - len(extract_ids)], *extract_ids, *mark], notes
+        passages, _ = self._fit(extract)
+        return self._message(passages.introduction + passages.extract)
 
-    def _extract_ids(self, extract: Extract, available: int, notes: list[str]) -> list[int]:
-        """Return token ids of the extract without the lowest-scored sentences that do not fit; add a note if any."""
-        scores = dict(zip(extract.indices, extract.scores, strict=True))
-        best_first = sorted(scores, key=scores.__getitem__)[::-1]
-        for count in range(len(best_first), 0, -1):
-            kept = (extract.document.sentences[index].text for index in sorted(best_first[:count]))
-            ids = self._tokenize(f"{self.layout.extract}{' '.join(kept)}")
-            if len(ids) <= available:
-                if count < len(scores):
-                    notes.append(f"{self.name} could read {count} of the {len(scores)} extracted sentences.")
-                return ids
-        raise self._window_error("one extracted sentence")
+    def _message(self, passages: str) -> list[dict[str, str]]:
+        before = f"{self.layout.instruction or ''}{self.layout.introduction}"
+        return [{"role": "user", "content": f"{before}{passages}{self.layout.summary}"}]
+
+    @property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The tokens before the introduction and behind the extract, the same for all documents."""
+        layout = self.layout
+        if layout.instruction is None:
+            bos = leading_bos(self.tokenizer)
+            start = self._tokenize(layout.introduction)
+            return start if bos is None else [bos, *start], self._tokenize(layout.summary)
+        start, _, end = render_question(self._message(_PASSAGES), self.tokenizer).partition(_PASSAGES)
+        return self._tokenize(start), self._tokenize(end)
+
+    def _fit(self, extract: Extract) -> tuple[_Passages, list[str]]:
+        """Divide the window: two thirds for the introduction, and what it leaves for the extract.
+
+        Whole sentences of the introduction are kept, from the first; of the extract, those with the highest scores. The
+        introduction is shorter only if no extracted sentence fits beside it.
+        """
+        document, notes = extract.document, list[str]()
+        room = self.window - self.decoding.max_new_tokens - sum(map(len, self._frame))
+        if room < 1:
+            raise self._window_error("an introduction" if self.layout.extract is None else "one extracted sentence")
+        introduction = introduction_range(document)
+        texts = [document.sentences[index].text for index in introduction[:room]]
+        text, count = self._cut(texts, 2 * room // 3)
+        chosen, extract_text = list[int](), ""
+        if self.layout.extract is not None:
+            left = room - len(self._tokenize_source(text))
+            best_first = [index for _, index in sorted(zip(extract.scores, extract.indices, strict=True))][::-1]
+            chosen, extract_text = self._cut_extract(document, best_first, left)
+            if not chosen:
+                chosen, extract_text = self._cut_extract(document, best_first[:1], room - 1)
+                text, count = self._cut(texts, room - len(self._tokenize_source(extract_text)))
+            if not chosen:
+                raise self._window_error("one extracted sentence")
+            if len(chosen) < len(best_first):
+                notes.append(f"{self.name} could read {len(chosen)} of the {len(best_first)} extracted sentences.")
+        if count < len(introduction):
+            notes.append(f"{self.name} could read {count} of the {len(introduction)} sentences of the introduction.")
+        read = sorted({*introduction[: max(count, 1)], *chosen})
+        return _Passages(text, extract_text, tuple(read)), notes
+
+    def _cut(self, sentences: Sequence[str], room: int) -> tuple[str, int]:
+        """Return the first sentences that have at most `room` tokens, and their number; if none fits, a part of one."""
+        count = self._longest(len(sentences), lambda count: " ".join(sentences[:count]), room)
+        if count or not sentences:
+            return " ".join(sentences[:count]), count
+        return sentences[0][: self._longest(len(sentences[0]), lambda end: sentences[0][:end], room)], 0
+
+    def _cut_extract(self, document: SourceDocument, best_first: Sequence[int], room: int) -> tuple[list[int], str]:
+        """Return the best sentences that have at most `room` tokens, in the order of the document, and their text."""
+
+        def text(count: int) -> str:
+            return " ".join(document.sentences[index].text for index in sorted(best_first[:count]))
+
+        count = self._longest(len(best_first), lambda count: f"{self.layout.extract}{text(count)}", room)
+        return sorted(best_first[:count]), f"{self.layout.extract}{text(count)}" if count else ""
+
+    def _longest(self, limit: int, text: Callable[[int], str], room: int) -> int:
+        """Return the largest number up to `limit` whose text has at most `room` tokens; 0 if there is none."""
+        return bisect_right(range(1, limit + 1), room, key=lambda number: len(self._tokenize_source(text(number))))
 
     def _window_error(self, part: str) -> RecipeError:
         return RecipeError(
@@ -225,6 +315,11 @@ class LanguageModelWriter:
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _tokenize_source(self, text: str) -> list[int]:
+        """Tokenize a document's text, in which a special token, such as the end of a chat's turn, is plain text."""
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return list(self.tokenizer(text, **options)["input_ids"])
 
 
 def introduction_text(document: SourceDocument) -> str:
@@ -247,10 +342,13 @@ def load_writer(
     folder: str | Path,
     decoding: SummaryDecoding | None = None,
     *,
+    window: int | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
     """Load a writer from a model's folder or hub name, or from a graft's folder.
+
+    `window` replaces that of the layout.
 
     Raises:
         ArtifactError: the graft is incomplete.
@@ -258,7 +356,12 @@ def load_writer(
         DataError: its `layout.json` can't be read.
     """
     model, tokenizer = load_model(folder, device=device, trust_remote_code=trust_remote_code)
-    return LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
+    writer = LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
+    if window is not None:
+        writer.layout = PromptLayout.parse(writer.layout.model_dump() | {"window": window})
+        if writer.window < window:
+            raise RecipeError(f"{folder} reads {writer.window:,} tokens at most: ask for a window of no more.")
+    return writer
 
 
 def read_layout(folder: str | Path) -> PromptLayout | None:
@@ -349,7 +452,7 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
 
 def _prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
     """Return token ids of prompt and summary. The summary ends with EOS, or is cut to `max_new_tokens`."""
-    prompt, _ = writer.build_prompt(example.extract)
+    prompt = writer.build_prompt(example.extract).ids
     ids = writer._tokenize(example.summary)
     eos = writer.tokenizer.eos_token_id
     return prompt, [*ids, *([eos] if isinstance(eos, int) else [])][: writer.decoding.max_new_tokens]
