@@ -187,7 +187,7 @@ class Chain:
         if (output := _judged_output(conversation)) is not None:
             return WrittenTurn(output=output, mode="informed", author=self._translator.name)
         name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
-        return _write(self._translator, _prompt(conversation, name), mode, self._on_text)
+        return write_output(self._translator, _prompt(conversation, name), mode, self._on_text)
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
@@ -205,30 +205,10 @@ def _judged_output(conversation: Conversation) -> str | None:
     return outputs[0] if len(outputs) == 1 else None
 
 
-def _write(
+def write_output(
     model: ChatModel, prompt: prompts.Prompt, mode: OutputMode, on_text: Callable[[str], None] | None = None
 ) -> WrittenTurn:
+    """The model's output of a prompt as a turn."""
     reply = model.generate(prompt, on_text=on_text)
     output = prompt.without_label(reply.text)
     return WrittenTurn(output=output, mode=mode, author=model.name, truncated=reply.truncated, cost=reply.cost)
-
-
-def baseline(
-    translator: ChatModel,
-    text: str,
-    template: str,
-    target: str | None = None,
-    *,
-    context: str | None = None,
-    any_language: bool = False,
-) -> WrittenTurn:
-    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
-
-    Raises:
-        DataError: the text is empty.
-        RecipeError: the template does not write the language.
-    """
-    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
-    name: InstructionName = "plain" if context is None else "context"
-    prompt = prompts.build_prompt(load_template(template), name, conversation.target, text, context=context)
-    return _write(translator, prompt, "plain" if context is None else "informed")
