@@ -1,0 +1,212 @@
+"""SmolLM2 writes abstracts of technical proposals: does an extract help it beside the introduction?"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from experiments import Options
+from experiments.study import Study, aim, check_files, over_seeds, training_config
+from experiments.summarize.corpora import CORPORA, FILES
+from experiments.summarize.run import FULL, QUICK
+from experiments.summarize_smollm2.prompts import PromptSizes, write_prompts
+from graftlm.artifact import load_graft
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, Scores
+from graftlm.evaluation.metrics import paired_difference
+from graftlm.grafts import GraftedModel, graft_config
+from graftlm.io import fill_once
+from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding
+from graftlm.pipelines.summarize.metrics import bootstrap, faithfulness, rouge
+from graftlm.pipelines.summarize.text import ngrams, split_sentences, split_words
+from graftlm.pipelines.summarize.writer import drop_partial_sentence
+from graftlm.runs.graft_run import EvaluationConfig, GraftRun, load_shared
+from graftlm.runs.run import Measurement, Run, RunContext
+
+NAME, MODEL, NOVELS = "summarize-smollm2", "smollm2-135m-instruct", "lm_text/eltec_eng.jsonl"
+LAYOUTS, WRITTEN = ("i", "ie_gold", "ie_selected", "ie_random", "i_long"), ("i", "ie_gold", "ie_selected")
+RIVALS = {"extract": "the default selector", "introduction": "start of the introduction", "lead3": "Lead-3"}
+GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 10.0, "init": "he"}  # as keep-smollm2 chose
+SEARCHED = {"neutral": (GRAFT, (1.5e-3, 3e-3, 6e-3)), "lora": ({"kind": "lora", "capacity": 0.1}, (5e-4, 1e-3, 2e-3))}
+BATCH, SEARCH_STEPS = 2, 12
+TEST = {"zero_shot": (30, 12), "grafted": (20, 6)}  # documents of each collection: scored, and summarized
+QUICK_SIZES = PromptSizes(window=400, abstract=24, test=1, validation=2, train=4)
+
+
+class WritingRun(Run):
+    """Scores the abstracts of `scored` documents behind every layout, and summarizes `written`, with a graft if any."""
+
+    backbone: BackboneConfig
+    path: str
+    scored: int
+    written: int
+    abstract: int  # tokens of a summary at most
+
+    def measure(self, context: RunContext) -> Measurement:
+        backbone = load_shared(self.backbone)
+        rows = read_rows(Path(self.path))
+        grafts = {name: load_graft(folder / "graft", backbone) for name, folder in context.dependencies.items()}
+        with ExitStack() as stack:
+            if grafts:
+                stack.enter_context(GraftedModel(backbone, grafts)).eval()
+            nats = {row["id"]: abstract_nats(backbone.model, row) for row in rows[: self.scored]}
+            decoding = SummaryDecoding(max_new_tokens=self.abstract)
+            writer = LanguageModelWriter(backbone.model, backbone.need_tokenizer(), decoding=decoding)
+            texts = {name: self._write(writer, rows[: self.written], name) for name in WRITTEN}
+        row = Row(id=self.id, label=self.id, metrics={"documents": len(nats), "summaries": len(texts["i"])})
+        return Measurement(row, {"nats": nats, "texts": texts})
+
+    def _write(self, writer: LanguageModelWriter, rows: Sequence[dict[str, Any]], name: str) -> dict[str, str]:
+        written = writer.complete_batch([row["start"] + row["prompts"][name] for row in rows])
+        texts = (drop_partial_sentence(text.strip()) if cut else text.strip() for text, cut in written)
+        return {row["id"]: text for row, text in zip(rows, texts, strict=True)}
+
+
+@torch.inference_mode()
+def abstract_nats(model: Any, row: Mapping[str, Any]) -> dict[str, float]:
+    """-log p of a document's abstract behind each layout's prompt, in nats; the prompts' common start is read once."""
+    cache = model(input_ids=torch.tensor([row["start"]], device=model.device), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(len(row["prompts"]))
+    answer, nats = torch.tensor(row["answer"], device=model.device), {}
+    ids = [torch.tensor([*prompt, *row["answer"]], device=model.device) for prompt in row["prompts"].values()]
+    logits_BTV = model(
+        input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), past_key_values=cache, use_cache=True
+    ).logits
+    for (name, prompt), logits_TV in zip(row["prompts"].items(), logits_BTV, strict=True):
+        predicted = logits_TV[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+        nats[name] = float(nn.functional.cross_entropy(predicted, answer, reduction="sum"))
+    return nats
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of prompts."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class SummaryStudy(Study):
+    """The runs of the experiment."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.sizes = QUICK_SIZES if options.quick else PromptSizes()
+        self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device)
+        longdocs, split = str(options.data / "longdocs"), QUICK if options.quick else FULL
+        values: dict[str, Any] = {"longdocs": longdocs, "sizes": self.sizes._asdict(), "seeds": list(self.seeds)}
+        values |= {"split": split.model_dump(mode="json"), "backbone": self.backbone.model_dump(mode="json")}
+        write = partial(write_prompts, longdocs, split, self.sizes, self.seeds, self.backbone)
+        self.prompts = fill_once(options.out / "prompts", values, write)
+
+    def writing_runs(self, variant: str, seed: int) -> list[WritingRun]:
+        """One for each collection."""
+        (scored, written), grafted = TEST[variant], variant == "grafted"
+        fields: dict[str, Any] = {"backbone": self.backbone, "scored": scored, "written": written}
+        fields |= {"abstract": self.sizes.abstract, "depends_on": (f"graft_s{seed}",) if grafted else ()}
+        paths = {f"{variant}_{name}": str(self.prompts / f"test_{name}.jsonl") for name in CORPORA}
+        return [WritingRun(id=f"{n}_s{seed}" if grafted else n, path=path, **fields) for n, path in paths.items()]
+
+    def graft_run(self, graft: dict[str, Any], rate: float, seed: int, *, search: bool = False) -> GraftRun:
+        """A graft that reads its documents once; a search reads the first of them."""
+        steps = min(SEARCH_STEPS if search else self.sizes.train, self.sizes.train // BATCH)
+        files = (self.prompts / f"{name}.jsonl" for name in (f"train_{seed}", "validation"))
+        train, validation = ({"path": str(file), "messages_column": "messages"} for file in files)
+        novel = {"path": str(self.options.data / NOVELS), "documents": "20:21", "limit_characters": 60_000}
+        data = {"new": [train], "test": {"new": [validation], "old": [novel]}, "replay_fraction": 0.0, "seed": seed}
+        data |= {"length": self.sizes.window + 16, "boundaries": "whole"}
+        evaluation = {"limit_tokens": 2048, "own_tokens": 0, "batch_size": 4, "precision": "bf16", "decode_prompts": 0}
+        return GraftRun(
+            id=f"search_lr{rate:g}" if search else f"graft_s{seed}",
+            backbone=self.backbone,
+            graft=graft_config(graft),
+            data=DataConfig.parse(data),
+            training=training_config(steps, BATCH, rate, seed, warmup_steps=steps // 10, precision="bf16"),
+            evaluation=EvaluationConfig.parse(evaluation),
+        )
+
+
+def run(options: Options) -> Results:
+    """Measure the model as it is, search the graft's rate, then train and measure each seed's."""
+    check_files(options, (*FILES, NOVELS))
+    study = SummaryStudy(options)
+    study.execute(study.writing_runs("zero_shot", 0), "zero-shot")
+    searched = {
+        n: [study.graft_run(graft, rate, study.seeds[0], search=True) for rate in rates]
+        for n, (graft, rates) in SEARCHED.items()
+    }
+    rate = study.choose(searched, ("new",), "the rates")["neutral"].training.learning_rate
+    for seed in study.seeds:
+        study.execute([study.graft_run(GRAFT, rate, seed), *study.writing_runs("grafted", seed)], f"seed {seed}")
+    documents = {row["id"]: row for name in CORPORA for row in read_rows(study.prompts / f"test_{name}.jsonl")}
+    rows, details = list[Row](), {"minus": dict[str, Any](), "by_seed": dict[str, Any]()}
+    for variant, seeds in (("grafted", study.seeds), ("zero_shot", study.seeds[:1])):
+        runs = [[study.measured[run.id].details for run in study.writing_runs(variant, seed)] for seed in seeds]
+        metrics, minus, details["by_seed"][variant] = tabulate(runs, documents)
+        details["minus"][variant] = {name: value.model_dump() for name, value in minus.items()}
+        rows += [Row(id=f"{n}_{variant}", label=f"{n}, {variant}", metrics=values) for n, values in metrics.items()]
+    for rival, label in RIVALS.items():
+        texts = {name: " ".join(documents[name]["rivals"][rival]) for of in runs[0] for name in of["texts"]["i"]}
+        metrics = {name: bootstrap(values) for name, values in text_values([texts], documents).items()}
+        rows.append(Row(id=rival, label=label, metrics=metrics))
+    grafts = over_seeds([study.measured[f"graft_s{seed}"] for seed in study.seeds], "graft", "the graft")
+    details |= {"graft": grafts.model_dump(mode="json")["metrics"], "rate": rate, "searched": study.searched}
+    details |= {"counts": read_rows(study.prompts / "counts.json")[0], "seconds": study.seconds}
+    return study.write(NAME, rows, aims=aims(details["minus"]), details=details)
+
+
+def tabulate(runs: Sequence[Sequence[Mapping[str, Any]]], documents: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """From details by seed and collection: each layout's metrics; `ie_selected` less others; the loss of each seed.
+
+    Intervals are over documents, each with the mean over its seeds.
+    """
+    tokens = np.array([len(documents[name]["answer"]) for run in runs[0] for name in run["nats"]])
+    texts = {n: [{k: v for run in of for k, v in run["texts"][n].items()} for of in runs] for n in WRITTEN}
+    values = {name: text_values(by_seed, documents) for name, by_seed in texts.items()}
+    nats = {n: np.array([[each[n] for run in of for each in run["nats"].values()] for of in runs]) for n in LAYOUTS}
+    scores = {n: Scores(sums.mean(axis=0), tokens, tokens, np.arange(len(tokens))) for n, sums in nats.items()}
+    metrics, minus = dict[str, dict[str, Metric]](), dict[str, Interval]()
+    for name in LAYOUTS:
+        shares = {metric: bootstrap(of) for metric, of in values.get(name, {}).items()}
+        metrics[name] = {"abstract_nll": scores[name].interval(), **shares}
+        minus[f"abstract_nll_{name}"] = paired_difference(scores["ie_selected"], scores[name])
+    for metric, own in values["ie_selected"].items():
+        minus[f"{metric}_i"] = bootstrap(own - values["i"][metric])
+    return metrics, minus, {name: (sums.sum(axis=1) / tokens.sum()).round(4).tolist() for name, sums in nats.items()}
+
+
+def text_values(texts: Sequence[Mapping[str, str]], documents: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of summaries as arrays (documents,), each the mean over the seeds' texts."""
+    values = [[text_scores(text, documents[name]) for name, text in of_seed.items()] for of_seed in texts]
+    return {name: np.mean([[v[name] for v in of_seed] for of_seed in values], axis=0) for name in values[0][0]}
+
+
+def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
+    """ROUGE in percent; shares of pairs of words that the document lacks, and of runs of four that came before."""
+    scores = rouge([text[start:end] for start, end in split_sentences(text, "en")], document["abstract"])
+    support, words = faithfulness(text, document["source"]).bigrams, split_words(text)
+    runs = ngrams(words, 4)
+    return {name: scores[name] for name in ("rouge1", "rouge2", "rougeL")} | {
+        "unsupported_share": 0.0 if support is None else 1 - support,
+        "repeated_share": 1 - len({*runs}) / len(runs) if runs else 0.0,
+        "words": float(len(words)),
+    }
+
+
+def aims(minus: Mapping[str, Any]) -> list[Aim]:
+    """Of each variant: a lower loss with the selected sentences, surely so, and no more that is unsupported."""
+    made = []
+    for variant, of in minus.items():
+        loss, more = of["abstract_nll_i"], of["unsupported_share_i"]["mean"]
+        text = f"nats a token, ie_selected less i, {variant}"
+        made.append(aim(text, "abstract_nll", -0.1, loss["mean"], operator.le))
+        made.append(aim(f"upper end of its interval, {variant}", "abstract_nll", 0.0, loss["high"]))
+        made.append(aim(f"unsupported, less i, {variant}", "unsupported_share", 0.0, more, operator.le))
+    return made
