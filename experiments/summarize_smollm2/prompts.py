@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,6 @@ from graftlm.pipelines.summarize.oracle import oracle_labels
 from graftlm.pipelines.summarize.selection import Extract, FixedSelector
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import SummaryDecoding, introduction_range, introduction_text
-
-TRAINED_LAYOUTS = ("i", "i_long", "ie_selected")
 
 
 class PromptSizes(NamedTuple):
@@ -107,9 +106,7 @@ def gold_sentences(sample: Sample) -> list[int]:
 
 def word_runs(sample: Sample) -> set[tuple[str, ...]]:
     """All runs of eight words of abstract and introduction."""
-    return {
-        run for text in (sample.summary, introduction_text(sample.document)) for run in ngrams(split_words(text), 8)
-    }
+    return {r for text in (sample.summary, introduction_text(sample.document)) for r in ngrams(split_words(text), 8)}
 
 
 def unlike(samples: Iterable[Sample], others: Iterable[Sample]) -> list[Sample]:
@@ -127,7 +124,7 @@ def write_prompts(longdocs: str, split: Any, sizes: PromptSizes, seeds: Any, con
         write_lines(folder / f"test_{corpus}.jsonl", map(maker.row, own))
     sets = {f"train_{seed}": shuffled(parts["train"], f"train {seed}")[: sizes.train] for seed in seeds}
     for name, samples in (sets | {"validation": evenly(parts["validation"], sizes.validation)}).items():
-        layouts = [TRAINED_LAYOUTS[number % len(TRAINED_LAYOUTS)] for number in range(len(samples))]
+        layouts = cycle(("i", "i_long", "ie_selected"))  # in turn
         write_lines(folder / f"{name}.jsonl", map(maker.chat, samples, layouts))
     counts = {part: len(samples) for part, samples in parts.items()} | {"unlike": len(kept)}
     (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from experiments.study import Study, aim, check_files, over_seeds, training_conf
 from experiments.summarize.corpora import CORPORA, FILES
 from experiments.summarize.run import FULL, QUICK
 from experiments.summarize_smollm2.prompts import PromptSizes, write_prompts
-from graftlm.artifact import load_graft
+from graftlm import GraftedModel, graft_config, load_graft
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.evaluation import Aim, Interval, Metric, Results, Row, Scores
-from graftlm.evaluation.metrics import paired_difference
-from graftlm.grafts import GraftedModel, graft_config
+from graftlm.evaluation import Aim, Interval, Metric, Results, Row, Scores, paired_difference
 from graftlm.io import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding
 from graftlm.pipelines.summarize.metrics import bootstrap, faithfulness, rouge
@@ -40,7 +38,6 @@ GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 10.0, "init": "he
 SEARCHED = {"neutral": (GRAFT, (1.5e-3, 3e-3, 6e-3)), "lora": ({"kind": "lora", "capacity": 0.1}, (5e-4, 1e-3, 2e-3))}
 BATCH, SEARCH_STEPS = 2, 12
 TEST = {"zero_shot": (30, 12), "grafted": (20, 6)}  # documents of each collection: scored, and summarized
-QUICK_SIZES = PromptSizes(window=400, abstract=24, test=1, validation=2, train=4)
 
 
 class WritingRun(Run):
@@ -56,9 +53,7 @@ class WritingRun(Run):
         backbone = load_shared(self.backbone)
         rows = read_rows(Path(self.path))
         grafts = {name: load_graft(folder / "graft", backbone) for name, folder in context.dependencies.items()}
-        with ExitStack() as stack:
-            if grafts:
-                stack.enter_context(GraftedModel(backbone, grafts)).eval()
+        with GraftedModel(backbone, grafts).eval() if grafts else nullcontext():
             nats = {row["id"]: abstract_nats(backbone.model, row) for row in rows[: self.scored]}
             decoding = SummaryDecoding(max_new_tokens=self.abstract)
             writer = LanguageModelWriter(backbone.model, backbone.need_tokenizer(), decoding=decoding)
@@ -98,7 +93,7 @@ class SummaryStudy(Study):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.sizes = QUICK_SIZES if options.quick else PromptSizes()
+        self.sizes = PromptSizes(400, 24, 1, 2, 4) if options.quick else PromptSizes()
         self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device)
         longdocs, split = str(options.data / "longdocs"), QUICK if options.quick else FULL
         values: dict[str, Any] = {"longdocs": longdocs, "sizes": self.sizes._asdict(), "seeds": list(self.seeds)}
@@ -138,15 +133,13 @@ def run(options: Options) -> Results:
     check_files(options, (*FILES, NOVELS))
     study = SummaryStudy(options)
     study.execute(study.writing_runs("zero_shot", 0), "zero-shot")
-    searched = {
-        n: [study.graft_run(graft, rate, study.seeds[0], search=True) for rate in rates]
-        for n, (graft, rates) in SEARCHED.items()
-    }
+    first = study.seeds[0]
+    searched = {n: [study.graft_run(g, r, first, search=True) for r in rates] for n, (g, rates) in SEARCHED.items()}
     rate = study.choose(searched, ("new",), "the rates")["neutral"].training.learning_rate
     for seed in study.seeds:
         study.execute([study.graft_run(GRAFT, rate, seed), *study.writing_runs("grafted", seed)], f"seed {seed}")
     documents = {row["id"]: row for name in CORPORA for row in read_rows(study.prompts / f"test_{name}.jsonl")}
-    rows, details = list[Row](), {"minus": dict[str, Any](), "by_seed": dict[str, Any]()}
+    rows, details = list[Row](), dict[str, Any](minus={}, by_seed={})
     for variant, seeds in (("grafted", study.seeds), ("zero_shot", study.seeds[:1])):
         runs = [[study.measured[run.id].details for run in study.writing_runs(variant, seed)] for seed in seeds]
         metrics, minus, details["by_seed"][variant] = tabulate(runs, documents)
@@ -154,8 +147,8 @@ def run(options: Options) -> Results:
         rows += [Row(id=f"{n}_{variant}", label=f"{n}, {variant}", metrics=values) for n, values in metrics.items()]
     for rival, label in RIVALS.items():
         texts = {name: " ".join(documents[name]["rivals"][rival]) for of in runs[0] for name in of["texts"]["i"]}
-        metrics = {name: bootstrap(values) for name, values in text_values([texts], documents).items()}
-        rows.append(Row(id=rival, label=label, metrics=metrics))
+        values = text_values([texts], documents)
+        rows.append(Row(id=rival, label=label, metrics={name: bootstrap(of) for name, of in values.items()}))
     grafts = over_seeds([study.measured[f"graft_s{seed}"] for seed in study.seeds], "graft", "the graft")
     details |= {"graft": grafts.model_dump(mode="json")["metrics"], "rate": rate, "searched": study.searched}
     details |= {"counts": read_rows(study.prompts / "counts.json")[0], "seconds": study.seconds}
@@ -163,10 +156,7 @@ def run(options: Options) -> Results:
 
 
 def tabulate(runs: Sequence[Sequence[Mapping[str, Any]]], documents: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """From details by seed and collection: each layout's metrics; `ie_selected` less others; the loss of each seed.
-
-    Intervals are over documents, each with the mean over its seeds.
-    """
+    """Over documents, each the mean of its seeds: metrics by layout, `ie_selected` less others, and losses by seed."""
     tokens = np.array([len(documents[name]["answer"]) for run in runs[0] for name in run["nats"]])
     texts = {n: [{k: v for run in of for k, v in run["texts"][n].items()} for of in runs] for n in WRITTEN}
     values = {name: text_values(by_seed, documents) for name, by_seed in texts.items()}
@@ -193,11 +183,9 @@ def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
     scores = rouge([text[start:end] for start, end in split_sentences(text, "en")], document["abstract"])
     support, words = faithfulness(text, document["source"]).bigrams, split_words(text)
     runs = ngrams(words, 4)
-    return {name: scores[name] for name in ("rouge1", "rouge2", "rougeL")} | {
-        "unsupported_share": 0.0 if support is None else 1 - support,
-        "repeated_share": 1 - len({*runs}) / len(runs) if runs else 0.0,
-        "words": float(len(words)),
-    }
+    shares = {"unsupported_share": 0.0 if support is None else 1 - support, "words": float(len(words))}
+    shares["repeated_share"] = 1 - len({*runs}) / len(runs) if runs else 0.0
+    return {name: scores[name] for name in ("rouge1", "rouge2", "rougeL")} | shares
 
 
 def aims(minus: Mapping[str, Any]) -> list[Aim]:
@@ -205,8 +193,7 @@ def aims(minus: Mapping[str, Any]) -> list[Aim]:
     made = []
     for variant, of in minus.items():
         loss, more = of["abstract_nll_i"], of["unsupported_share_i"]["mean"]
-        text = f"nats a token, ie_selected less i, {variant}"
-        made.append(aim(text, "abstract_nll", -0.1, loss["mean"], operator.le))
+        made.append(aim(f"nats, ie_selected less i, {variant}", "abstract_nll", -0.1, loss["mean"], operator.le))
         made.append(aim(f"upper end of its interval, {variant}", "abstract_nll", 0.0, loss["high"]))
         made.append(aim(f"unsupported, less i, {variant}", "unsupported_share", 0.0, more, operator.le))
     return made
