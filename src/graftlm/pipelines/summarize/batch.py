@@ -1,4 +1,4 @@
-"""Summaries of many documents: one document in memory at a time, and a JSON lines file that a later run continues.
+"""Summaries of many documents: some in memory at a time, and a JSON lines file that a later run continues.
 
 A row is the JSON of one document's summary, or has the key `error`. In a file, a row also has the options of the run
 and the state of the document's file, so a later run can tell which rows are still valid.
@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize.readers import SUFFIXES
-from graftlm.pipelines.summarize.summary import Summary, summarize
+from graftlm.pipelines.summarize.summary import Summary, summarize, summarize_batch
 
 SummaryRow = dict[str, Any]
 _LARGE_FILE = 1_000_000  # bytes
@@ -32,11 +33,19 @@ class SummaryFailure:
     to_json = asdict
 
 
-def summarize_many(paths: Iterable[Path], **arguments: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summarize files one at a time with the `arguments` of `summarize`; only one document is in memory."""
-    for path in paths:
-        yield _summarize_or_fail(path, arguments)
-        _free_memory(path)
+def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any) -> Iterator[Summary | SummaryFailure]:
+    """Summarize files with the `arguments` of `summarize`; only `batch_size` documents are in memory.
+
+    The writer completes that many at once. Where one of them fails, each is completed alone.
+    """
+    paths = iter(paths)
+    while batch := list(islice(paths, batch_size)):
+        results: list[Summary | SummaryFailure] = []
+        with suppress(Exception):  # which document failed, and why, is said when each is alone
+            results += summarize_batch(batch, **arguments) if len(batch) > 1 else []
+        for path in batch:
+            yield results.pop(0) if results else _summarize_or_fail(path, arguments)
+            _free_memory(path)
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
@@ -109,13 +118,11 @@ def append_summaries(
     except OSError as error:
         raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
     with file:
-        for path in paths:
-            state = {"options": dict(options), "file": _file_state(path)}
-            row = _summarize_or_fail(path, arguments).to_json() | state
+        for path, result in zip(paths, summarize_many(paths, **arguments), strict=True):
+            row = result.to_json() | {"options": dict(options), "file": _file_state(path)}
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             yield row
-            _free_memory(path)
 
 
 def _free_memory(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from graftlm.pipelines.summarize.text import split_words
 BudgetUnit = Literal["sentences", "words", "characters", "tokens"]
 _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|w|words?|c|characters?|t|tokens?)?\s*", re.IGNORECASE)
 _UNITS: dict[str, BudgetUnit] = {"s": "sentences", "w": "words", "c": "characters", "t": "tokens"}
+_LONG = 100  # sentences from which sections matter
 _MAX_REJECTED = 200  # sentences tried without success before the rest of a budget stays unused
 
 
@@ -106,9 +108,18 @@ class Extract:
 
 
 def select(
-    document: SourceDocument, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
+    document: SourceDocument,
+    selector: Selector,
+    budget: Budget,
+    count_tokens: Callable[[str], int] | None = None,
+    *,
+    min_filler: int = 0,
+    per_section: int | None = None,
 ) -> Extract:
     """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
+
+    Once one did not fit, those with fewer than `min_filler` words are skipped too: they fill the budget and say little.
+    Of more than 100 sentences, the `per_section` best of each section come first.
 
     Raises:
         RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
@@ -126,13 +137,24 @@ def select(
             return used + len(text) + bool(texts)
         return count_tokens(" ".join(text for _, text in sorted((texts | {index: text}).items())))
 
+    def is_late(ranked: RankedSentence) -> bool:
+        section = document.sentences[ranked.index].section
+        taken[section] += 1
+        return taken[section] > (per_section or 0)
+
+    taken: Counter[int] = Counter()
     scores: dict[int, float] = {}
     texts: dict[int, str] = {}
     seen: set[str] = set()
     used = rejected = 0
-    for ranked in selector.rank(document):
+    ranking = selector.rank(document)
+    if per_section is not None and len(ranking) > _LONG:
+        ranking = sorted(ranking, key=is_late)  # keeps the order within both parts
+    for ranked in ranking:
         text = document.sentences[ranked.index].text
         if text in seen:
+            continue
+        if rejected and scores and len(split_words(text)) < min_filler:
             continue
         size = size_with(ranked.index, text)
         if size > budget.amount:

@@ -2,8 +2,7 @@
 
 The layout of a document is introduction | extract | summary mark | summary | rest of the document. The rest is used in
 training only, in windows of its own. Marks are plain strings. A model that was trained on a layout has it beside it as
-`layout.json`. Other models with a chat template are asked through it, and models without one get marks in plain
-English.
+`layout.json`. Others are asked through their chat template, or get marks in plain English if they have none.
 
 In training an example is a prompt with its human summary, in one window. The rest of the documents fills windows of its
 own, as domain text. The loss covers all tokens, the introduction included. Shape suffixes: B documents, T tokens.
@@ -12,17 +11,15 @@ own, as domain text. The loss covers all tokens, the introduction included. Shap
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import nn
-from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
 from graftlm.config import Config
@@ -35,7 +32,7 @@ from graftlm.generation.generate import load_model
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.selection import Extract
-from graftlm.pipelines.summarize.text import split_sentences
+from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
 
@@ -84,6 +81,7 @@ class SummaryDecoding(Config):
         temperature: for `sample`, softmax temperature.
         num_beams: for `beam`, number of beams.
         seed: for `sample`, random seed.
+        no_repeat_ngram_size: tokens in a row that a summary has once at most; 0 allows any. The prompt does not count.
     """
 
     method: Literal["greedy", "beam", "sample"] = "greedy"
@@ -92,6 +90,7 @@ class SummaryDecoding(Config):
     temperature: float = Field(0.7, gt=0)
     num_beams: int = Field(4, ge=2)
     seed: int = Field(0, ge=0)
+    no_repeat_ngram_size: int = Field(6, ge=0)
 
     def generate_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' `generate`."""
@@ -99,6 +98,22 @@ class SummaryDecoding(Config):
         sampling = {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0} if sample else {}
         num_beams = self.num_beams if self.method == "beam" else 1
         return {"max_new_tokens": self.max_new_tokens, "do_sample": sample, "num_beams": num_beams, **sampling}
+
+    def processors(self, prompt_length: int) -> LogitsProcessorList:
+        """Return the processors against repetition, for prompts padded to a length."""
+        size = self.no_repeat_ngram_size
+        return LogitsProcessorList([_NoRepetition(size, prompt_length)] if size else [])
+
+
+class _NoRepetition(NoRepeatNGramLogitsProcessor):
+    """transformers' processor, for which the prompt does not count."""
+
+    def __init__(self, ngram_size: int, prompt_length: int) -> None:
+        super().__init__(ngram_size)
+        self._start = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input_ids[:, self._start :], scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,31 +131,6 @@ class WriterPrompt(NamedTuple):
     ids: list[int]
     notes: list[str]
     read: tuple[int, ...]
-
-
-class _Passages(NamedTuple):
-    """The parts of a document that fit into the window, and the indices of their sentences."""
-
-    introduction: str
-    extract: str
-    read: tuple[int, ...]
-
-
-class AbstractiveWriter(Protocol):
-    """Writes a summary from an extract."""
-
-    @property
-    def name(self) -> str:
-        """Name for people."""
-        ...
-
-    def count_tokens(self, text: str) -> int:
-        """Return the number of the writer's tokens in a text."""
-        ...
-
-    def write(self, extract: Extract) -> WriterOutput:
-        """Write the summary."""
-        ...
 
 
 class LanguageModelWriter:
@@ -173,21 +163,31 @@ class LanguageModelWriter:
         return len(self._tokenize(text))
 
     def write(self, extract: Extract) -> WriterOutput:
-        """Write a summary of at most `decoding.max_new_tokens`. A sentence that the limit cuts off is dropped.
+        """Write one summary, as `write_batch` does."""
+        return self.write_batch([extract])[0]
 
-        Raises:
-            RecipeError: one extracted sentence and the summary do not fit into the window.
+    def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
+        """Write summaries of at most `decoding.max_new_tokens` each.
+
+        A sentence that the limit cuts off is dropped, and so is one that repeats another.
+
+        Raises the errors of `build_prompt`.
         """
-        prompt, notes, read = self.build_prompt(extract)
-        text, truncated = self.complete(prompt)
-        text = text.strip()
-        if truncated:
-            text = drop_partial_sentence(text, extract.document.language)
+        prompts = [self.build_prompt(extract) for extract in extracts]
+        completions = self.complete_batch([prompt.ids for prompt in prompts])
+        return [self._output(*values) for values in zip(extracts, prompts, completions, strict=True)]
+
+    def _output(self, extract: Extract, prompt: WriterPrompt, completion: tuple[str, bool]) -> WriterOutput:
+        (text, truncated), notes, language = completion, prompt.notes, extract.document.language
+        text = drop_partial_sentence(text.strip(), language) if truncated else text.strip()
+        text, repeated = drop_repeated_sentences(text, language)
+        if repeated:
+            notes.append(f"{self.name} repeated {repeated} of its sentences, which are left out.")
         if not self._knows_layout:
             notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
         if not text:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
-        return WriterOutput(text or extract.text, tuple(notes), read)
+        return WriterOutput(text or extract.text, tuple(notes), prompt.read)
 
     def complete(self, prompt: list[int]) -> tuple[str, bool]:
         """Return the model's completion of a prompt, and whether the token limit truncated it."""
@@ -206,6 +206,7 @@ class LanguageModelWriter:
             input_ids=torch.tensor(rows, device=self.model.device),
             attention_mask=torch.tensor(mask, device=self.model.device),
             pad_token_id=padding,
+            logits_processor=self.decoding.processors(longest),
             **self.decoding.generate_arguments(),
         )
         return [self._decode(ids) for ids in output[:, longest:].tolist()]
@@ -228,23 +229,20 @@ class LanguageModelWriter:
             DataError: the chat template can't be filled.
             RecipeError: one extracted sentence and the summary do not fit into the window.
         """
-        passages, notes = self._fit(extract)
+        introduction, extracted, read, notes = self._fit(extract)
         start, end = self._frame
-        parts = [self._tokenize_source(part) for part in (passages.introduction, passages.extract)]
-        return WriterPrompt([*start, *parts[0], *parts[1], *end], notes, passages.read)
+        ids = [*start, *self._tokenize_source(introduction), *self._tokenize_source(extracted), *end]
+        return WriterPrompt(ids, notes, read)
 
     def messages(self, extract: Extract) -> list[dict[str, str]]:
-        """Return the message that a chat model gets: the instruction, the introduction, and the extract if it is read.
-
-        Raises:
-            RecipeError: one extracted sentence and the summary do not fit into the window.
-        """
-        passages, _ = self._fit(extract)
-        return self._message(passages.introduction + passages.extract)
+        """Return the message that a chat model gets: instruction, introduction, and the extract if it is read."""
+        introduction, extracted, _, _ = self._fit(extract)
+        return self._message(introduction + extracted)
 
     def _message(self, passages: str) -> list[dict[str, str]]:
-        before = f"{self.layout.instruction or ''}{self.layout.introduction}"
-        return [{"role": "user", "content": f"{before}{passages}{self.layout.summary}"}]
+        layout = self.layout
+        parts = (layout.instruction or "", layout.introduction, passages, layout.summary)
+        return [{"role": "user", "content": "".join(parts)}]
 
     @property
     def _frame(self) -> tuple[list[int], list[int]]:
@@ -257,51 +255,33 @@ class LanguageModelWriter:
         start, _, end = render_question(self._message(_PASSAGES), self.tokenizer).partition(_PASSAGES)
         return self._tokenize(start), self._tokenize(end)
 
-    def _fit(self, extract: Extract) -> tuple[_Passages, list[str]]:
-        """Divide the window: two thirds for the introduction, and what it leaves for the extract.
+    def _fit(self, extract: Extract) -> tuple[str, str, tuple[int, ...], list[str]]:
+        """Return introduction and extract as they fit into the window, the indices of their sentences, and notes.
 
-        Whole sentences of the introduction are kept, from the first; of the extract, those with the highest scores. The
-        introduction is shorter only if no extracted sentence fits beside it.
+        The introduction gets two thirds of the tokens, or less for an extracted sentence that needs more than a third.
+        The extract gets the rest. First sentences of the introduction are kept, and best ones of the extract.
         """
-        document, notes = extract.document, list[str]()
+        document, layout = extract.document, self.layout
         room = self.window - self.decoding.max_new_tokens - sum(map(len, self._frame))
-        if room < 1:
-            raise self._window_error("an introduction" if self.layout.extract is None else "one extracted sentence")
-        introduction = introduction_range(document)
-        texts = [document.sentences[index].text for index in introduction[:room]]
-        text, count = self._cut(texts, 2 * room // 3)
-        chosen, extract_text = list[int](), ""
-        if self.layout.extract is not None:
-            left = room - len(self._tokenize_source(text))
-            best_first = [index for _, index in sorted(zip(extract.scores, extract.indices, strict=True))][::-1]
-            chosen, extract_text = self._cut_extract(document, best_first, left)
-            if not chosen:
-                chosen, extract_text = self._cut_extract(document, best_first[:1], room - 1)
-                text, count = self._cut(texts, room - len(self._tokenize_source(extract_text)))
-            if not chosen:
-                raise self._window_error("one extracted sentence")
-            if len(chosen) < len(best_first):
-                notes.append(f"{self.name} could read {len(chosen)} of the {len(best_first)} extracted sentences.")
-        if count < len(introduction):
-            notes.append(f"{self.name} could read {count} of the {len(introduction)} sentences of the introduction.")
-        read = sorted({*introduction[: max(count, 1)], *chosen})
-        return _Passages(text, extract_text, tuple(read)), notes
+        ranking = zip(extract.scores, extract.indices, strict=True)
+        best = [] if layout.extract is None else [index for _, index in sorted(ranking, reverse=True)]
 
-    def _cut(self, sentences: Sequence[str], room: int) -> tuple[str, int]:
-        """Return the first sentences that have at most `room` tokens, and their number; if none fits, a part of one."""
-        count = self._longest(len(sentences), lambda count: " ".join(sentences[:count]), room)
-        if count or not sentences:
-            return " ".join(sentences[:count]), count
-        return sentences[0][: self._longest(len(sentences[0]), lambda end: sentences[0][:end], room)], 0
+        def extract_text(count: int) -> str:
+            sentences = (document.sentences[index].text for index in sorted(best[:count]))
+            return f"{layout.extract}{' '.join(sentences)}" if count else ""
 
-    def _cut_extract(self, document: SourceDocument, best_first: Sequence[int], room: int) -> tuple[list[int], str]:
-        """Return the best sentences that have at most `room` tokens, in the order of the document, and their text."""
-
-        def text(count: int) -> str:
-            return " ".join(document.sentences[index].text for index in sorted(best_first[:count]))
-
-        count = self._longest(len(best_first), lambda count: f"{self.layout.extract}{text(count)}", room)
-        return sorted(best_first[:count]), f"{self.layout.extract}{text(count)}" if count else ""
+        share = min(2 * room // 3, room - len(self._tokenize_source(extract_text(1)))) if best else 2 * room // 3
+        if share < 1:
+            raise self._window_error("one extracted sentence" if best else "an introduction")
+        opening = introduction_range(document)
+        texts = [document.sentences[index].text for index in opening[:share]]
+        count = self._longest(len(texts), lambda count: " ".join(texts[:count]), share)
+        part = 0 if count else self._longest(len(texts[0]), lambda end: texts[0][:end], share)
+        text = " ".join(texts[:count]) or texts[0][:part]
+        kept = self._longest(len(best), extract_text, room - len(self._tokenize_source(text)))
+        parts = ((kept, len(best), "extracted sentences"), (count, len(opening), "sentences of the introduction"))
+        notes = [f"{self.name} could read {few} of the {all_} {what}." for few, all_, what in parts if few < all_]
+        return text, extract_text(kept), tuple(sorted({*opening[: max(count, 1)], *best[:kept]})), notes
 
     def _longest(self, limit: int, text: Callable[[int], str], room: int) -> int:
         """Return the largest number up to `limit` whose text has at most `room` tokens; 0 if there is none."""
@@ -313,13 +293,12 @@ class LanguageModelWriter:
             f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
         )
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
 
     def _tokenize_source(self, text: str) -> list[int]:
         """Tokenize a document's text, in which a special token, such as the end of a chat's turn, is plain text."""
-        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return list(self.tokenizer(text, **options)["input_ids"])
+        return self._tokenize(text, split_special_tokens=True)
 
 
 def introduction_text(document: SourceDocument) -> str:
@@ -336,6 +315,16 @@ def drop_partial_sentence(text: str, language: str = "en") -> str:
     """Return a truncated text without its last, unfinished sentence; a single sentence is kept."""
     ends = [end for _, end in split_sentences(text, language)]
     return text[: ends[-2]] if len(ends) > 1 and text[-1:] not in '.!?。！？"”)' else text
+
+
+def drop_repeated_sentences(text: str, language: str = "en") -> tuple[str, int]:
+    """Return a text without the sentences whose words an earlier one has, and their number."""
+    sentences = [text[start:end] for start, end in split_sentences(text, language)]
+    kept: dict[tuple[str, ...], str] = {}
+    for sentence in sentences:
+        kept.setdefault(tuple(split_words(sentence)), sentence)
+    repeated = len(sentences) - len(kept)
+    return " ".join(kept.values()) if repeated else text, repeated
 
 
 def load_writer(
@@ -387,14 +376,6 @@ class WriterExample:
     summary: str
 
 
-@dataclass(frozen=True)
-class SummaryLikelihood:
-    """Negative log-likelihood of a summary in nats, and its number of tokens with the final EOS."""
-
-    nats: float
-    tokens: int
-
-
 def train_writer(
     writer: LanguageModelWriter,
     examples: Sequence[WriterExample],
@@ -442,7 +423,7 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
     """
     if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
-    pairs = (_prompt_and_summary(writer, example) for example in examples)
+    pairs = (prompt_and_summary(writer, example) for example in examples)
     streams = [np.array([*prompt, *summary], dtype=np.int32) for prompt, summary in pairs]
     for ids in streams:
         ids[0] = ~ids[0]  # marks the start of a document
@@ -450,7 +431,7 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
     return TokenBlocks(rows, boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
-def _prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
+def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
     """Return token ids of prompt and summary. The summary ends with EOS, or is cut to `max_new_tokens`."""
     prompt = writer.build_prompt(example.extract).ids
     ids = writer._tokenize(example.summary)
@@ -472,26 +453,3 @@ def rest_text(document: SourceDocument) -> str:
     """Return the sentences outside the introduction."""
     introduction = introduction_range(document)
     return " ".join(sentence.text for index, sentence in enumerate(document.sentences) if index not in introduction)
-
-
-@torch.inference_mode()
-def summary_likelihoods(
-    writer: LanguageModelWriter, examples: Sequence[WriterExample], batch_size: int = 8
-) -> list[SummaryLikelihood]:
-    """Return −Σ log p of each human summary, cut as in training, given its prompt."""
-    writer.model.eval()
-    pairs = [_prompt_and_summary(writer, example) for example in examples]
-    batches = (pairs[first : first + batch_size] for first in range(0, len(pairs), batch_size))
-    return [likelihood for batch in batches for likelihood in _batch_likelihoods(writer.model, batch)]
-
-
-def _batch_likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
-    """Score one batch. Padding is at the end, where causal attention ignores it."""
-    rows = [torch.tensor(prompt + summary) for prompt, summary in pairs]
-    ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
-    for row, (prompt, summary) in enumerate(pairs):
-        first, last = len(prompt), len(prompt) + len(summary)
-        logits = logits_BTV[row, first - 1 : last - 1]
-        nats = functional.cross_entropy(logits, ids_BT[row, first:last], reduction="sum")
-        yield SummaryLikelihood(float(nats), len(summary))
