@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
@@ -126,5 +125,4 @@ def write_prompts(longdocs: str, split: Any, sizes: PromptSizes, seeds: Any, con
     for name, samples in (sets | {"validation": evenly(parts["validation"], sizes.validation)}).items():
         layouts = cycle(("i", "i_long", "ie_selected"))  # in turn
         write_lines(folder / f"{name}.jsonl", map(maker.chat, samples, layouts))
-    counts = {part: len(samples) for part, samples in parts.items()} | {"unlike": len(kept)}
-    (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
+    write_lines(folder / "counts.json", [{part: len(of) for part, of in parts.items()} | {"unlike": len(kept)}])

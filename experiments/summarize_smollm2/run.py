@@ -24,9 +24,10 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, Scores, paired_difference
 from graftlm.io import fill_once
-from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding
-from graftlm.pipelines.summarize.metrics import bootstrap, faithfulness, rouge
-from graftlm.pipelines.summarize.text import ngrams, split_sentences, split_words
+from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding, read_text
+from graftlm.pipelines.summarize.metrics import bootstrap, default_encoder, faithfulness, rouge
+from graftlm.pipelines.summarize.summary import link_sentences
+from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import drop_partial_sentence
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, load_shared
 from graftlm.runs.run import Measurement, Run, RunContext
@@ -36,8 +37,7 @@ LAYOUTS, WRITTEN = ("i", "ie_gold", "ie_selected", "ie_random", "i_long"), ("i",
 RIVALS = {"extract": "the default selector", "introduction": "start of the introduction", "lead3": "Lead-3"}
 GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 10.0, "init": "he"}  # as keep-smollm2 chose
 SEARCHED = {"neutral": (GRAFT, (1.5e-3, 3e-3, 6e-3)), "lora": ({"kind": "lora", "capacity": 0.1}, (5e-4, 1e-3, 2e-3))}
-BATCH, SEARCH_STEPS = 2, 12
-TEST = {"zero_shot": (30, 12), "grafted": (20, 6)}  # documents of each collection: scored, and summarized
+BATCH, SEARCH_STEPS, TEST = 2, 12, {"zero_shot": (30, 12), "grafted": (20, 6)}  # scored, summarized a collection
 
 
 class WritingRun(Run):
@@ -50,12 +50,11 @@ class WritingRun(Run):
     abstract: int  # tokens of a summary at most
 
     def measure(self, context: RunContext) -> Measurement:
-        backbone = load_shared(self.backbone)
-        rows = read_rows(Path(self.path))
+        backbone, rows = load_shared(self.backbone), read_rows(Path(self.path))
         grafts = {name: load_graft(folder / "graft", backbone) for name, folder in context.dependencies.items()}
         with GraftedModel(backbone, grafts).eval() if grafts else nullcontext():
             nats = {row["id"]: abstract_nats(backbone.model, row) for row in rows[: self.scored]}
-            decoding = SummaryDecoding(max_new_tokens=self.abstract)
+            decoding = SummaryDecoding(max_new_tokens=self.abstract, no_repeat_ngram_size=0)
             writer = LanguageModelWriter(backbone.model, backbone.need_tokenizer(), decoding=decoding)
             texts = {name: self._write(writer, rows[: self.written], name) for name in WRITTEN}
         row = Row(id=self.id, label=self.id, metrics={"documents": len(nats), "summaries": len(texts["i"])})
@@ -133,8 +132,7 @@ def run(options: Options) -> Results:
     check_files(options, (*FILES, NOVELS))
     study = SummaryStudy(options)
     study.execute(study.writing_runs("zero_shot", 0), "zero-shot")
-    first = study.seeds[0]
-    searched = {n: [study.graft_run(g, r, first, search=True) for r in rates] for n, (g, rates) in SEARCHED.items()}
+    searched = {n: [study.graft_run(g, r, study.seeds[0], search=True) for r in rs] for n, (g, rs) in SEARCHED.items()}
     rate = study.choose(searched, ("new",), "the rates")["neutral"].training.learning_rate
     for seed in study.seeds:
         study.execute([study.graft_run(GRAFT, rate, seed), *study.writing_runs("grafted", seed)], f"seed {seed}")
@@ -147,7 +145,7 @@ def run(options: Options) -> Results:
         rows += [Row(id=f"{n}_{variant}", label=f"{n}, {variant}", metrics=values) for n, values in metrics.items()]
     for rival, label in RIVALS.items():
         texts = {name: " ".join(documents[name]["rivals"][rival]) for of in runs[0] for name in of["texts"]["i"]}
-        values = text_values([texts], documents)
+        values = text_values([texts], documents, rival)
         rows.append(Row(id=rival, label=label, metrics={name: bootstrap(of) for name, of in values.items()}))
     grafts = over_seeds([study.measured[f"graft_s{seed}"] for seed in study.seeds], "graft", "the graft")
     details |= {"graft": grafts.model_dump(mode="json")["metrics"], "rate": rate, "searched": study.searched}
@@ -159,7 +157,7 @@ def tabulate(runs: Sequence[Sequence[Mapping[str, Any]]], documents: Mapping[str
     """Over documents, each the mean of its seeds: metrics by layout, `ie_selected` less others, and losses by seed."""
     tokens = np.array([len(documents[name]["answer"]) for run in runs[0] for name in run["nats"]])
     texts = {n: [{k: v for run in of for k, v in run["texts"][n].items()} for of in runs] for n in WRITTEN}
-    values = {name: text_values(by_seed, documents) for name, by_seed in texts.items()}
+    values = {name: text_values(by_seed, documents, name) for name, by_seed in texts.items()}
     nats = {n: np.array([[each[n] for run in of for each in run["nats"].values()] for of in runs]) for n in LAYOUTS}
     scores = {n: Scores(sums.mean(axis=0), tokens, tokens, np.arange(len(tokens))) for n, sums in nats.items()}
     metrics, minus = dict[str, dict[str, Metric]](), dict[str, Interval]()
@@ -172,18 +170,22 @@ def tabulate(runs: Sequence[Sequence[Mapping[str, Any]]], documents: Mapping[str
     return metrics, minus, {name: (sums.sum(axis=1) / tokens.sum()).round(4).tolist() for name, sums in nats.items()}
 
 
-def text_values(texts: Sequence[Mapping[str, str]], documents: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of summaries as arrays (documents,), each the mean over the seeds' texts."""
-    values = [[text_scores(text, documents[name]) for name, text in of_seed.items()] for of_seed in texts]
+def text_values(texts: Sequence[Mapping[str, str]], documents: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """Metrics of summaries as arrays (documents,), each the mean over the seeds' texts; an extract reads itself."""
+    values = [
+        [text_scores(t, documents[n], documents[n]["read"].get(layout, t)) for n, t in of.items()] for of in texts
+    ]
     return {name: np.mean([[v[name] for v in of_seed] for of_seed in values], axis=0) for name in values[0][0]}
 
 
-def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
-    """ROUGE in percent; shares of pairs of words that the document lacks, and of runs of four that came before."""
-    scores = rouge([text[start:end] for start, end in split_sentences(text, "en")], document["abstract"])
-    support, words = faithfulness(text, document["source"]).bigrams, split_words(text)
-    runs = ngrams(words, 4)
-    shares = {"unsupported_share": 0.0 if support is None else 1 - support, "words": float(len(words))}
+def text_scores(text: str, document: Mapping[str, Any], read: str) -> dict[str, float]:
+    """ROUGE; shares of sentences without support in `read`, of pairs of words and of repeated runs of four."""
+    source, words = read_text(read, ".txt", document["id"], "en"), split_words(text)
+    links = link_sentences(text, source, range(len(source.sentences)), default_encoder())
+    scores, runs = rouge([link.text for link in links], document["abstract"]), ngrams(words, 4)
+    pairs = faithfulness(text, document["source"]).bigrams
+    shares = {"unsupported_share": sum(link.mark == "unsupported" for link in links) / max(len(links), 1)}
+    shares |= {"new_pairs": 0.0 if pairs is None else 1 - pairs, "words": float(len(words))}
     shares["repeated_share"] = 1 - len({*runs}) / len(runs) if runs else 0.0
     return {name: scores[name] for name in ("rouge1", "rouge2", "rougeL")} | shares
 

@@ -76,16 +76,21 @@ def test_a_near_copy_of_a_training_document_is_left_out() -> None:
 
 
 def test_shares_of_texts() -> None:
-    document = {"abstract": ["A b c d."], "source": "a b c d e f g h"}
-    scores = text_scores("A b c d. A b c d.", document)
-    assert scores["unsupported_share"] == pytest.approx(1 / 7), "d a is no pair of the source"
+    milk = "Cats drink milk daily."
+    document, read = {"id": "x", "abstract": [milk], "source": "cats drink milk daily and sleep"}, f"We think. {milk}"
+    scores = text_scores(f"{milk} {milk}", document, read)
+    assert scores["unsupported_share"] == 0
+    assert scores["new_pairs"] == pytest.approx(1 / 7), "only 'daily cats' is no pair of the source"
     assert scores["repeated_share"] == pytest.approx(1 / 5), "of five runs of four words, the last is the first"
     assert scores["rouge1"] == pytest.approx(100 * 2 * 0.5 / 1.5)
-    assert text_scores("", document)["unsupported_share"] == 0
+    assert text_scores("", document, read)["unsupported_share"] == 0
+    assert text_scores(f"{milk} The kiwi has 7 wings.", document, read)["unsupported_share"] == 0.5
 
 
 def test_differences_are_paired_over_documents_and_seeds_averaged() -> None:
-    documents = {name: {"answer": [1, 2], "abstract": ["a b."], "source": "a b"} for name in "xyz"}
+    documents = {
+        name: {"id": name, "answer": [1, 2], "abstract": ["a b."], "source": "a b", "read": {}} for name in "xyz"
+    }
     texts = {layout: dict.fromkeys(documents, "a b") for layout in WRITTEN}
 
     def run(gains: tuple[float, ...]) -> dict[str, object]:
