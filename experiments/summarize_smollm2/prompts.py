@@ -56,7 +56,7 @@ class PromptMaker:
     def row(self, sample: Sample) -> dict[str, Any]:
         """A test document: ids of its prompts, `start` those that all have in common, and its texts."""
         made = {name: writer.build_prompt(extract) for name, (writer, extract) in self.layouts(sample).items()}
-        columns = zip(*(prompt.ids for prompt in made.values()), strict=False)
+        columns = zip(*(prompt.ids for prompt in made.values()), strict=False)  # as long as the shortest
         common = next(number for number, ids in enumerate(columns) if len({*ids}) > 1)
         texts = [sentence.text for sentence in sample.document.sentences]
         return {

@@ -22,7 +22,7 @@ from experiments.summarize_smollm2.prompts import PromptSizes, write_prompts
 from graftlm import GraftedModel, graft_config, load_graft
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.evaluation import Aim, Interval, Metric, Results, Row, Scores, paired_difference
+from graftlm.evaluation import Aim, Metric, Results, Row, Scores, paired_difference
 from graftlm.io import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding, read_text
 from graftlm.pipelines.summarize.metrics import bootstrap, default_encoder, faithfulness, rouge
@@ -50,20 +50,18 @@ class WritingRun(Run):
     abstract: int  # tokens of a summary at most
 
     def measure(self, context: RunContext) -> Measurement:
-        backbone, rows = load_shared(self.backbone), read_rows(Path(self.path))
+        backbone, rows, texts = load_shared(self.backbone), read_rows(Path(self.path)), dict[str, Any]()
         grafts = {name: load_graft(folder / "graft", backbone) for name, folder in context.dependencies.items()}
         with GraftedModel(backbone, grafts).eval() if grafts else nullcontext():
             nats = {row["id"]: abstract_nats(backbone.model, row) for row in rows[: self.scored]}
             decoding = SummaryDecoding(max_new_tokens=self.abstract, no_repeat_ngram_size=0)
             writer = LanguageModelWriter(backbone.model, backbone.need_tokenizer(), decoding=decoding)
-            texts = {name: self._write(writer, rows[: self.written], name) for name in WRITTEN}
+            for name in WRITTEN:
+                written = writer.complete_batch([row["start"] + row["prompts"][name] for row in rows[: self.written]])
+                clean = (drop_partial_sentence(text.strip()) if cut else text.strip() for text, cut in written)
+                texts[name] = {row["id"]: text for row, text in zip(rows, clean, strict=False)}
         row = Row(id=self.id, label=self.id, metrics={"documents": len(nats), "summaries": len(texts["i"])})
         return Measurement(row, {"nats": nats, "texts": texts})
-
-    def _write(self, writer: LanguageModelWriter, rows: Sequence[dict[str, Any]], name: str) -> dict[str, str]:
-        written = writer.complete_batch([row["start"] + row["prompts"][name] for row in rows])
-        texts = (drop_partial_sentence(text.strip()) if cut else text.strip() for text, cut in written)
-        return {row["id"]: text for row, text in zip(rows, texts, strict=True)}
 
 
 @torch.inference_mode()
@@ -117,14 +115,10 @@ class SummaryStudy(Study):
         data = {"new": [train], "test": {"new": [validation], "old": [novel]}, "replay_fraction": 0.0, "seed": seed}
         data |= {"length": self.sizes.window + 16, "boundaries": "whole"}
         evaluation = {"limit_tokens": 2048, "own_tokens": 0, "batch_size": 4, "precision": "bf16", "decode_prompts": 0}
-        return GraftRun(
-            id=f"search_lr{rate:g}" if search else f"graft_s{seed}",
-            backbone=self.backbone,
-            graft=graft_config(graft),
-            data=DataConfig.parse(data),
-            training=training_config(steps, BATCH, rate, seed, warmup_steps=steps // 10, precision="bf16"),
-            evaluation=EvaluationConfig.parse(evaluation),
-        )
+        parts: dict[str, Any] = {"data": DataConfig.parse(data), "evaluation": EvaluationConfig.parse(evaluation)}
+        parts |= {"backbone": self.backbone, "graft": graft_config(graft)}
+        parts["training"] = training_config(steps, BATCH, rate, seed, warmup_steps=steps // 10, precision="bf16")
+        return GraftRun(id=f"search_lr{rate:g}" if search else f"graft_s{seed}", **parts)
 
 
 def run(options: Options) -> Results:
@@ -138,13 +132,14 @@ def run(options: Options) -> Results:
         study.execute([study.graft_run(GRAFT, rate, seed), *study.writing_runs("grafted", seed)], f"seed {seed}")
     documents = {row["id"]: row for name in CORPORA for row in read_rows(study.prompts / f"test_{name}.jsonl")}
     rows, details = list[Row](), dict[str, Any](minus={}, by_seed={})
-    for variant, seeds in (("grafted", study.seeds), ("zero_shot", study.seeds[:1])):
-        runs = [[study.measured[run.id].details for run in study.writing_runs(variant, seed)] for seed in seeds]
-        metrics, minus, details["by_seed"][variant] = tabulate(runs, documents)
-        details["minus"][variant] = {name: value.model_dump() for name, value in minus.items()}
+    bare = [study.measured[run.id].details for run in study.writing_runs("zero_shot", 0)]
+    runs = [[study.measured[run.id].details for run in study.writing_runs("grafted", seed)] for seed in study.seeds]
+    variants = {"zero_shot": ([bare], bare), "grafted": (runs, runs[0]), "zero_shot_same": ([bare], runs[0])}
+    for variant, (of_seeds, like) in variants.items():
+        metrics, details["minus"][variant], details["by_seed"][variant] = tabulate(of_seeds, documents, like)
         rows += [Row(id=f"{n}_{variant}", label=f"{n}, {variant}", metrics=values) for n, values in metrics.items()]
     for rival, label in RIVALS.items():
-        texts = {name: " ".join(documents[name]["rivals"][rival]) for of in runs[0] for name in of["texts"]["i"]}
+        texts = {name: " ".join(documents[name]["rivals"][rival]) for of in bare for name in of["texts"]["i"]}
         values = text_values([texts], documents, rival)
         rows.append(Row(id=rival, label=label, metrics={name: bootstrap(of) for name, of in values.items()}))
     grafts = over_seeds([study.measured[f"graft_s{seed}"] for seed in study.seeds], "graft", "the graft")
@@ -153,20 +148,25 @@ def run(options: Options) -> Results:
     return study.write(NAME, rows, aims=aims(details["minus"]), details=details)
 
 
-def tabulate(runs: Sequence[Sequence[Mapping[str, Any]]], documents: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Over documents, each the mean of its seeds: metrics by layout, `ie_selected` less others, and losses by seed."""
-    tokens = np.array([len(documents[name]["answer"]) for run in runs[0] for name in run["nats"]])
-    texts = {n: [{k: v for run in of for k, v in run["texts"][n].items()} for of in runs] for n in WRITTEN}
-    values = {name: text_values(by_seed, documents, name) for name, by_seed in texts.items()}
-    nats = {n: np.array([[each[n] for run in of for each in run["nats"].values()] for of in runs]) for n in LAYOUTS}
+def tabulate(runs: Sequence[Any], documents: Mapping[str, Any], like: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Metrics by layout, `ie_selected` less others, and losses by seed.
+
+    All are over the documents of `like`, each with the mean of its seeds; `runs` are details by seed and collection.
+    """
+    scored, written = [n for run in like for n in run["nats"]], {n for run in like for n in run["texts"]["i"]}
+    tokens = np.array([len(documents[name]["answer"]) for name in scored])
+    texts = {n: [{k: v for r in of for k, v in r["texts"][n].items() if k in written} for of in runs] for n in WRITTEN}
+    values = {name: text_values(of, documents, name) for name, of in texts.items()}
+    by_seed = [{name: nats for run in of for name, nats in run["nats"].items()} for of in runs]
+    nats = {n: np.array([[each[name][n] for name in scored] for each in by_seed]) for n in LAYOUTS}
     scores = {n: Scores(sums.mean(axis=0), tokens, tokens, np.arange(len(tokens))) for n, sums in nats.items()}
-    metrics, minus = dict[str, dict[str, Metric]](), dict[str, Interval]()
+    metrics, minus = dict[str, dict[str, Metric]](), dict[str, Any]()
     for name in LAYOUTS:
         shares = {metric: bootstrap(of) for metric, of in values.get(name, {}).items()}
         metrics[name] = {"abstract_nll": scores[name].interval(), **shares}
-        minus[f"abstract_nll_{name}"] = paired_difference(scores["ie_selected"], scores[name])
+        minus[f"abstract_nll_{name}"] = paired_difference(scores["ie_selected"], scores[name]).model_dump()
     for metric, own in values["ie_selected"].items():
-        minus[f"{metric}_i"] = bootstrap(own - values["i"][metric])
+        minus[f"{metric}_i"] = bootstrap(own - values["i"][metric]).model_dump()
     return metrics, minus, {name: (sums.sum(axis=1) / tokens.sum()).round(4).tolist() for name, sums in nats.items()}
 
 
@@ -193,8 +193,8 @@ def text_scores(text: str, document: Mapping[str, Any], read: str) -> dict[str, 
 def aims(minus: Mapping[str, Any]) -> list[Aim]:
     """Of each variant: a lower loss with the selected sentences, surely so, and no more that is unsupported."""
     made = []
-    for variant, of in minus.items():
-        loss, more = of["abstract_nll_i"], of["unsupported_share_i"]["mean"]
+    for variant in TEST:
+        loss, more = minus[variant]["abstract_nll_i"], minus[variant]["unsupported_share_i"]["mean"]
         made.append(aim(f"nats, ie_selected less i, {variant}", "abstract_nll", -0.1, loss["mean"], operator.le))
         made.append(aim(f"upper end of its interval, {variant}", "abstract_nll", 0.0, loss["high"]))
         made.append(aim(f"unsupported, less i, {variant}", "unsupported_share", 0.0, more, operator.le))

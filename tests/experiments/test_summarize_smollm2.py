@@ -100,12 +100,16 @@ def test_differences_are_paired_over_documents_and_seeds_averaged() -> None:
         }
         return {"nats": nats, "texts": texts}
 
-    metrics, minus, by_seed = tabulate([[run((1, 1, 1))], [run((3, 3, 3))]], documents)
+    runs = [[run((1, 1, 1))], [run((3, 3, 3))]]
+    metrics, minus, by_seed = tabulate(runs, documents, runs[0])
     loss = minus["abstract_nll_i"]
-    assert (loss.mean, loss.low, loss.high) == pytest.approx((-1, -1, -1)), "2 nats of 2 tokens in each document"
+    assert tuple(loss.values()) == pytest.approx((-1, -1, -1)), "2 nats of 2 tokens in each document"
     assert metrics["i"]["abstract_nll"].high > metrics["i"]["abstract_nll"].low
     assert by_seed["i"][0] - by_seed["ie_selected"][0] == pytest.approx(0.5)
     assert value_of(metrics["ie_gold"]["unsupported_share"]) == 0
+    fewer = {"nats": {"y": {}}, "texts": {"i": {"z": ""}}}
+    metrics, _, _ = tabulate(runs, documents, [fewer])
+    assert value_of(metrics["i"]["abstract_nll"]) == 23, "46 nats of 2 tokens: of the second document alone"
 
 
 @pytest.mark.exhaustive
@@ -130,7 +134,9 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
 
 
 def check_results(results: Results) -> None:
-    rows = {f"{layout}_{variant}" for variant in ("zero_shot", "grafted") for layout in LAYOUTS} | {*RIVALS}
+    rows = {f"{layout}_{variant}" for variant in ("zero_shot", "grafted", "zero_shot_same") for layout in LAYOUTS} | {
+        *RIVALS
+    }
     assert {row.id for row in results.rows} == rows
     for variant in ("zero_shot", "grafted"):
         minus = results.details["minus"][variant]
