@@ -154,9 +154,7 @@ def test_repeated_sentences_are_taken_once() -> None:
 
 
 def test_short_sentences_do_not_fill_the_rest_of_a_budget() -> None:
-    document = read_text(
-        "Tea is good for all of us. This is quite a long one on water and on cups. It is so clear."
-    )
+    document = read_text("Tea is good for all of us. This is quite a long one on water and on cups. It is so clear.")
     ranked, budget = FixedSelector([0, 1, 2]), Budget(amount=12, unit="words")
     assert select(document, ranked, budget).indices == (0, 2)
     assert select(document, ranked, budget, min_filler=5).indices == (0,)

@@ -237,8 +237,10 @@ def test_no_run_of_tokens_comes_twice_in_a_summary(method: str, monkeypatch: pyt
 
 
 def test_the_prompt_is_no_repetition() -> None:
-    decoding = SummaryDecoding(no_repeat_ngram_size=2)
-    banned = [float(decoding.processors(start)(torch.tensor([[5, 6, 5]]), torch.ones(1, 9))[0, 6]) for start in (0, 1)]
+    processors = [
+        SummaryDecoding(no_repeat_ngram_size=2).generate_arguments(start)["logits_processor"] for start in (0, 1)
+    ]
+    banned = [float(process(torch.tensor([[5, 6, 5]]), torch.ones(1, 9))[0, 6]) for process in processors]
     assert banned == [float("-inf"), 1.0], "5 6 stands in the prompt alone"
 
 

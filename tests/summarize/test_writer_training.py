@@ -152,7 +152,7 @@ def test_several_documents_are_written_as_each_alone(method: str) -> None:
     model_writer = writer(method=method, max_new_tokens=12)
     prompts = [model_writer.build_prompt(example.extract)[0] for example in EXAMPLES]
     assert len({len(prompt) for prompt in prompts}) > 1
-    assert model_writer.complete_batch(prompts) == [model_writer.complete(prompt) for prompt in prompts]
+    assert model_writer.complete_batch(prompts) == [model_writer.complete_batch([prompt])[0] for prompt in prompts]
 
 
 def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -19,7 +19,6 @@ from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize.readers import SUFFIXES
 from graftlm.pipelines.summarize.summary import Summary, summarize, summarize_batch
 
-SummaryRow = dict[str, Any]
 _LARGE_FILE = 1_000_000  # bytes
 
 
@@ -66,9 +65,7 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
     """Yield files, and all documents below folders in the order of their names; each file once.
 
     `warn` receives one sentence for each file below a folder that no reader knows; hidden files are skipped in silence.
-
-    Raises:
-        DataError: a folder has no document.
+    A folder without a document raises `DataError`.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -105,12 +102,11 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, An
 
 
 def append_summaries(
-    out: Path, paths: Iterable[Path], options: Mapping[str, Any], **arguments: Any
-) -> Iterator[SummaryRow]:
-    """Append a row for each document to a file, with the `arguments` of `summarize`, and yield the row when written.
+    out: Path, paths: Sequence[Path], options: Mapping[str, Any], **arguments: Any
+) -> Iterator[dict[str, Any]]:
+    """Append a row for each document to a file, with the arguments of `summarize_many`, and yield the written row.
 
-    Raises:
-        DataError: the file can't be written.
+    Raises `DataError` if the file can't be written.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +159,7 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     return done
 
 
-def _parse_row(line: bytes, name: str) -> SummaryRow:
+def _parse_row(line: bytes, name: str) -> dict[str, Any]:
     with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
         if isinstance(row["document"], str) and isinstance(row["options"], dict) and isinstance(row["file"], dict):

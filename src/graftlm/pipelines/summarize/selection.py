@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
@@ -51,11 +53,7 @@ class Budget(Config):
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """Parse a budget of the command line: `10`, `10s`, `200w`, `1200 characters`, `300t`.
-
-        Raises:
-            RecipeError: the text is no budget.
-        """
+        """Parse a budget of the command line, as `10s`, `200w`, `1200 characters`, `300t`, or raise `RecipeError`."""
         match = _BUDGET.fullmatch(text)
         if match is None or int(match[1]) < 1:
             raise RecipeError(
@@ -121,8 +119,7 @@ def select(
     Once one did not fit, those with fewer than `min_filler` words are skipped too: they fill the budget and say little.
     Of more than 100 sentences, the `per_section` best of each section come first.
 
-    Raises:
-        RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
+    Raises `RecipeError` if no sentence fits, or the budget is in tokens and `count_tokens` is missing.
     """
     if budget.unit == "tokens" and count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in words.")
@@ -137,19 +134,16 @@ def select(
             return used + len(text) + bool(texts)
         return count_tokens(" ".join(text for _, text in sorted((texts | {index: text}).items())))
 
-    def is_late(ranked: RankedSentence) -> bool:
-        section = document.sentences[ranked.index].section
-        taken[section] += 1
-        return taken[section] > (per_section or 0)
-
-    taken: Counter[int] = Counter()
     scores: dict[int, float] = {}
     texts: dict[int, str] = {}
     seen: set[str] = set()
     used = rejected = 0
     ranking = selector.rank(document)
     if per_section is not None and len(ranking) > _LONG:
-        ranking = sorted(ranking, key=is_late)  # keeps the order within both parts
+        places: defaultdict[int, count[int]] = defaultdict(count)  # by section
+        sections = [document.sentences[ranked.index].section for ranked in ranking]
+        is_late = [next(places[section]) >= per_section for section in sections]
+        ranking = [ranked for _, ranked in sorted(zip(is_late, ranking, strict=True), key=itemgetter(0))]
     for ranked in ranking:
         text = document.sentences[ranked.index].text
         if text in seen:

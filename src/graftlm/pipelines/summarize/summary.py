@@ -155,12 +155,12 @@ def _summary(
         notes.append(_NO_ENCODER)
     links = link_sentences(output.text, document, output.read or extract.indices, encoder)
     support = faithfulness(output.text, document.text)
-    return Summary(extract, output.text, name, links, support, (*notes, *output.notes))
+    return Summary(extract, output.text, name, tuple(links), support, (*notes, *output.notes))
 
 
 def link_sentences(
     text: str, document: SourceDocument, read: Sequence[int], encoder: str | None = None
-) -> tuple[SentenceLink, ...]:
+) -> list[SentenceLink]:
     """Link each sentence of a summary to the nearest of the sentences that were `read`, and mark its support.
 
     The encoder decides on sentences whose words do not.
@@ -170,9 +170,9 @@ def link_sentences(
     links = [_link(" ".join(sentence.split()), read, texts) for sentence in split]
     undecided = [link.text for link in links if link.mark == "unsupported"]
     if encoder is None or not undecided:
-        return tuple(links)
+        return links
     cosines = dict(zip(undecided, cosine_similarities(undecided, texts, encoder), strict=True))
-    return tuple(_link(link.text, read, texts, cosines.get(link.text)) for link in links)
+    return [_link(link.text, read, texts, cosines.get(link.text)) for link in links]
 
 
 def _link(sentence: str, read: Sequence[int], texts: Sequence[str], cosines_R: Any = None) -> SentenceLink:

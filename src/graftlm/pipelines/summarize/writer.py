@@ -92,17 +92,17 @@ class SummaryDecoding(Config):
     seed: int = Field(0, ge=0)
     no_repeat_ngram_size: int = Field(6, ge=0)
 
-    def generate_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of transformers' `generate`."""
-        sample = self.method == "sample"
+    def generate_arguments(self, prompt_length: int) -> dict[str, Any]:
+        """Return the keyword arguments of transformers' `generate` for prompts that are padded to a length."""
+        sample, size = self.method == "sample", self.no_repeat_ngram_size
         sampling = {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0} if sample else {}
-        num_beams = self.num_beams if self.method == "beam" else 1
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": sample, "num_beams": num_beams, **sampling}
-
-    def processors(self, prompt_length: int) -> LogitsProcessorList:
-        """Return the processors against repetition, for prompts padded to a length."""
-        size = self.no_repeat_ngram_size
-        return LogitsProcessorList([_NoRepetition(size, prompt_length)] if size else [])
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": sample,
+            "num_beams": self.num_beams if self.method == "beam" else 1,
+            "logits_processor": LogitsProcessorList([_NoRepetition(size, prompt_length)] if size else []),
+            **sampling,
+        }
 
 
 class _NoRepetition(NoRepeatNGramLogitsProcessor):
@@ -167,11 +167,9 @@ class LanguageModelWriter:
         return self.write_batch([extract])[0]
 
     def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
-        """Write summaries of at most `decoding.max_new_tokens` each.
+        """Write summaries of at most `decoding.max_new_tokens` each; errors as of `build_prompt`.
 
         A sentence that the limit cuts off is dropped, and so is one that repeats another.
-
-        Raises the errors of `build_prompt`.
         """
         prompts = [self.build_prompt(extract) for extract in extracts]
         completions = self.complete_batch([prompt.ids for prompt in prompts])
@@ -189,13 +187,9 @@ class LanguageModelWriter:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
         return WriterOutput(text or extract.text, tuple(notes), prompt.read)
 
-    def complete(self, prompt: list[int]) -> tuple[str, bool]:
-        """Return the model's completion of a prompt, and whether the token limit truncated it."""
-        return self.complete_batch([prompt])[0]
-
     @torch.inference_mode()
     def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
-        """Complete several prompts at once. Samples differ from those of each prompt alone."""
+        """Complete prompts, and say which the limit truncated. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
         padding = padding_id(self.tokenizer)
@@ -206,8 +200,7 @@ class LanguageModelWriter:
             input_ids=torch.tensor(rows, device=self.model.device),
             attention_mask=torch.tensor(mask, device=self.model.device),
             pad_token_id=padding,
-            logits_processor=self.decoding.processors(longest),
-            **self.decoding.generate_arguments(),
+            **self.decoding.generate_arguments(longest),
         )
         return [self._decode(ids) for ids in output[:, longest:].tolist()]
 
@@ -225,9 +218,7 @@ class LanguageModelWriter:
         A chat model's prompt is `messages` in its chat template, up to the start of its answer. Each part has tokens of
         its own, so the introduction has the same tokens with any extract and with none.
 
-        Raises:
-            DataError: the chat template can't be filled.
-            RecipeError: one extracted sentence and the summary do not fit into the window.
+        Raises `DataError` if the chat template can't be filled, `RecipeError` if the window has no room.
         """
         introduction, extracted, read, notes = self._fit(extract)
         start, end = self._frame
@@ -272,7 +263,11 @@ class LanguageModelWriter:
 
         share = min(2 * room // 3, room - len(self._tokenize_source(extract_text(1)))) if best else 2 * room // 3
         if share < 1:
-            raise self._window_error("one extracted sentence" if best else "an introduction")
+            part = "one extracted sentence" if best else "an introduction"
+            raise RecipeError(
+                f"{self.name} reads {self.window} tokens, which has no room for {part} and "
+                f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
+            )
         opening = introduction_range(document)
         texts = [document.sentences[index].text for index in opening[:share]]
         count = self._longest(len(texts), lambda count: " ".join(texts[:count]), share)
@@ -286,12 +281,6 @@ class LanguageModelWriter:
     def _longest(self, limit: int, text: Callable[[int], str], room: int) -> int:
         """Return the largest number up to `limit` whose text has at most `room` tokens; 0 if there is none."""
         return bisect_right(range(1, limit + 1), room, key=lambda number: len(self._tokenize_source(text(number))))
-
-    def _window_error(self, part: str) -> RecipeError:
-        return RecipeError(
-            f"{self.name} reads {self.window} tokens, which has no room for {part} and "
-            f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
-        )
 
     def _tokenize(self, text: str, **options: Any) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
@@ -335,14 +324,9 @@ def load_writer(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
-    """Load a writer from a model's folder or hub name, or from a graft's folder.
+    """Load a writer from a model's folder or hub name, or from a graft's folder; `window` replaces the layout's.
 
-    `window` replaces that of the layout.
-
-    Raises:
-        ArtifactError: the graft is incomplete.
-        BackboneError: the model can't be loaded.
-        DataError: its `layout.json` can't be read.
+    Raises the errors of `load_model`, `DataError` for an unreadable `layout.json`, `RecipeError` for too wide a window.
     """
     model, tokenizer = load_model(folder, device=device, trust_remote_code=trust_remote_code)
     writer = LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
@@ -354,11 +338,7 @@ def load_writer(
 
 
 def read_layout(folder: str | Path) -> PromptLayout | None:
-    """Read the layout that a model was trained on; None without a `layout.json`.
-
-    Raises:
-        DataError: the file can't be read.
-    """
+    """Read the layout that a model was trained on, or raise `DataError`; None without a `layout.json`."""
     path = Path(folder) / LAYOUT_NAME
     try:
         return PromptLayout.model_validate_json(path.read_text(encoding="utf-8"))
@@ -390,12 +370,9 @@ def train_writer(
     Rows have the length of the writer's window; `decoding.max_new_tokens` of them are for the summary. `rest_fraction`
     of the rows come from the rest of the documents. The history and the checkpoints lie in `out`.
 
-    Returns:
-        The folder of model, tokenizer and layout, for `load_writer`.
+    Returns the folder of model, tokenizer and layout, for `load_writer`.
 
-    Raises:
-        DataError: there is nothing to learn from.
-        RecipeError: an example does not fit into the window, or the window exceeds the model's maximum.
+    Raises `DataError` without an example, `RecipeError` if one does not fit into the window, or that into the model.
     """
     check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
     sources: dict[int, TokenBlocks] = {}
@@ -415,11 +392,9 @@ def train_writer(
 
 
 def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> TokenBlocks:
-    """Pack whole examples into rows of the writer's window. Attention does not cross examples.
+    """Pack whole examples into rows of the writer's window; errors as of `train_writer`.
 
-    Raises:
-        DataError: there is no example.
-        RecipeError: an example does not fit into the window.
+    Attention does not cross examples.
     """
     if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
@@ -440,11 +415,7 @@ def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> t
 
 
 def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
-    """Pack the documents without their introductions into rows of the writer's window.
-
-    Raises:
-        DataError: there is no text.
-    """
+    """Pack the documents without their introductions into rows of the window, or raise `DataError` without text."""
     texts = (TrainingText(writer.layout.rest + rest_text(document), document.name) for document in documents)
     return pack(texts, writer.tokenizer, writer.window, boundaries="whole", name="The rest of the documents")
 
