@@ -284,7 +284,10 @@ class _Sampler:
                 f"The tokenizer of {name} has no chat template for conversations: set chat_fraction to 0, or name a "
                 "chat model."
             )
-        text = render_question([{"role": "user", "content": _CONTENT}], tokenizer)
+        try:
+            text = render_question([{"role": "user", "content": _CONTENT}], tokenizer)
+        except DataError:
+            raise DataError(f"The chat template of {name} can't be filled: set chat_fraction to 0.") from None
         before, content, after = text.partition(_CONTENT)
         ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
         if not content or not all(ids) or ids[1][0] not in tokenizer.added_tokens_decoder:
