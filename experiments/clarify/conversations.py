@@ -27,7 +27,6 @@ from graftlm.pipelines.clarify import (
     SimulatedUser,
     load_template,
 )
-from graftlm.pipelines.clarify.chain import write_output
 from graftlm.pipelines.clarify.conversation import WrittenTurn
 from graftlm.pipelines.clarify.prompts import build_prompt
 from graftlm.runs.run import Measurement, Run, RunContext
@@ -35,6 +34,32 @@ from graftlm.runs.run import Measurement, Run, RunContext
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
 LANGUAGES = ("es", "fr", "de", "ja")
 TABLES = {"4.2": ("formality", "it", "polysemy"), "4.3": ("name", "profession")}
+
+
+def baseline(
+    translator: ChatModel,
+    text: str,
+    template: str,
+    target: str | None = None,
+    *,
+    context: str | None = None,
+    any_language: bool = False,
+) -> WrittenTurn:
+    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
+
+    Raises:
+        DataError: the text is empty.
+        RecipeError: the template does not write the language.
+    """
+    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
+    if context is None:
+        written = Chain(translator).run(conversation).written
+        assert written is not None, "without a budget nothing is asked"
+        return written
+    prompt = build_prompt(load_template(template), "context", conversation.target, text, context=context)
+    reply = translator.generate(prompt)
+    values = {"author": translator.name, "truncated": reply.truncated, "cost": reply.cost}
+    return WrittenTurn(output=prompt.without_label(reply.text), mode="informed", **values)
 
 
 def read_sets(data: Path) -> dict[Key, list[AmbiguousExample]]:
@@ -153,7 +178,7 @@ class ConversationRun(Run):
             answer = conversation.exchanges[0][1] if conversation.exchanges else None
         else:
             given = context if self.method == "with_context" else None
-            written = baseline(translator, text, template, language, given)
+            written = baseline(translator, text, template, language, context=given, any_language=True)
             cost = written.cost
         return {"output": written.output, "question": question, "answer": answer, "cost": cost.model_dump()}
 
@@ -182,12 +207,3 @@ def _read_finished(file: Path) -> dict[str, dict[str, Any]]:
         file.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
     values = [json.loads(line) for line in lines[:-1]]
     return {conversation.pop("id"): conversation for conversation in values}
-
-
-def baseline(translator: ChatModel, text: str, template: str, language: str, context: str | None = None) -> WrittenTurn:
-    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra)."""
-    start = Conversation.start(text, template, language, budget=0, any_language=True)
-    plain = context is None
-    name = "plain" if plain else "context"
-    prompt = build_prompt(load_template(template), name, start.target, start.text, context=context)
-    return write_output(translator, prompt, "plain" if plain else "informed")

@@ -13,7 +13,6 @@ from graftlm.pipelines.clarify.conversation import (
     AskedTurn,
     Conversation,
     Cost,
-    OutputMode,
     Question,
     SkippedTurn,
     Turn,
@@ -187,7 +186,10 @@ class Chain:
         if (output := _judged_output(conversation)) is not None:
             return WrittenTurn(output=output, mode="informed", author=self._translator.name)
         name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
-        return write_output(self._translator, _prompt(conversation, name), mode, self._on_text)
+        prompt = _prompt(conversation, name)
+        reply = self._translator.generate(prompt, on_text=self._on_text)
+        values = {"mode": mode, "author": self._translator.name, "truncated": reply.truncated, "cost": reply.cost}
+        return WrittenTurn(output=prompt.without_label(reply.text), **values)
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
@@ -203,12 +205,3 @@ def _judged_output(conversation: Conversation) -> str | None:
         return None
     outputs = dict(zip(question.question.answers, question.gain.outputs, strict=True)).get(answer.answer, ())
     return outputs[0] if len(outputs) == 1 else None
-
-
-def write_output(
-    model: ChatModel, prompt: prompts.Prompt, mode: OutputMode, on_text: Callable[[str], None] | None = None
-) -> WrittenTurn:
-    """The model's output of a prompt as a turn."""
-    reply = model.generate(prompt, on_text=on_text)
-    output = prompt.without_label(reply.text)
-    return WrittenTurn(output=output, mode=mode, author=model.name, truncated=reply.truncated, cost=reply.cost)
