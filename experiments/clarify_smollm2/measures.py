@@ -1,0 +1,125 @@
+"""What scored pairs say: how often the right form is likelier, and whether a predicted gain tells what answers bring.
+
+A gap is log p of one form minus log p of the other, in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+
+from graftlm.evaluation import Metric
+from graftlm.evaluation.metrics import percentile_interval
+from graftlm.evaluation.plots import PALETTE
+from graftlm.pipelines.clarify.gain import distributions_from_log_likelihoods, information_gain
+from graftlm.pipelines.summarize.metrics import bootstrap
+
+CONDITIONS = ("nothing", "context", "answer", "word", "other")
+NEEDED = 0.1  # bits that an answer must bring to be worth its question
+Pairs = Sequence[Mapping[str, Any]]
+
+
+def shares(pair: Mapping[str, Any]) -> dict[str, float]:
+    """Percent by measure of one pair, which counts with either form as the right one: 0, 50 or 100."""
+    nats, tokens, values = pair["nats"], pair["tokens"], {}
+    for name in [each for each in CONDITIONS if {each, f"{each}:0"} & nats.keys()]:
+        told = [nats.get(f"{name}:{form}") or nats[name] for form in (0, 1)]
+        gaps = [told[0][0] - told[0][1], told[1][1] - told[1][0]]  # of the right form, by what is told
+        values[f"right_form_{name}"] = np.mean([gap > 0 for gap in gaps])
+        values[f"own_form_{name}"] = gaps[pair["right"]] > 0
+        values[f"moved_{name}"] = sum(gaps) > 0
+        values[f"first_form_{name}"] = np.mean([gaps[0] > 0, gaps[1] < 0])
+        if name == "answer":
+            rates = [told[form][form] / tokens[form] > told[form][1 - form] / tokens[1 - form] for form in (0, 1)]
+            values |= {
+                "right_form_per_token": np.mean(rates),
+                "right_form_wrong_answer": np.mean([g < 0 for g in gaps]),
+            }
+    values["first_form_question"] = nats["question"][0] > nats["question"][1]
+    return {name: 100.0 * float(value) for name, value in values.items() if name != "moved_nothing"}
+
+
+def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Percent by measure, (pairs,), means over runs, of the groups that begin with `group`; of some ids where given."""
+    kept = [[p for p in of if p["part"] == "test" and p["group"].startswith(group)] for of in runs]
+    scored = [[shares(pair) for pair in of_run if not ids or pair["id"] in ids] for of_run in kept]
+    names = [name for name in scored[0][0] if all(name in each for each in scored[0])]
+    values = {name: np.mean([[each[name] for each in of_run] for of_run in scored], axis=0) for name in names}
+    for what in ("right_form", "moved"):
+        for first, second in (("answer", "context"), ("context", "nothing"), ("answer", "nothing"), ("answer", "word")):
+            if {f"{what}_{first}", f"{what}_{second}"} <= values.keys():
+                values[f"{what}_{first}_minus_{second}"] = values[f"{what}_{first}"] - values[f"{what}_{second}"]
+    return values
+
+
+def gains(pair: Mapping[str, Any]) -> tuple[float, float, float]:
+    """In bits: the predicted gain of the question, what its right answer brought, and the entropy without a question."""
+    given = distributions_from_log_likelihoods([pair["nats"][name] for name in ("answer:0", "answer:1", "nothing")])
+    brought = np.log2(given[pair["right"], pair["right"]] / given[2, pair["right"]])
+    return information_gain((0.5, 0.5), given[:2]), float(brought), float(-np.sum(given[2] * np.log2(given[2])))
+
+
+def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
+    """Rank correlations and decisions to ask on the test texts, means over runs with bootstrap intervals over pairs.
+
+    A run's thresholds have the best F1 on its dev texts; an answer was needed if it brought more than 0.1 bits.
+    """
+    test, dev = (
+        [np.array([gains(p) for p in of if ("dev" in p["part"]) == is_dev]) for of in runs] for is_dev in (0, 1)
+    )
+    clear = np.array([pair["part"] == "clear" for pair in parts[0][0]])
+    limits = [[_threshold(table[:, column], table[:, 1] > NEEDED) for column in (0, 2)] for table in dev]
+
+    def statistics(rows: np.ndarray) -> dict[str, float]:
+        of_runs = [_statistics(table[rows], clear[rows], limit) for table, limit in zip(test, limits, strict=True)]
+        return {name: float(np.mean([each[name] for each in of_runs])) for name in of_runs[0]}
+
+    random, found = np.random.default_rng(0), statistics(np.arange(len(clear)))
+    drawn = [statistics(random.integers(len(clear), size=len(clear))) for _ in range(500)]
+    metrics: dict[str, Metric] = {n: percentile_interval(v, [each[n] for each in drawn]) for n, v in found.items()}
+    return metrics | {"threshold_bits": float(np.mean([limit[0] for limit in limits]))}
+
+
+def _threshold(predicted: np.ndarray, needed: np.ndarray) -> float:
+    return float(max([-1.0, *predicted], key=lambda limit: _decisions(predicted > limit, needed)["f1"]))
+
+
+def _decisions(asked: np.ndarray, needed: np.ndarray) -> dict[str, float]:
+    """Precision, recall and F1 of asking, in percent; 0 where nothing is asked or needed."""
+    counts = {"precision": asked.sum(), "recall": needed.sum(), "f1": (asked.sum() + needed.sum()) / 2}
+    return {name: float(100 * (asked & needed).sum() / max(0.5, count)) for name, count in counts.items()}
+
+
+def _statistics(table: np.ndarray, clear: np.ndarray, limits: Sequence[float]) -> dict[str, float]:
+    (predicted, brought, entropy), needed = table.T, table[:, 1] > NEEDED
+    asked = predicted > limits[0]
+    values = _decisions(asked, needed) | {"rank_entropy": float(spearmanr(entropy, brought).statistic)}
+    for name, rival in (("always", needed | True), ("entropy", entropy > limits[1])):
+        values[f"f1_{name}"] = _decisions(rival, needed)["f1"]
+        values[f"f1_minus_{name}"] = values["f1"] - values[f"f1_{name}"]
+    for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
+        values[f"rank_{name}"] = float(spearmanr(predicted[of], brought[of]).statistic)
+        values |= {f"asked_{name}": 100 * asked[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
+        values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
+    return values
+
+
+def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
+    """What answers brought against the predicted gain: means of five bins with as many texts each."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, (name, runs) in zip(figure.subplots(1, len(models)), models.items(), strict=True):
+        for color, (part, label) in zip(PALETTE, {"test": "ambiguous", "clear": "clear"}.items(), strict=False):
+            table = np.array([gains(pair)[:2] for of in runs for pair in of if pair["part"] == part])
+            bins = [each for each in np.array_split(table[table[:, 0].argsort()], 5) if len(each)]
+            brought = [bootstrap(each[:, 1].tolist()) for each in bins]
+            ends = [[each.mean - each.low for each in brought], [each.high - each.mean for each in brought]]
+            means = [each.mean for each in brought]
+            axes.errorbar([each[:, 0].mean() for each in bins], means, ends, color=color, marker="o", label=label)
+        axes.axhline(0, color="#888888", linewidth=1)
+        axes.set(title=name, xlabel="predicted gain, bits", ylabel="brought by the answer, bits", xscale="log")
+    axes.legend(frameon=False)
+    return figure
