@@ -57,7 +57,7 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
 
 
 def gains(pair: Mapping[str, Any]) -> tuple[float, float, float]:
-    """In bits: the predicted gain of the question, what its right answer brought, and the entropy without a question."""
+    """In bits: the question's predicted gain, what its right answer brought, and the entropy without a question."""
     given = distributions_from_log_likelihoods([pair["nats"][name] for name in ("answer:0", "answer:1", "nothing")])
     brought = np.log2(given[pair["right"], pair["right"]] / given[2, pair["right"]])
     return information_gain((0.5, 0.5), given[:2]), float(brought), float(-np.sum(given[2] * np.log2(given[2])))
@@ -68,9 +68,8 @@ def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
 
     A run's thresholds have the best F1 on its dev texts; an answer was needed if it brought more than 0.1 bits.
     """
-    test, dev = (
-        [np.array([gains(p) for p in of if ("dev" in p["part"]) == is_dev]) for of in runs] for is_dev in (0, 1)
-    )
+    parts = [[[p for p in of if ("dev" in p["part"]) == is_dev] for of in runs] for is_dev in (False, True)]
+    test, dev = ([np.array([gains(pair) for pair in of_run]) for of_run in part] for part in parts)
     clear = np.array([pair["part"] == "clear" for pair in parts[0][0]])
     limits = [[_threshold(table[:, column], table[:, 1] > NEEDED) for column in (0, 2)] for table in dev]
 
@@ -97,15 +96,21 @@ def _decisions(asked: np.ndarray, needed: np.ndarray) -> dict[str, float]:
 def _statistics(table: np.ndarray, clear: np.ndarray, limits: Sequence[float]) -> dict[str, float]:
     (predicted, brought, entropy), needed = table.T, table[:, 1] > NEEDED
     asked = predicted > limits[0]
-    values = _decisions(asked, needed) | {"rank_entropy": float(spearmanr(entropy, brought).statistic)}
+    values = _decisions(asked, needed) | {"rank_entropy": _rank(entropy, brought)}
     for name, rival in (("always", needed | True), ("entropy", entropy > limits[1])):
         values[f"f1_{name}"] = _decisions(rival, needed)["f1"]
         values[f"f1_minus_{name}"] = values["f1"] - values[f"f1_{name}"]
     for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
-        values[f"rank_{name}"] = float(spearmanr(predicted[of], brought[of]).statistic)
+        values[f"rank_{name}"] = _rank(predicted[of], brought[of])
         values |= {f"asked_{name}": 100 * asked[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
         values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
     return values
+
+
+def _rank(predicted: np.ndarray, brought: np.ndarray) -> float:
+    """Spearman's rank correlation; 0 where nothing varies."""
+    varies = len(np.unique(predicted)) > 1 and len(np.unique(brought)) > 1
+    return float(spearmanr(predicted, brought).statistic) if varies else 0.0
 
 
 def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:

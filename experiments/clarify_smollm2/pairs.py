@@ -1,7 +1,6 @@
 """Pairs of translations that differ in form, what a model is told before them, and conversations to train on.
 
-The forms are formal and informal, or feminine and masculine. `told` has the user's message by condition; one such as
-`answer:1` tells what makes form 1 right. No function writes files.
+The forms are formal and informal, or feminine and masculine; a condition such as `answer:1` tells that form 1 is right.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.ambiguity_checkers.run import read_bible, read_ntrex
+from experiments.clarify import datasets
 from experiments.clarify.checkers import checker
-from experiments.clarify.datasets import (
-    GENDERED,
-    AmbiguousExample,
-    mt_geneval_contexts,
-    read_cocoa_mt,
-    read_mt_geneval,
-)
 from experiments.study import shuffled
 from graftlm.config import read_yaml
 from graftlm.pipelines.clarify.ambiguity import english_gender
@@ -34,7 +27,7 @@ _MOST = 120  # training rows of a kind, language and label
 
 
 class Pair(NamedTuple):
-    """Two forms of a translation, and the `right` one by its own context; without one each is, in turn."""
+    """Two forms of a translation, which is right by its own context or in turn, and messages by condition."""
 
     id: str
     group: str
@@ -43,16 +36,6 @@ class Pair(NamedTuple):
     forms: tuple[str, ...]
     right: int
     told: dict[str, str]
-
-
-class Read(NamedTuple):
-    """A text of a data set with the two forms of its translation, and a context for each."""
-
-    id: str
-    text: str
-    forms: tuple[str, ...]
-    contexts: tuple[str, ...]
-    right: int
 
 
 def tell(text: str, **parts: str) -> str:
@@ -67,70 +50,68 @@ def swap_gender(text: str) -> str:
         other = TOLD["swapped"].get(match[0].lower()) or ("him" if _NO_NOUN.match(text, match.end()) else "his")
         return str(other.capitalize() if match[0][0].isupper() else other)
 
-    return GENDERED.sub(swapped, text)
+    return datasets.GENDERED.sub(swapped, text)
 
 
-def _read(data: Path, kind: str, language: str, part: str, *, shown: bool = False) -> Iterator[Read]:
-    """Usable texts: CoCoA-MT's with "you"; MT-GenEval's that hide the gender, or those that show it."""
+def _read(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator[Pair]:
+    """CoCoA-MT's texts with "you", or MT-GenEval's that hide the gender or show it; `told`: text and contexts."""
+    kind, _, language = group.partition("_")
     if kind == "formality":
-        found = read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
+        found = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
         found = [each for each in found if each.label == "formal" and each.marks and _YOU.search(each.source)]
     elif shown:
-        found = read_mt_geneval(data / GENEVAL, language, part)
+        found = datasets.read_mt_geneval(data / GENEVAL, language, part)
     else:
-        found = mt_geneval_contexts(data / GENEVAL, language, part)
-        found = [each for each in found if each.label and not GENDERED.search(each.source)]
-    usable = (each for each in shuffled(found, language if shown else language + part) if _fits(each))
-    for number, each in enumerate(usable):
-        label, own = str(each.label), each.context[0] if each.context else ""
-        right = number % 2 if kind == "formality" else TOLD["labels"][kind].index(label)
-        flipped = -1 if kind == "gender" and right else 1
-        forms = (each.reference.strip(), str(each.contrast).strip())[::flipped]
-        contexts = TOLD["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::flipped]
-        if not shown or english_gender(each.source) == label:
-            yield Read(each.id, each.source, forms, tuple(contexts), right)
-
-
-def _fits(example: AmbiguousExample) -> bool:
-    forms = {example.reference.strip(), str(example.contrast).strip()}
-    short = len(example.source) <= _SOURCE and all(len(context) <= _CONTEXT for context in example.context)
-    return short and len(forms) == 2 and all(0 < len(form) <= _FORM for form in forms)
+        found = datasets.mt_geneval_contexts(data / GENEVAL, language, part)
+        found = [each for each in found if each.label and not datasets.GENDERED.search(each.source)]
+    number = 0
+    for each in shuffled(found, language if shown else language + part):
+        forms, own = (each.reference.strip(), str(each.contrast).strip()), "".join(each.context)
+        fits = len(each.source) <= _SOURCE and len(own) <= _CONTEXT and all(0 < len(form) <= _FORM for form in forms)
+        if not fits or forms[0] == forms[1] or (shown and english_gender(each.source) != each.label):
+            continue
+        right = number % 2 if kind == "formality" else TOLD["labels"][kind].index(each.label)
+        order = -1 if kind == "gender" and right else 1
+        contexts = TOLD["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
+        told = {"text": each.source, "0": contexts[0], "1": contexts[1]}
+        yield Pair(each.id, group, part, _system(language), forms[::order], right, told)
+        number += 1
 
 
 def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[Pair]:
     """So many pairs of each group in the parts test, clear, dev and dev_clear; no dev text is in any test set.
 
-    Clear texts of formality are the first ambiguous ones with their situation; of gender English sentences that show it.
+    Clear are, of formality, the first ambiguous texts with their situation, and of gender sentences that show it.
     """
     tested: set[str] = set()
     for part, clear in (("test", "clear"), ("dev", "dev_clear")):
         for group in GROUPS if part == "test" else [each for each in GROUPS[::-1] if each != "formality_it"]:
-            kind, _, language = group.partition("_")
-            reads = [each for each in _read(data, kind, language, part) if each.text not in tested or part == "test"]
-            tested |= {each.text for each in reads} if part == "test" else set()
-            shown = list(_read(data, kind, language, part, shown=True)) if kind == "gender" else reads
-            shown = [each for each in shown if each.text not in tested or part == "test"][: counts[clear]]
-            for name, texts in ((part, reads[: counts[part]]), (clear, shown)):
-                for number, each in enumerate(texts):
-                    context = each.contexts[each.right] if name == clear and kind == "formality" else ""
-                    told = _conditions(kind, each, reads[number - 1].contexts if name == "test" else (), context)
-                    key = f"{each.id}:clear" if name == clear else each.id
-                    yield Pair(key, group, name, _system(language), each.forms, each.right, told)
+            kind = group.partition("_")[0]
+            pairs = [pair for pair in _read(data, group, part) if pair.told["text"] not in tested or part == "test"]
+            tested |= {pair.told["text"] for pair in pairs} if part == "test" else set()
+            shown = list(_read(data, group, part, shown=True)) if kind == "gender" else pairs
+            for number, pair in enumerate(pairs[: counts[part]]):
+                others = pairs[number - 1].told if part == "test" else {}
+                yield pair._replace(told=_conditions(kind, pair.told, others))
+            for pair in [each for each in shown if each.told["text"] not in tested or part == "test"][: counts[clear]]:
+                told = _conditions(kind, pair.told, {}, context=pair.told[str(pair.right)])
+                yield pair._replace(id=f"{pair.id}:clear", part=clear, told=told)
 
 
-def _conditions(kind: str, read: Read, others: tuple[str, ...], context: str) -> dict[str, str]:
+def _conditions(kind: str, told: Mapping[str, str], others: Mapping[str, str], context: str = "") -> dict[str, str]:
     """What is told; with `others`, another text's contexts, also the controls, such as an answer without a question."""
-    question, told = TOLD["questions"][kind], {"nothing": tell(read.text, context=context)}
+    text, question = told["text"], TOLD["questions"][kind]
+    conditions = {"nothing": tell(text, context=context)}
     for form, answer in enumerate(TOLD["answers"][kind]):
-        told[f"answer:{form}"] = tell(read.text, context=context, question=question, answer=answer)
+        conditions[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
     if others:
-        told["question"] = tell(read.text, question=question)
-    for form, other in enumerate(others):
-        told[f"context:{form}"] = tell(read.text, context=read.contexts[form])
-        told[f"word:{form}"] = tell(read.text, note=TOLD["answers"][kind][form])
-        if kind == "gender":
-            told[f"other:{form}"] = tell(read.text, context=other)
-    return told
+        conditions["question"] = tell(text, question=question)
+        for form, answer in enumerate(TOLD["answers"][kind]):
+            conditions[f"context:{form}"] = tell(text, context=told[str(form)])
+            conditions[f"word:{form}"] = tell(text, note=answer)
+            if kind == "gender":
+                conditions[f"other:{form}"] = tell(text, context=others[str(form)])
+    return conditions
 
 
 def _system(language: str) -> str:
@@ -145,24 +126,21 @@ def training_rows(data: Path, known: set[str]) -> dict[str, list[dict[str, Any]]
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in ("", "validation_"):
-        labelled: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-        for name, *text in _translations(data, known, validation=bool(part)):
-            language, _, source, target = text
-            kind = "formality" if _YOU.search(source) else "gender"
-            label = checker(kind, language).check(target, source if kind == "formality" else None).label
-            known_label = label in TOLD["labels"][kind] and (name == "ntrex" or kind == "formality")
-            if known_label and (kind == "formality" or not GENDERED.search(source)):
-                labelled.setdefault((kind, language, str(label)), []).append(tuple(text))
-            elif name == "ntrex":
-                labelled.setdefault((), []).append(tuple(text))
-        others, chosen = labelled.pop((), []), []
+        labelled: dict[tuple[str, ...], list[tuple[str, ...]]] = {(): []}
+        for corpus, *text in _translations(data, known, validation=bool(part)):
+            kind = "formality" if _YOU.search(text[2]) else "gender"
+            label = checker(kind, text[0]).check(text[3], text[2] if kind == "formality" else None).label
+            usable = kind == "formality" or (corpus == "ntrex" and not datasets.GENDERED.search(text[2]))
+            key = (kind, text[0], str(label)) if usable and label in TOLD["labels"][kind] else ()
+            if key or corpus == "ntrex":
+                labelled.setdefault(key, []).append(tuple(text))
+        others, chosen = shuffled(labelled.pop(()), "others"), []
         for (kind, language, label), texts in sorted(labelled.items()):
             labels = TOLD["labels"][kind]
             most = min(_MOST, 2 * min(len(labelled.get((kind, language, each), ())) for each in labels))
             lines = {"question": TOLD["questions"][kind], "answer": TOLD["answers"][kind][labels.index(label)]}
             chosen += [(text, lines) for text in shuffled(texts, kind + language)[:most]]
-        for number, text in enumerate(shuffled(others, "others")[: len(chosen)]):
-            chosen.append((text, {"context": text[1]} if number % 2 else {}))
+        chosen += [(text, {"context": text[1] * (n % 2)}) for n, text in enumerate(others[: len(chosen)])]
         for name, kept in (("question", {"context", "question", "answer"}), ("plain", {"context"})):
             rows[part + name] = [_conversation(text, lines, kept) for text, lines in shuffled(chosen, "rows")]
     return rows
@@ -178,10 +156,9 @@ def _translations(data: Path, known: set[str], *, validation: bool) -> Iterator[
     """Corpus, language, sentence before, English, translation; each tenth document of NTREX is for validation."""
     bible = read_bible(data / BIBLE / "BSB.txt", data / BIBLE / "FreSynodale1921.txt")
     for language in ("de", "es", "fr"):
-        ntrex = read_ntrex(data / NTREX, language)
-        documents = [each for number, each in enumerate(ntrex) if (number % 10 == 0) == validation]
+        ntrex = enumerate(read_ntrex(data / NTREX, language))
         more = [each for each in bible if each.id != "Psalms"] if language == "fr" and not validation else []
-        for document in (*documents, *more):
+        for document in (*(each for number, each in ntrex if (number % 10 == 0) == validation), *more):
             before = ""
             for pair in document.pairs:
                 source, target = pair.source.strip(), pair.target.strip()

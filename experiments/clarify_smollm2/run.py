@@ -1,14 +1,14 @@
 """Does a question and its answer make SmolLM2 find the right form of a translation likelier, bare and with grafts?
 
-Table 4.2's order on contrastive pairs. A method and its rate are chosen on parallel text of another source than the
-tests, with the first seed and a quarter of the steps.
+Table 4.2's order on contrastive pairs. Rates are chosen on parallel text of another source than the tests, with the
+first seed and eight steps.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby, islice
 from typing import Any
 
 from experiments import Options
@@ -40,16 +40,14 @@ class ClarifyStudy(Study):
         pairs = list(build_pairs(options.data, dict.fromkeys(COUNTS, 2) if options.quick else COUNTS))
         known = {text for pair in pairs for text in (*pair.forms, pair.told["nothing"].split("\n")[0][6:])}
         write_lines(options.out / "pairs.jsonl", (pair._asdict() for pair in pairs))
-        seen: Counter[tuple[str, str]] = Counter()
-        first = [
-            p for p in pairs if (seen.update([(p.group, p.part)]), seen[p.group, p.part] <= GRAFT_COUNTS[p.part])[1]
-        ]
+        of_part = groupby(pairs, key=lambda pair: (pair.group, pair.part))
+        first = [pair for (_, part), each in of_part for pair in islice(each, GRAFT_COUNTS[part])]
         write_lines(options.out / "graft-pairs.jsonl", (pair._asdict() for pair in first))
         for name, rows in training_rows(options.data, known).items():
             write_lines(options.out / f"{name}.jsonl", rows)
 
     def run(self, name: str, rate: float, seed: int, *, search: bool = False) -> PairRun:
-        """A graft at one rate: scored on its pairs, or on validation text alone after a quarter of the steps."""
+        """A graft at one rate: scored on its pairs, or on validation text alone after eight steps."""
         steps = 3 if self.options.quick else 8 if search else 32
         new = {"new": [self._source(name)], "replay_fraction": 0.0, "length": 320, "boundaries": "whole", "seed": seed}
         return PairRun(
@@ -59,9 +57,7 @@ class ClarifyStudy(Study):
             graft=graft_config(LORA),
             data=DataConfig.parse(new | {"test": {"new": [self._source(f"validation_{name}", 24)]}}),
             training=training_config(steps, 2, rate, seed, warmup_steps=steps // 10, precision="bf16"),
-            evaluation=EvaluationConfig.parse(
-                {"precision": "bf16", "own_tokens": 0, "decode_prompts": 0, "batch_size": 8}
-            ),
+            evaluation=EvaluationConfig(precision="bf16", own_tokens=0, decode_prompts=0, batch_size=8),
             pairs="" if search else str(self.options.out / "graft-pairs.jsonl"),
         )
 
