@@ -25,22 +25,18 @@ Pairs = Sequence[Mapping[str, Any]]
 
 def shares(pair: Mapping[str, Any]) -> dict[str, float]:
     """Percent by measure of one pair, which counts with either form as the right one: 0, 50 or 100."""
-    nats, tokens, values = pair["nats"], pair["tokens"], {}
-    for name in [each for each in CONDITIONS if {each, f"{each}:0"} & nats.keys()]:
-        told = [nats.get(f"{name}:{form}") or nats[name] for form in (0, 1)]
-        gaps = [told[0][0] - told[0][1], told[1][1] - told[1][0]]  # of the right form, by what is told
-        values[f"right_form_{name}"] = np.mean([gap > 0 for gap in gaps])
-        values[f"own_form_{name}"] = gaps[pair["right"]] > 0
-        values[f"moved_{name}"] = sum(gaps) > 0
-        values[f"first_form_{name}"] = np.mean([gaps[0] > 0, gaps[1] < 0])
-        if name == "answer":
-            rates = [told[form][form] / tokens[form] > told[form][1 - form] / tokens[1 - form] for form in (0, 1)]
-            values |= {
-                "right_form_per_token": np.mean(rates),
-                "right_form_wrong_answer": np.mean([g < 0 for g in gaps]),
-            }
-    values["first_form_question"] = nats["question"][0] > nats["question"][1]
-    return {name: 100.0 * float(value) for name, value in values.items() if name != "moved_nothing"}
+    nats = pair["nats"]
+    has = [each for each in CONDITIONS if {each, f"{each}:0"} & nats.keys()]
+    told = {each: [nats.get(f"{each}:{form}") or nats[each] for form in (0, 1)] for each in has}
+    gaps = {each: [first[0] - first[1], second[1] - second[0]] for each, (first, second) in told.items()}
+    values = {f"right_form_{each}": np.mean([gap > 0 for gap in gaps[each]]) for each in has}
+    values |= {f"moved_{each}": sum(gaps[each]) > 0 for each in has if each != "nothing"}
+    values |= {f"own_form_{each}": gaps[each][pair["right"]] > 0 for each in CONDITIONS[:3]}
+    values |= {f"first_form_{each}": nats[each][0] > nats[each][1] for each in ("nothing", "question")}
+    rates = [[each[form] / pair["tokens"][form] for form in (0, 1)] for each in told["answer"]]
+    values |= {"right_form_wrong_answer": np.mean([gap < 0 for gap in gaps["answer"]])}
+    values |= {"per_token_answer": np.mean([rates[0][0] > rates[0][1], rates[1][1] > rates[1][0]])}
+    return {name: 100.0 * float(value) for name, value in values.items()}
 
 
 def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -49,10 +45,10 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
     scored = [[shares(pair) for pair in of_run if not ids or pair["id"] in ids] for of_run in kept]
     names = [name for name in scored[0][0] if all(name in each for each in scored[0])]
     values = {name: np.mean([[each[name] for each in of_run] for of_run in scored], axis=0) for name in names}
-    for what in ("right_form", "moved"):
-        for first, second in (("answer", "context"), ("context", "nothing"), ("answer", "nothing"), ("answer", "word")):
-            if {f"{what}_{first}", f"{what}_{second}"} <= values.keys():
-                values[f"{what}_{first}_minus_{second}"] = values[f"{what}_{first}"] - values[f"{what}_{second}"]
+    for pair in (("answer", "context"), ("context", "nothing"), ("answer", "nothing"), ("answer", "word")):
+        for first, second in [[f"{what}_{each}" for each in pair] for what in ("right_form", "moved")]:
+            if second in values:
+                values[f"{first}_minus_{pair[1]}"] = values[first] - values[second]
     return values
 
 
@@ -122,9 +118,8 @@ def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
             bins = [each for each in np.array_split(table[table[:, 0].argsort()], 5) if len(each)]
             brought = [bootstrap(each[:, 1].tolist()) for each in bins]
             ends = [[each.mean - each.low for each in brought], [each.high - each.mean for each in brought]]
-            means = [each.mean for each in brought]
-            axes.errorbar([each[:, 0].mean() for each in bins], means, ends, color=color, marker="o", label=label)
-        axes.axhline(0, color="#888888", linewidth=1)
+            xs, ys = [each[:, 0].mean() for each in bins], [each.mean for each in brought]
+            axes.errorbar(xs, ys, ends, color=color, marker="o", label=label)
         axes.set(title=name, xlabel="predicted gain, bits", ylabel="brought by the answer, bits", xscale="log")
     axes.legend(frameon=False)
     return figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from itertools import groupby, islice
+from itertools import groupby, islice, product
 from typing import Any
 
 from experiments import Options
@@ -28,6 +28,7 @@ MODEL = "smollm2-135m-instruct"
 COUNTS = {"test": 64, "clear": 24, "dev": 20, "dev_clear": 10}  # pairs of a group, for the bare model
 GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first of them, for grafts
 LORA, RATES = {"kind": "lora", "capacity": 0.1, "scale": 2.0}, (1e-3, 2e-3)
+COMPARED = ("right_form_context", "right_form_answer", "moved_context", "moved_answer")
 GRAFTS = {"question": "graft, questions", "plain": "graft, plain translation"}
 
 
@@ -86,25 +87,24 @@ def run(options: Options) -> Results:
     ids = {"bare": ["bare"]} | {name: [f"{name}_s{seed}" for seed in study.seeds] for name in GRAFTS}
     scored = {name: [study.measured[each].details["pairs"] for each in of_model] for name, of_model in ids.items()}
     labels, same = {"bare": "bare"} | GRAFTS, [pair["id"] for pair in scored["question"][0]]
-    rows, asking = [], []
-    for name, runs in scored.items():
-        for group in ("", *GROUPS):
-            values = values_of(runs, group)
-            for other in [each for each in scored if name == "question" and each != name]:
-                theirs = values_of(scored[other], group, same)
-                for measure in ("right_form_answer", "moved_answer", "moved_context"):
-                    values[f"{measure}_over_{other}"] = values[measure] - theirs[measure]
-            metrics: dict[str, Any] = {each: bootstrap(value.tolist()) for each, value in values.items()}
-            metrics["pairs"] = len(values["moved_answer"])
-            rows.append(Row(id=f"{name}_{group or 'all'}", label=f"{labels[name]}: {group or 'all'}", metrics=metrics))
-        asking.append(Row(id=f"{name}_asking", label=f"{labels[name]}: asking", metrics=calibration(runs)))
+    rows = []
+    for name, group in product(scored, ("", *GROUPS)):
+        values = values_of(scored[name], group)
+        for other, measure in product([each for each in scored if name == "question" != each], COMPARED):
+            values[f"{measure}_over_{other}"] = values[measure] - values_of(scored[other], group, same)[measure]
+        metrics: dict[str, Any] = {each: bootstrap(value.tolist()) for each, value in values.items()}
+        metrics["pairs"] = len(values["moved_answer"])
+        rows.append(Row(id=f"{name}_{group or 'all'}", label=f"{labels[name]}: {group or 'all'}", metrics=metrics))
+    asking = [Row(id=f"{n}_asking", label=f"{labels[n]}: asking", metrics=calibration(of)) for n, of in scored.items()]
+    alone = {name: [values_of([of_run], "") for of_run in runs] for name, runs in scored.items()}
+    by_seed = {n: {each: [float(v[each].mean()) for v in of] for each in COMPARED} for n, of in alone.items()}
     shown = {f"moved_{each}": each for each in CONDITIONS[1:4]}
     plots = {
         "moved": bars(rows[:: len(GROUPS) + 1], shown, "pairs in which it moves the forms the right way, %"),
         "reliability": reliability({labels[name]: runs for name, runs in scored.items()}),
     }
+    details = {"rates": chosen, "searched": study.searched, "seconds": study.seconds, "by_seed": by_seed}
     rows += asking
-    details = {"rates": chosen, "searched": study.searched, "seconds": study.seconds}
     return study.write(NAME, rows, aims=_aims({row.id: row.metrics for row in rows}), details=details, plots=plots)
 
 
