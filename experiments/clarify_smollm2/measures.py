@@ -1,7 +1,4 @@
-"""What scored pairs say: how often the right form is likelier, and whether a predicted gain tells what answers bring.
-
-A gap is log p of one form minus log p of the other, in nats.
-"""
+"""How often the right form of a pair is likelier, and whether a predicted gain tells what an answer brings."""
 
 from __future__ import annotations
 
@@ -33,15 +30,15 @@ def shares(pair: Mapping[str, Any]) -> dict[str, float]:
     values |= {f"moved_{each}": sum(gaps[each]) > 0 for each in has if each != "nothing"}
     values |= {f"own_form_{each}": gaps[each][pair["right"]] > 0 for each in CONDITIONS[:3]}
     values |= {f"first_form_{each}": nats[each][0] > nats[each][1] for each in ("nothing", "question")}
-    rates = [[each[form] / pair["tokens"][form] for form in (0, 1)] for each in told["answer"]]
-    values |= {"right_form_wrong_answer": np.mean([gap < 0 for gap in gaps["answer"]])}
-    values |= {"per_token_answer": np.mean([rates[0][0] > rates[0][1], rates[1][1] > rates[1][0]])}
+    rates = np.array(told["answer"]) / pair["tokens"]
+    values["per_token_answer"] = np.mean([rates[0, 0] > rates[0, 1], rates[1, 1] > rates[1, 0]])
+    values["right_form_wrong_answer"] = np.mean([gap < 0 for gap in gaps["answer"]])
     return {name: 100.0 * float(value) for name, value in values.items()}
 
 
 def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Percent by measure, (pairs,), means over runs, of the groups that begin with `group`; of some ids where given."""
-    kept = [[p for p in of if p["part"] == "test" and p["group"].startswith(group)] for of in runs]
+    """Percent by measure, (pairs,), means over runs: of a group or all, and of some ids where these are given."""
+    kept = [[p for p in of if p["part"] == "test" and group in ("all", p["group"])] for of in runs]
     scored = [[shares(pair) for pair in of_run if not ids or pair["id"] in ids] for of_run in kept]
     names = [name for name in scored[0][0] if all(name in each for each in scored[0])]
     values = {name: np.mean([[each[name] for each in of_run] for of_run in scored], axis=0) for name in names}
@@ -79,47 +76,45 @@ def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
     return metrics | {"threshold_bits": float(np.mean([limit[0] for limit in limits]))}
 
 
+def _f1(asked: np.ndarray, needed: np.ndarray) -> float:
+    return float(200 * (asked & needed).sum() / max(1, asked.sum() + needed.sum()))
+
+
 def _threshold(predicted: np.ndarray, needed: np.ndarray) -> float:
-    return float(max([-1.0, *predicted], key=lambda limit: _decisions(predicted > limit, needed)["f1"]))
-
-
-def _decisions(asked: np.ndarray, needed: np.ndarray) -> dict[str, float]:
-    """Precision, recall and F1 of asking, in percent; 0 where nothing is asked or needed."""
-    counts = {"precision": asked.sum(), "recall": needed.sum(), "f1": (asked.sum() + needed.sum()) / 2}
-    return {name: float(100 * (asked & needed).sum() / max(0.5, count)) for name, count in counts.items()}
+    return max([-1.0, *predicted.tolist()], key=lambda limit: _f1(predicted > limit, needed))
 
 
 def _statistics(table: np.ndarray, clear: np.ndarray, limits: Sequence[float]) -> dict[str, float]:
+    """Rank correlations, 0 where nothing varies, and the rest in percent or bits."""
     (predicted, brought, entropy), needed = table.T, table[:, 1] > NEEDED
-    asked = predicted > limits[0]
-    values = _decisions(asked, needed) | {"rank_entropy": _rank(entropy, brought)}
+    asked, right = predicted > limits[0], 100 * ((predicted > limits[0]) & needed).sum()
+    values = {
+        "precision": right / max(1, asked.sum()),
+        "recall": right / max(1, needed.sum()),
+        "f1": _f1(asked, needed),
+    }
     for name, rival in (("always", needed | True), ("entropy", entropy > limits[1])):
-        values[f"f1_{name}"] = _decisions(rival, needed)["f1"]
-        values[f"f1_minus_{name}"] = values["f1"] - values[f"f1_{name}"]
-    for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
-        values[f"rank_{name}"] = _rank(predicted[of], brought[of])
-        values |= {f"asked_{name}": 100 * asked[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
-        values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
+        values |= {f"f1_{name}": _f1(rival, needed), f"f1_minus_{name}": values["f1"] - _f1(rival, needed)}
+    with np.errstate(all="ignore"):
+        values["rank_entropy"] = np.nan_to_num(spearmanr(entropy, brought).statistic)
+        for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
+            values[f"rank_{name}"] = np.nan_to_num(spearmanr(predicted[of], brought[of]).statistic)
+            values |= {f"asked_{name}": 100 * asked[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
+            values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
     return values
-
-
-def _rank(predicted: np.ndarray, brought: np.ndarray) -> float:
-    """Spearman's rank correlation; 0 where nothing varies."""
-    varies = len(np.unique(predicted)) > 1 and len(np.unique(brought)) > 1
-    return float(spearmanr(predicted, brought).statistic) if varies else 0.0
 
 
 def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
     """What answers brought against the predicted gain: means of five bins with as many texts each."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for axes, (name, runs) in zip(figure.subplots(1, len(models)), models.items(), strict=True):
-        for color, (part, label) in zip(PALETTE, {"test": "ambiguous", "clear": "clear"}.items(), strict=False):
-            table = np.array([gains(pair)[:2] for of in runs for pair in of if pair["part"] == part])
-            bins = [each for each in np.array_split(table[table[:, 0].argsort()], 5) if len(each)]
-            brought = [bootstrap(each[:, 1].tolist()) for each in bins]
-            ends = [[each.mean - each.low for each in brought], [each.high - each.mean for each in brought]]
-            xs, ys = [each[:, 0].mean() for each in bins], [each.mean for each in brought]
-            axes.errorbar(xs, ys, ends, color=color, marker="o", label=label)
+        for color, part in zip(PALETTE, ("test", "clear"), strict=False):
+            table = np.array(sorted(gains(pair)[:2] for of in runs for pair in of if pair["part"] == part))
+            bins = [
+                (each[:, 0].mean(), bootstrap(each[:, 1].tolist())) for each in np.array_split(table, 5) if len(each)
+            ]
+            axes.plot([x for x, _ in bins], [y.mean for _, y in bins], "o-", color=color, label=part)
+            axes.vlines([x for x, _ in bins], [y.low for _, y in bins], [y.high for _, y in bins], color=color)
         axes.set(title=name, xlabel="predicted gain, bits", ylabel="brought by the answer, bits", xscale="log")
     axes.legend(frameon=False)
     return figure

@@ -1,14 +1,11 @@
-"""Pairs of translations that differ in form, what a model is told before them, and conversations to train on.
-
-The forms are formal and informal, or feminine and masculine; a condition such as `answer:1` tells that form 1 is right.
-"""
+"""Pairs of translations in two forms (formal and informal, feminine and masculine), and conversations to train on."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.ambiguity_checkers.run import read_bible, read_ntrex
 from experiments.clarify import datasets
@@ -18,24 +15,11 @@ from graftlm.config import read_yaml
 from graftlm.pipelines.clarify.ambiguity import english_gender
 
 COCOA, GENEVAL, NTREX, BIBLE = "ambig/cocoa_mt", "ambig/mt_geneval", "parallel/ntrex", "parallel/bible"
-GROUPS = ("formality_de", "formality_it", "gender_de", "gender_es", "gender_fr")
 TOLD: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
 _SOURCE, _FORM, _CONTEXT = 120, 150, 180  # characters of the longest ones
 _MOST = 120  # training rows of a kind, language and label
-
-
-class Pair(NamedTuple):
-    """Two forms of a translation, which is right by its own context or in turn, and messages by condition."""
-
-    id: str
-    group: str
-    part: str
-    system: str
-    forms: tuple[str, ...]
-    right: int
-    told: dict[str, str]
 
 
 def tell(text: str, **parts: str) -> str:
@@ -53,69 +37,61 @@ def swap_gender(text: str) -> str:
     return datasets.GENDERED.sub(swapped, text)
 
 
-def _read(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator[Pair]:
+def _read(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator[dict[str, Any]]:
     """CoCoA-MT's texts with "you", or MT-GenEval's that hide the gender or show it; `told`: text and contexts."""
     kind, _, language = group.partition("_")
     if kind == "formality":
         found = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
         found = [each for each in found if each.label == "formal" and each.marks and _YOU.search(each.source)]
-    elif shown:
-        found = datasets.read_mt_geneval(data / GENEVAL, language, part)
     else:
-        found = datasets.mt_geneval_contexts(data / GENEVAL, language, part)
-        found = [each for each in found if each.label and not datasets.GENDERED.search(each.source)]
+        read = datasets.read_mt_geneval if shown else datasets.mt_geneval_contexts
+        found = [each for each in read(data / GENEVAL, language, part) if each.label]
+        found = [each for each in found if shown or not datasets.GENDERED.search(each.source)]
     number = 0
     for each in shuffled(found, language if shown else language + part):
         forms, own = (each.reference.strip(), str(each.contrast).strip()), "".join(each.context)
         fits = len(each.source) <= _SOURCE and len(own) <= _CONTEXT and all(0 < len(form) <= _FORM for form in forms)
-        if not fits or forms[0] == forms[1] or (shown and english_gender(each.source) != each.label):
-            continue
-        right = number % 2 if kind == "formality" else TOLD["labels"][kind].index(each.label)
-        order = -1 if kind == "gender" and right else 1
-        contexts = TOLD["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
-        told = {"text": each.source, "0": contexts[0], "1": contexts[1]}
-        yield Pair(each.id, group, part, _system(language), forms[::order], right, told)
-        number += 1
+        if fits and forms[0] != forms[1] and (not shown or english_gender(each.source) == each.label):
+            right = number % 2 if kind == "formality" else TOLD["labels"][kind].index(each.label)
+            order = -1 if kind == "gender" and right else 1
+            contexts = TOLD["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
+            pair = {"id": each.id, "group": group, "part": part, "system": TOLD["systems"][language]}
+            yield pair | {"forms": forms[::order], "right": right, "told": (each.source, *contexts)}
+            number += 1
 
 
-def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[Pair]:
-    """So many pairs of each group in the parts test, clear, dev and dev_clear; no dev text is in any test set.
+def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Pairs of the parts test, clear, dev and dev_clear, so many of each group; no dev text is in any test set.
 
-    Clear are, of formality, the first ambiguous texts with their situation, and of gender sentences that show it.
+    `forms` are two translations, `right` the one by the pair's own context, or each in turn, and `told` the user's
+    messages by condition; `answer:1` tells that form 1 is right. Clear are, of formality, the first ambiguous texts
+    with their situation, and of gender sentences that show it.
     """
     tested: set[str] = set()
-    for part, clear in (("test", "clear"), ("dev", "dev_clear")):
-        for group in GROUPS if part == "test" else [each for each in GROUPS[::-1] if each != "formality_it"]:
-            kind = group.partition("_")[0]
-            pairs = [pair for pair in _read(data, group, part) if pair.told["text"] not in tested or part == "test"]
-            tested |= {pair.told["text"] for pair in pairs} if part == "test" else set()
-            shown = list(_read(data, group, part, shown=True)) if kind == "gender" else pairs
-            for number, pair in enumerate(pairs[: counts[part]]):
-                others = pairs[number - 1].told if part == "test" else {}
-                yield pair._replace(told=_conditions(kind, pair.told, others))
-            for pair in [each for each in shown if each.told["text"] not in tested or part == "test"][: counts[clear]]:
-                told = _conditions(kind, pair.told, {}, context=pair.told[str(pair.right)])
-                yield pair._replace(id=f"{pair.id}:clear", part=clear, told=told)
+    for part, group in (pair.split() for pair in TOLD["parts"]):
+        kind, clear = group.partition("_")[0], "clear" if part == "test" else "dev_clear"
+        pairs = [pair for pair in _read(data, group, part) if pair["told"][0] not in tested or part == "test"]
+        tested |= {pair["told"][0] for pair in pairs} if part == "test" else set()
+        shown = list(_read(data, group, part, shown=True)) if kind == "gender" else pairs
+        for number, pair in enumerate(pairs[: counts[part]]):
+            others = pairs[number - 1]["told"] if part == "test" else ()
+            yield pair | {"told": _conditions(kind, pair["told"], others)}
+        for pair in [each for each in shown if each["told"][0] not in tested or part == "test"][: counts[clear]]:
+            told = _conditions(kind, pair["told"], (), context=pair["told"][1 + pair["right"]])
+            yield pair | {"id": f"{pair['id']}:clear", "part": clear, "told": told}
 
 
-def _conditions(kind: str, told: Mapping[str, str], others: Mapping[str, str], context: str = "") -> dict[str, str]:
+def _conditions(kind: str, told: tuple[str, ...], others: tuple[str, ...], context: str = "") -> dict[str, str]:
     """What is told; with `others`, another text's contexts, also the controls, such as an answer without a question."""
-    text, question = told["text"], TOLD["questions"][kind]
-    conditions = {"nothing": tell(text, context=context)}
-    for form, answer in enumerate(TOLD["answers"][kind]):
-        conditions[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
-    if others:
-        conditions["question"] = tell(text, question=question)
-        for form, answer in enumerate(TOLD["answers"][kind]):
-            conditions[f"context:{form}"] = tell(text, context=told[str(form)])
-            conditions[f"word:{form}"] = tell(text, note=answer)
-            if kind == "gender":
-                conditions[f"other:{form}"] = tell(text, context=others[str(form)])
-    return conditions
-
-
-def _system(language: str) -> str:
-    return f"Translate the text into {TOLD['languages'][language]}."
+    text, question, answers = told[0], TOLD["questions"][kind], TOLD["answers"][kind]
+    told_by = {"nothing": tell(text, context=context)}
+    for form, answer in enumerate(answers):
+        told_by[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
+    told_by |= {"question": tell(text, question=question)} if others else {}
+    for form, (answer, other) in enumerate(zip(answers, others[1:], strict=False)):
+        told_by |= {f"context:{form}": tell(text, context=told[1 + form]), f"word:{form}": tell(text, note=answer)}
+        told_by |= {f"other:{form}": tell(text, context=other)} if kind == "gender" else {}
+    return told_by
 
 
 def training_rows(data: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
@@ -141,15 +117,13 @@ def training_rows(data: Path, known: set[str]) -> dict[str, list[dict[str, Any]]
             lines = {"question": TOLD["questions"][kind], "answer": TOLD["answers"][kind][labels.index(label)]}
             chosen += [(text, lines) for text in shuffled(texts, kind + language)[:most]]
         chosen += [(text, {"context": text[1] * (n % 2)}) for n, text in enumerate(others[: len(chosen)])]
-        for name, kept in (("question", {"context", "question", "answer"}), ("plain", {"context"})):
-            rows[part + name] = [_conversation(text, lines, kept) for text, lines in shuffled(chosen, "rows")]
+        for name, kept in (("question", ("context", "question", "answer")), ("plain", ("context",))):
+            for (language, _, source, target), lines in shuffled(chosen, "rows"):
+                user = tell(source, **{line: lines[line] for line in kept if line in lines})
+                turns = {"system": TOLD["systems"][language], "user": user, "assistant": target}
+                messages = [{"role": role, "content": content} for role, content in turns.items()]
+                rows.setdefault(part + name, []).append({"messages": messages})
     return rows
-
-
-def _conversation(text: tuple[str, ...], lines: Mapping[str, str], kept: set[str]) -> dict[str, Any]:
-    user = tell(text[2], **{name: line for name, line in lines.items() if name in kept})
-    contents = {"system": _system(text[0]), "user": user, "assistant": text[3]}
-    return {"messages": [{"role": role, "content": content} for role, content in contents.items()]}
 
 
 def _translations(data: Path, known: set[str], *, validation: bool) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,7 @@ from graftlm.runs.run import Measurement, RunContext, Trainee
 
 
 class PairRun(GraftRun):
-    """A graft's run that also scores the pairs of a file of JSON lines, if there is one: `pairs` in the details."""
+    """A run that also scores the pairs of a file of JSON lines, if there is one: `pairs` in the details."""
 
     pairs: str = ""
 
@@ -44,8 +44,7 @@ class PairRun(GraftRun):
         for line in Path(self.pairs).read_text(encoding="utf-8").splitlines() if self.pairs else ():
             pair = json.loads(line)
             forms = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in pair.pop("forms")]
-            system, told = {"role": "system", "content": pair.pop("system")}, pair.pop("told")
-            prompts = []
+            system, told, prompts = {"role": "system", "content": pair.pop("system")}, pair.pop("told"), []
             for text in told.values():
                 messages = [system, {"role": "user", "content": text}]
                 prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -57,29 +56,28 @@ class PairRun(GraftRun):
 def sequence_nats(model: Any, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
     """log p(target | prompt) in nats of each (prompt, target) of token ids, in one pass over their tree.
 
-    What sequences begin with alike is computed once: each of the tree's T tokens sees those before it in its own
-    sequence alone, by a mask of (T, T).
+    Equal beginnings are computed once: each of the T tokens sees those before it in its own sequence, by a (T, T) mask.
     """
-    index: dict[tuple[int, int], int] = {}  # place in the tree by the place before it and the token
-    positions, paths, length = [], [], sum(len(prompt) + len(target) for prompt, target in sequences)
-    seen = torch.zeros(length, length, dtype=torch.bool)
+    places: dict[tuple[int, int], int] = {}  # in the tree, by the place before and the token
+    seen: list[list[int]] = []  # places that each token sees, by place
+    paths = []
     for prompt, target in sequences:
         path = [-1]
-        for position, token in enumerate([*prompt, *target]):
-            path.append(index.setdefault((path[-1], token), len(index)))
-            if len(positions) < len(index):
-                positions.append(position)
-                seen[path[-1], path[1:]] = True
+        for token in (*prompt, *target):
+            path.append(places.setdefault((path[-1], token), len(places)))
+            seen += [path[1:]] * (len(places) - len(seen))
         paths.append(path[1 + len(prompt) :])
-    (before, tokens), size = torch.tensor(list(index)).T, len(index)
-    dtype, device = next(model.parameters()).dtype, device_of(model)
-    mask = torch.zeros(1, 1, size, size, dtype=dtype).masked_fill(~seen[:size, :size], torch.finfo(dtype).min)
-    inputs = {"input_ids": tokens[None], "attention_mask": mask, "position_ids": torch.tensor([positions])}
+    (before, tokens), size = torch.tensor(list(places)).T, len(places)
+    mask = torch.full((1, 1, size, size), torch.finfo(dtype := next(model.parameters()).dtype).min, dtype=dtype)
+    for place, visible in enumerate(seen):
+        mask[..., place, visible] = 0
+    inputs = {"input_ids": tokens[None], "attention_mask": mask}
+    inputs["position_ids"] = torch.tensor([[len(visible) - 1 for visible in seen]])
     if isinstance(model, GraftedModel):
         inputs["token_mask"] = torch.ones(1, size, dtype=torch.bool)
     with evaluation_mode(model), torch.inference_mode():
-        logits = model(**{name: value.to(device) for name, value in inputs.items()}, use_cache=False).logits[0]
+        logits = model(**{n: value.to(device_of(model)) for n, value in inputs.items()}, use_cache=False).logits[0]
         scored = torch.tensor(sorted({place for path in paths for place in path}))
-        losses = F.cross_entropy(logits[before[scored].to(device)].float(), tokens[scored].to(device), reduction="none")
-    nats = torch.zeros(size, dtype=torch.float64).index_put((scored,), -losses.cpu().double())
+        losses = F.cross_entropy(logits[before[scored]].float().cpu(), tokens[scored], reduction="none")
+    nats = torch.zeros(size, dtype=torch.float64).index_put((scored,), -losses.double())
     return [float(nats[path].sum()) for path in paths]

@@ -92,7 +92,7 @@ def test_pronouns_change_their_gender() -> None:
 
 def test_no_dev_or_training_text_is_tested(folder: Path) -> None:
     pairs = list(build_pairs(folder, dict.fromkeys(("test", "clear", "dev", "dev_clear"), 9)))
-    text = {part: {p.told["nothing"].split("\n")[0] for p in pairs if p.part == part} for part in ("test", "dev")}
+    text = {part: {p["told"]["nothing"].split("\n")[0] for p in pairs if p["part"] == part} for part in ("test", "dev")}
     assert any("shared" in each for each in text["test"])
     assert not text["test"] & text["dev"]
     known = {"Rain 3.", "Sie 7."}
@@ -125,7 +125,7 @@ def test_either_form_is_right_once() -> None:
     assert values["right_form_wrong_answer"] == 50.0
     assert shares(_pair(-1.0))["moved_answer"] == 0.0
     assert values["right_form_nothing"] == 50.0
-    mean = values_of([[_pair(1.0)], [_pair(-1.0)]], "gender")
+    mean = values_of([[_pair(1.0)], [_pair(-1.0)]], "gender_de")
     assert mean["right_form_answer"].tolist() == [50.0]
     assert mean["right_form_answer_minus_context"].tolist() == [0.0]
 
