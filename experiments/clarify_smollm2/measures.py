@@ -42,11 +42,19 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
     scored = [[shares(pair) for pair in of_run if not ids or pair["id"] in ids] for of_run in kept]
     names = [name for name in scored[0][0] if all(name in each for each in scored[0])]
     values = {name: np.mean([[each[name] for each in of_run] for of_run in scored], axis=0) for name in names}
-    for pair in (("answer", "context"), ("context", "nothing"), ("answer", "nothing"), ("answer", "word")):
+    for pair in (("answer", "context"), ("context", "nothing"), ("answer", "word")):
         for first, second in [[f"{what}_{each}" for each in pair] for what in ("right_form", "moved")]:
             if second in values:
                 values[f"{first}_minus_{pair[1]}"] = values[first] - values[second]
     return values
+
+
+def median_nats(runs: Sequence[Pairs]) -> dict[str, float]:
+    """By what is told, how far one form is likelier than the other, and how far each label moves that, in nats."""
+    nats = [pair["nats"] for of_run in runs for pair in of_run if pair["part"] == "test"]
+    gaps = {name: np.array([each[name] for each in nats]) @ [1, -1] for name in nats[0] if "other" not in name}
+    moves = {name: (gaps[f"{name}:0"] - gaps[f"{name}:1"]) / 2 for name in CONDITIONS[1:4]}
+    return {name: float(np.median(abs(each))) for name, each in ({"nothing": gaps["nothing"]} | moves).items()}
 
 
 def gains(pair: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -113,7 +121,13 @@ def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
             bins = [
                 (each[:, 0].mean(), bootstrap(each[:, 1].tolist())) for each in np.array_split(table, 5) if len(each)
             ]
-            axes.plot([x for x, _ in bins], [y.mean for _, y in bins], "o-", color=color, label=part)
+            axes.plot(
+                [x for x, _ in bins],
+                [y.mean for _, y in bins],
+                "o-",
+                color=color,
+                label="ambiguous" if part == "test" else part,
+            )
             axes.vlines([x for x, _ in bins], [y.low for _, y in bins], [y.high for _, y in bins], color=color)
         axes.set(title=name, xlabel="predicted gain, bits", ylabel="brought by the answer, bits", xscale="log")
     axes.legend(frameon=False)

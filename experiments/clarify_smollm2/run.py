@@ -11,7 +11,7 @@ from itertools import groupby, islice, product
 from typing import Any
 
 from experiments import Options
-from experiments.clarify_smollm2.measures import calibration, reliability, values_of
+from experiments.clarify_smollm2.measures import calibration, median_nats, reliability, values_of
 from experiments.clarify_smollm2.pairs import BIBLE, COCOA, GENEVAL, NTREX, build_pairs, training_rows
 from experiments.clarify_smollm2.scoring import PairRun
 from experiments.study import Study, aim, check_files, training_config, write_lines
@@ -28,6 +28,7 @@ GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first 
 LORA, RATES = {"kind": "lora", "capacity": 0.1, "scale": 2.0}, (1e-3, 2e-3)
 GROUPS = ("all", "formality_de", "formality_it", "gender_de", "gender_es", "gender_fr")
 GRAFTS = {"question": "graft, questions", "plain": "graft, plain translation"}
+LABELS = {"bare": "bare", **GRAFTS}
 COMPARED = ("right_form_context", "right_form_answer", "moved_context", "moved_answer")
 STEPS = ("right_form_answer_minus_context", "right_form_context_minus_nothing")
 # Each aim is met where the low end of an interval is above 0.
@@ -46,14 +47,14 @@ def _write_data(options: Options) -> None:
 
 
 def _run(options: Options, name: str, rate: float, seed: int, part: str = "") -> PairRun:
-    """A graft, scored on its pairs; of the part search, on validation text alone; of the part bare, none on more."""
+    """A graft with its pairs; `part` search has none, bare has no graft and more pairs."""
     texts = {each: str(options.out / f"{each}.jsonl") for each in (name, f"validation_{name}", "pairs", "graft-pairs")}
     limit, steps = 60 if part == "bare" else 24, 3 if options.quick else 8 if part == "search" else 32
     new, test = ({"path": texts[each], "messages_column": "messages"} for each in (name, f"validation_{name}"))
     data = {"new": [new], "test": {"new": [test | {"limit_documents": limit}]}, "length": 320, "boundaries": "whole"}
     return PairRun(
-        id={"search": f"search_{name}_lr{rate:g}", "bare": "bare"}.get(part, f"{name}_s{seed}"),
-        label=part or GRAFTS[name],
+        id={"search": f"search_{name}_lr{rate:g}"}.get(part, part or f"{name}_s{seed}"),
+        label=part or name,
         backbone=BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device),
         graft=None if part == "bare" else graft_config(LORA),
         data=DataConfig.parse(data | {"replay_fraction": 0.0, "seed": seed}),
@@ -73,24 +74,25 @@ def run(options: Options) -> Results:
     chosen = {n: r.training.learning_rate for n, r in study.choose(search, ("new",), "the rates").items()}
     for seed in study.seeds:
         study.execute([_run(options, name, chosen[name], seed) for name in GRAFTS], f"seed {seed}")
-    ids = {"bare": ["bare"]} | {name: [f"{name}_s{seed}" for seed in study.seeds] for name in GRAFTS}
+    ids = {name: [f"{name}_s{seed}" for seed in study.seeds] if name in GRAFTS else [name] for name in LABELS}
     scored = {name: [study.measured[each].details["pairs"] for each in of_model] for name, of_model in ids.items()}
-    labels, same = {"bare": "bare"} | GRAFTS, [pair["id"] for pair in scored["question"][0]]
+    same = [pair["id"] for pair in scored["question"][0]]
     rows = []
     for name, group in product(scored, GROUPS):
         values = values_of(scored[name], group)
-        for other, measure in product([each for each in scored if name == "question" != each], COMPARED):
+        for other, measure in product(("bare", "plain") if name == "question" else (), COMPARED):
             values[f"{measure}_over_{other}"] = values[measure] - values_of(scored[other], group, same)[measure]
         metrics: dict[str, Any] = {each: bootstrap(value.tolist()) for each, value in values.items()}
         metrics["pairs"] = len(values["moved_answer"])
-        rows.append(Row(id=f"{name}_{group}", label=f"{labels[name]}: {group}", metrics=metrics))
+        rows.append(Row(id=f"{name}_{group}", label=f"{LABELS[name]}: {group}", metrics=metrics))
     for name, runs in scored.items():
-        rows.append(Row(id=f"{name}_asking", label=f"{labels[name]}: asking", metrics=calibration(runs)))
+        rows.append(Row(id=f"{name}_asking", label=f"{LABELS[name]}: asking", metrics=calibration(runs)))
     alone = {name: [values_of([of_run], "all") for of_run in runs] for name, runs in scored.items()}
     by_seed = {n: {each: [float(v[each].mean()) for v in of] for each in COMPARED} for n, of in alone.items()}
     found = {row.id: row.metrics for row in rows}
     lows = {(row, name): getattr(found[row][name], "low", 0.0) for row, name in AIMS}
     aims = [aim(f"low end of {n}, {row}", n, 0.0, low, operator.gt) for (row, n), low in lows.items()]
     details = {"rates": chosen, "searched": study.searched, "seconds": study.seconds, "by_seed": by_seed}
-    plots = {"reliability": reliability({labels[name]: runs for name, runs in scored.items()})}
+    details |= {"median_nats": {name: median_nats(runs) for name, runs in scored.items()}}
+    plots = {"reliability": reliability({LABELS[name]: runs for name, runs in scored.items()})}
     return study.write(NAME, rows, aims=aims, details=details, plots=plots)
