@@ -24,13 +24,13 @@ def shares(pair: Mapping[str, Any]) -> dict[str, float]:
     """Percent by measure of one pair, which counts with either form as the right one: 0, 50 or 100."""
     nats = pair["nats"]
     has = [each for each in CONDITIONS if {each, f"{each}:0"} & nats.keys()]
-    told = {each: [nats.get(f"{each}:{form}") or nats[each] for form in (0, 1)] for each in has}
-    gaps = {each: [first[0] - first[1], second[1] - second[0]] for each, (first, second) in told.items()}
+    given = {each: [nats.get(f"{each}:{form}") or nats[each] for form in (0, 1)] for each in has}
+    gaps = {each: [first[0] - first[1], second[1] - second[0]] for each, (first, second) in given.items()}
     values = {f"right_form_{each}": np.mean([gap > 0 for gap in gaps[each]]) for each in has}
     values |= {f"moved_{each}": sum(gaps[each]) > 0 for each in has if each != "nothing"}
     values |= {f"own_form_{each}": gaps[each][pair["right"]] > 0 for each in CONDITIONS[:3]}
     values |= {f"first_form_{each}": nats[each][0] > nats[each][1] for each in ("nothing", "question")}
-    rates = np.array(told["answer"]) / pair["tokens"]
+    rates = np.array(given["answer"]) / pair["tokens"]
     values["per_token_answer"] = np.mean([rates[0, 0] > rates[0, 1], rates[1, 1] > rates[1, 0]])
     values["right_form_wrong_answer"] = np.mean([gap < 0 for gap in gaps["answer"]])
     return {name: 100.0 * float(value) for name, value in values.items()}
@@ -50,7 +50,7 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
 
 
 def median_nats(runs: Sequence[Pairs]) -> dict[str, float]:
-    """By what is told, how far one form is likelier than the other, and how far each label moves that, in nats."""
+    """By what is given, how far one form is likelier than the other, and how far each label moves that, in nats."""
     nats = [pair["nats"] for of_run in runs for pair in of_run if pair["part"] == "test"]
     gaps = {name: np.array([each[name] for each in nats]) @ [1, -1] for name in nats[0] if "other" not in name}
     moves = {name: (gaps[f"{name}:0"] - gaps[f"{name}:1"]) / 2 for name in CONDITIONS[1:4]}
@@ -78,37 +78,41 @@ def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
         of_runs = [_statistics(table[rows], clear[rows], limit) for table, limit in zip(test, limits, strict=True)]
         return {name: float(np.mean([each[name] for each in of_runs])) for name in of_runs[0]}
 
-    random, found = np.random.default_rng(0), statistics(np.arange(len(clear)))
+    random, measured = np.random.default_rng(0), statistics(np.arange(len(clear)))
     drawn = [statistics(random.integers(len(clear), size=len(clear))) for _ in range(500)]
-    metrics: dict[str, Metric] = {n: percentile_interval(v, [each[n] for each in drawn]) for n, v in found.items()}
+    metrics: dict[str, Metric] = {n: percentile_interval(v, [each[n] for each in drawn]) for n, v in measured.items()}
     return metrics | {"threshold_bits": float(np.mean([limit[0] for limit in limits]))}
 
 
-def _f1(asked: np.ndarray, needed: np.ndarray) -> float:
-    return float(200 * (asked & needed).sum() / max(1, asked.sum() + needed.sum()))
+def _f1(ask: np.ndarray, needed: np.ndarray) -> float:
+    return float(200 * (ask & needed).sum() / max(1, ask.sum() + needed.sum()))
 
 
 def _threshold(predicted: np.ndarray, needed: np.ndarray) -> float:
     return max([-1.0, *predicted.tolist()], key=lambda limit: _f1(predicted > limit, needed))
 
 
+def _rank(predicted: np.ndarray, brought: np.ndarray) -> float:
+    result: Any = spearmanr(predicted, brought) if len(np.unique(predicted)) > 1 < len(np.unique(brought)) else None
+    return float(result.statistic) if result else 0.0
+
+
 def _statistics(table: np.ndarray, clear: np.ndarray, limits: Sequence[float]) -> dict[str, float]:
     """Rank correlations, 0 where nothing varies, and the rest in percent or bits."""
     (predicted, brought, entropy), needed = table.T, table[:, 1] > NEEDED
-    asked, right = predicted > limits[0], 100 * ((predicted > limits[0]) & needed).sum()
+    ask, right = predicted > limits[0], 100 * ((predicted > limits[0]) & needed).sum()
     values = {
-        "precision": right / max(1, asked.sum()),
+        "precision": right / max(1, ask.sum()),
         "recall": right / max(1, needed.sum()),
-        "f1": _f1(asked, needed),
+        "f1": _f1(ask, needed),
     }
     for name, rival in (("always", needed | True), ("entropy", entropy > limits[1])):
         values |= {f"f1_{name}": _f1(rival, needed), f"f1_minus_{name}": values["f1"] - _f1(rival, needed)}
-    with np.errstate(all="ignore"):
-        values["rank_entropy"] = np.nan_to_num(spearmanr(entropy, brought).statistic)
-        for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
-            values[f"rank_{name}"] = np.nan_to_num(spearmanr(predicted[of], brought[of]).statistic)
-            values |= {f"asked_{name}": 100 * asked[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
-            values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
+    values["rank_entropy"] = _rank(entropy, brought)
+    for name, of in (("all", clear | True), ("ambiguous", ~clear), ("clear", clear)):
+        values[f"rank_{name}"] = _rank(predicted[of], brought[of])
+        values |= {f"asked_{name}": 100 * ask[of].mean(), f"needed_{name}": 100 * needed[of].mean()}
+        values |= {f"predicted_bits_{name}": predicted[of].mean(), f"brought_bits_{name}": brought[of].mean()}
     return values
 
 

@@ -15,7 +15,7 @@ from graftlm.config import read_yaml
 from graftlm.pipelines.clarify.ambiguity import english_gender
 
 COCOA, GENEVAL, NTREX, BIBLE = "ambig/cocoa_mt", "ambig/mt_geneval", "parallel/ntrex", "parallel/bible"
-TOLD: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
+SETTINGS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
 _SOURCE, _FORM, _CONTEXT = 120, 150, 180  # characters of the longest ones
@@ -31,7 +31,7 @@ def swap_gender(text: str) -> str:
     """An English text with its gendered pronouns swapped; nouns and first names stay."""
 
     def swapped(match: re.Match[str]) -> str:
-        other = TOLD["swapped"].get(match[0].lower()) or ("him" if _NO_NOUN.match(text, match.end()) else "his")
+        other = SETTINGS["swapped"].get(match[0].lower()) or ("him" if _NO_NOUN.match(text, match.end()) else "his")
         return str(other.capitalize() if match[0][0].isupper() else other)
 
     return datasets.GENDERED.sub(swapped, text)
@@ -41,21 +41,23 @@ def _read(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator
     """CoCoA-MT's texts with "you", or MT-GenEval's that hide the gender or show it; `told`: text and contexts."""
     kind, _, language = group.partition("_")
     if kind == "formality":
-        found = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
-        found = [each for each in found if each.label == "formal" and each.marks and _YOU.search(each.source)]
+        examples = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
+        examples = [each for each in examples if each.label == "formal" and each.marks and _YOU.search(each.source)]
     else:
         read = datasets.read_mt_geneval if shown else datasets.mt_geneval_contexts
-        found = [each for each in read(data / GENEVAL, language, part) if each.label]
-        found = [each for each in found if shown or not datasets.GENDERED.search(each.source)]
+        examples = [each for each in read(data / GENEVAL, language, part) if each.label]
+        examples = [each for each in examples if shown or not datasets.GENDERED.search(each.source)]
     number = 0
-    for each in shuffled(found, language if shown else language + part):
+    for each in shuffled(examples, language if shown else language + part):
         forms, own = (each.reference.strip(), str(each.contrast).strip()), "".join(each.context)
         fits = len(each.source) <= _SOURCE and len(own) <= _CONTEXT and all(0 < len(form) <= _FORM for form in forms)
         if fits and forms[0] != forms[1] and (not shown or english_gender(each.source) == each.label):
-            right = number % 2 if kind == "formality" else TOLD["labels"][kind].index(each.label)
+            right = number % 2 if kind == "formality" else SETTINGS["labels"][kind].index(each.label)
             order = -1 if kind == "gender" and right else 1
-            contexts = TOLD["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
-            pair = {"id": each.id, "group": group, "part": part, "system": TOLD["systems"][language]}
+            contexts = (
+                SETTINGS["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
+            )
+            pair = {"id": each.id, "group": group, "part": part, "system": SETTINGS["systems"][language]}
             yield pair | {"forms": forms[::order], "right": right, "told": (each.source, *contexts)}
             number += 1
 
@@ -68,7 +70,7 @@ def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[dict[str, Any
     with their situation, and of gender sentences that show it.
     """
     tested: set[str] = set()
-    for part, group in (pair.split() for pair in TOLD["parts"]):
+    for part, group in (pair.split() for pair in SETTINGS["parts"]):
         kind, clear = group.partition("_")[0], "clear" if part == "test" else "dev_clear"
         pairs = [pair for pair in _read(data, group, part) if pair["told"][0] not in tested or part == "test"]
         tested |= {pair["told"][0] for pair in pairs} if part == "test" else set()
@@ -77,19 +79,19 @@ def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[dict[str, Any
             others = pairs[number - 1]["told"] if part == "test" else ()
             yield pair | {"told": _conditions(kind, pair["told"], others)}
         for pair in [each for each in shown if each["told"][0] not in tested or part == "test"][: counts[clear]]:
-            told = _conditions(kind, pair["told"], (), context=pair["told"][1 + pair["right"]])
-            yield pair | {"id": f"{pair['id']}:clear", "part": clear, "told": told}
+            texts = _conditions(kind, pair["told"], (), context=pair["told"][1 + pair["right"]])
+            yield pair | {"id": f"{pair['id']}:clear", "part": clear, "told": texts}
 
 
-def _conditions(kind: str, told: tuple[str, ...], others: tuple[str, ...], context: str = "") -> dict[str, str]:
+def _conditions(kind: str, texts: tuple[str, ...], others: tuple[str, ...], context: str = "") -> dict[str, str]:
     """What is told; with `others`, another text's contexts, also the controls, such as an answer without a question."""
-    text, question, answers = told[0], TOLD["questions"][kind], TOLD["answers"][kind]
+    text, question, answers = texts[0], SETTINGS["questions"][kind], SETTINGS["answers"][kind]
     told_by = {"nothing": tell(text, context=context)}
     for form, answer in enumerate(answers):
         told_by[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
     told_by |= {"question": tell(text, question=question)} if others else {}
     for form, (answer, other) in enumerate(zip(answers, others[1:], strict=False)):
-        told_by |= {f"context:{form}": tell(text, context=told[1 + form]), f"word:{form}": tell(text, note=answer)}
+        told_by |= {f"context:{form}": tell(text, context=texts[1 + form]), f"word:{form}": tell(text, note=answer)}
         told_by |= {f"other:{form}": tell(text, context=other)} if kind == "gender" else {}
     return told_by
 
@@ -107,20 +109,20 @@ def training_rows(data: Path, known: set[str]) -> dict[str, list[dict[str, Any]]
             kind = "formality" if _YOU.search(text[2]) else "gender"
             label = checker(kind, text[0]).check(text[3], text[2] if kind == "formality" else None).label
             usable = kind == "formality" or (corpus == "ntrex" and not datasets.GENDERED.search(text[2]))
-            key = (kind, text[0], str(label)) if usable and label in TOLD["labels"][kind] else ()
+            key = (kind, text[0], str(label)) if usable and label in SETTINGS["labels"][kind] else ()
             if key or corpus == "ntrex":
                 labelled.setdefault(key, []).append(tuple(text))
         others, chosen = shuffled(labelled.pop(()), "others"), []
         for (kind, language, label), texts in sorted(labelled.items()):
-            labels = TOLD["labels"][kind]
+            labels = SETTINGS["labels"][kind]
             most = min(_MOST, 2 * min(len(labelled.get((kind, language, each), ())) for each in labels))
-            lines = {"question": TOLD["questions"][kind], "answer": TOLD["answers"][kind][labels.index(label)]}
+            lines = {"question": SETTINGS["questions"][kind], "answer": SETTINGS["answers"][kind][labels.index(label)]}
             chosen += [(text, lines) for text in shuffled(texts, kind + language)[:most]]
         chosen += [(text, {"context": text[1] * (n % 2)}) for n, text in enumerate(others[: len(chosen)])]
         for name, kept in (("question", ("context", "question", "answer")), ("plain", ("context",))):
             for (language, _, source, target), lines in shuffled(chosen, "rows"):
                 user = tell(source, **{line: lines[line] for line in kept if line in lines})
-                turns = {"system": TOLD["systems"][language], "user": user, "assistant": target}
+                turns = {"system": SETTINGS["systems"][language], "user": user, "assistant": target}
                 messages = [{"role": role, "content": content} for role, content in turns.items()]
                 rows.setdefault(part + name, []).append({"messages": messages})
     return rows

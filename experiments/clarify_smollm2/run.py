@@ -89,8 +89,8 @@ def run(options: Options) -> Results:
         rows.append(Row(id=f"{name}_asking", label=f"{LABELS[name]}: asking", metrics=calibration(runs)))
     alone = {name: [values_of([of_run], "all") for of_run in runs] for name, runs in scored.items()}
     by_seed = {n: {each: [float(v[each].mean()) for v in of] for each in COMPARED} for n, of in alone.items()}
-    found = {row.id: row.metrics for row in rows}
-    lows = {(row, name): getattr(found[row][name], "low", 0.0) for row, name in AIMS}
+    by_row = {row.id: row.metrics for row in rows}
+    lows = {(row, name): getattr(by_row[row][name], "low", 0.0) for row, name in AIMS}
     aims = [aim(f"low end of {n}, {row}", n, 0.0, low, operator.gt) for (row, n), low in lows.items()]
     details = {"rates": chosen, "searched": study.searched, "seconds": study.seconds, "by_seed": by_seed}
     details |= {"median_nats": {name: median_nats(runs) for name, runs in scored.items()}}

@@ -44,13 +44,16 @@ class PairRun(GraftRun):
         for line in Path(self.pairs).read_text(encoding="utf-8").splitlines() if self.pairs else ():
             pair = json.loads(line)
             forms = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in pair.pop("forms")]
-            system, told, prompts = {"role": "system", "content": pair.pop("system")}, pair.pop("told"), []
-            for text in told.values():
+            system, by_condition, prompts = {"role": "system", "content": pair.pop("system")}, pair.pop("told"), []
+            for text in by_condition.values():
                 messages = [system, {"role": "user", "content": text}]
                 prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
                 prompts.append(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             nats = iter(sequence_nats(model, [(prompt, form) for prompt in prompts for form in forms]))
-            yield pair | {"tokens": [*map(len, forms)], "nats": {name: [next(nats), next(nats)] for name in told}}
+            yield pair | {
+                "tokens": [*map(len, forms)],
+                "nats": {name: [next(nats), next(nats)] for name in by_condition},
+            }
 
 
 def sequence_nats(model: Any, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
@@ -58,26 +61,26 @@ def sequence_nats(model: Any, sequences: Sequence[tuple[Sequence[int], Sequence[
 
     Equal beginnings are computed once: each of the T tokens sees those before it in its own sequence, by a (T, T) mask.
     """
-    places: dict[tuple[int, int], int] = {}  # in the tree, by the place before and the token
-    seen: list[list[int]] = []  # places that each token sees, by place
+    nodes: dict[tuple[int, int], int] = {}  # in the tree, by the node before and the token
+    seen: list[list[int]] = []  # nodes that each token sees, by node
     paths = []
     for prompt, target in sequences:
         path = [-1]
         for token in (*prompt, *target):
-            path.append(places.setdefault((path[-1], token), len(places)))
-            seen += [path[1:]] * (len(places) - len(seen))
+            path.append(nodes.setdefault((path[-1], token), len(nodes)))
+            seen += [path[1:]] * (len(nodes) - len(seen))
         paths.append(path[1 + len(prompt) :])
-    (before, tokens), size = torch.tensor(list(places)).T, len(places)
+    (before, tokens), size = torch.tensor(list(nodes)).T, len(nodes)
     mask = torch.full((1, 1, size, size), torch.finfo(dtype := next(model.parameters()).dtype).min, dtype=dtype)
-    for place, visible in enumerate(seen):
-        mask[..., place, visible] = 0
+    for node, visible in enumerate(seen):
+        mask[..., node, visible] = 0
     inputs = {"input_ids": tokens[None], "attention_mask": mask}
     inputs["position_ids"] = torch.tensor([[len(visible) - 1 for visible in seen]])
     if isinstance(model, GraftedModel):
         inputs["token_mask"] = torch.ones(1, size, dtype=torch.bool)
     with evaluation_mode(model), torch.inference_mode():
         logits = model(**{n: value.to(device_of(model)) for n, value in inputs.items()}, use_cache=False).logits[0]
-        scored = torch.tensor(sorted({place for path in paths for place in path}))
+        scored = torch.tensor(sorted({node for path in paths for node in path}))
         losses = F.cross_entropy(logits[before[scored]].float().cpu(), tokens[scored], reduction="none")
     nats = torch.zeros(size, dtype=torch.float64).index_put((scored,), -losses.double())
     return [float(nats[path].sum()) for path in paths]
