@@ -65,6 +65,16 @@ FIGURES = {
         "0.306": "neutral_replay.learned",
         "0.383": "lora.learned",
     },
+    "summarize_smollm2": {
+        "3.285": "ie_selected_zero_shot.abstract_nll",
+        "3.589": "i_zero_shot.abstract_nll",
+        "3.410": "i_long_zero_shot.abstract_nll",
+        "3.447": "ie_random_zero_shot.abstract_nll",
+        "32.4": "ie_selected_zero_shot.rouge1",
+        "28.2": "i_zero_shot.rouge1",
+        "36.3": "extract.rouge1",
+        "2.934": "ie_selected_grafted.abstract_nll",
+    },
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",
         "0.274": "lora.forgotten",
@@ -118,7 +128,7 @@ FIGURES = {
         "29.4": "lead.rouge1_lead3",
     },
     "clarify": {},
-    "ambiguity_checkers": {"71.3": "gender_es.right_of_all", "99.6%": "formality_de.right_of_all"},
+    "ambiguity_checkers": {"90.2": "formality_es.right_of_all", "99.6%": "formality_de.right_of_all"},
 }
 SHARES = {"routing_accuracy"}  # kept as shares of one, quoted in percent
 METHODS = {

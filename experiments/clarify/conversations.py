@@ -25,8 +25,11 @@ from graftlm.pipelines.clarify import (
     Endpoint,
     EndpointConfig,
     SimulatedUser,
-    baseline,
+    load_template,
 )
+from graftlm.pipelines.clarify.chain import write_output
+from graftlm.pipelines.clarify.conversation import WrittenTurn
+from graftlm.pipelines.clarify.prompts import build_prompt
 from graftlm.runs.run import Measurement, Run, RunContext
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
@@ -150,7 +153,7 @@ class ConversationRun(Run):
             answer = conversation.exchanges[0][1] if conversation.exchanges else None
         else:
             given = context if self.method == "with_context" else None
-            written = baseline(translator, text, template, language, context=given, any_language=True)
+            written = baseline(translator, text, template, language, given)
             cost = written.cost
         return {"output": written.output, "question": question, "answer": answer, "cost": cost.model_dump()}
 
@@ -179,3 +182,12 @@ def _read_finished(file: Path) -> dict[str, dict[str, Any]]:
         file.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
     values = [json.loads(line) for line in lines[:-1]]
     return {conversation.pop("id"): conversation for conversation in values}
+
+
+def baseline(translator: ChatModel, text: str, template: str, language: str, context: str | None = None) -> WrittenTurn:
+    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra)."""
+    start = Conversation.start(text, template, language, budget=0, any_language=True)
+    plain = context is None
+    name = "plain" if plain else "context"
+    prompt = build_prompt(load_template(template), name, start.target, start.text, context=context)
+    return write_output(translator, prompt, "plain" if plain else "informed")

@@ -86,18 +86,6 @@ def test_rejected_parameters_are_not_sent_again(server: ChatServer) -> None:
     assert len(server.requests) == before + 1
 
 
-def test_samples_are_requested_with_temperature_and_seed(server: ChatServer) -> None:
-    one = endpoint(server, "fails:0")
-    conversation = Conversation.start("Are you sure?", "translate", "fr")
-    gain, cost = GainEstimator(one, samples=2, temperature=0.7).estimate(
-        conversation, Question(text="Who?", answers=tuple(FRENCH))
-    )
-    assert gain is not None
-    assert gain.bits > 0
-    assert cost.calls == 4
-    assert [(request["temperature"], request["seed"]) for request in server.requests] == [(0.7, 0), (0.7, 1)] * 2
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

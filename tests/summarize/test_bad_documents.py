@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,8 @@ class Says:
     def count_tokens(self, text: str) -> int:
         return len(text.split())
 
-    def write(self, extract: Extract) -> WriterOutput:
-        return WriterOutput(self.text)
+    def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
+        return [WriterOutput(self.text) for _ in extracts]
 
 
 def test_a_written_summary_longer_than_its_document() -> None:

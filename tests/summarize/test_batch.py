@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from graftlm.pipelines.summarize import (
     summarize_many,
 )
 from graftlm.pipelines.summarize import batch as many
+from graftlm.pipelines.summarize.selection import Extract
+from graftlm.pipelines.summarize.writer import WriterOutput
 
 pytest.importorskip("sentencex")
 FORMS = {
@@ -164,6 +167,34 @@ def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None
     assert isinstance(first, many.SummaryFailure)
     assert "(RecursionError: maximum recursion depth exceeded), which is a bug here" in first.error
     assert isinstance(second, Summary)
+
+
+class Together:
+    """A writer that keeps how many documents it completed at once."""
+
+    name = "together"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def count_tokens(self, text: str) -> int:
+        return len(text.split())
+
+    def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
+        self.sizes.append(len(extracts))
+        return [WriterOutput(extract.text) for extract in extracts]
+
+
+def test_a_writer_completes_several_documents_at_once(tmp_path: Path) -> None:
+    paths, together = write_documents(tmp_path, 5), Together()
+    results = list(summarize_many(paths, 2, writer=together))
+    assert together.sizes == [2, 2, 1]
+    assert [result.document.name for result in results if isinstance(result, Summary)] == list(map(str, paths))
+    alone = [many.summarize(path, writer=Together()) for path in paths]
+    assert [result.to_json() for result in results] == [summary.to_json() for summary in alone]
+    paths[1].write_bytes(b"")
+    results = list(summarize_many(paths, 3, writer=together))
+    assert [isinstance(result, Summary) for result in results] == [True, False, True, True, True]
 
 
 def test_documents_are_found_once_each(tmp_path: Path) -> None:

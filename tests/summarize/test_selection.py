@@ -153,6 +153,25 @@ def test_repeated_sentences_are_taken_once() -> None:
     assert extract.indices == (0, 2)
 
 
+def test_short_sentences_do_not_fill_the_rest_of_a_budget() -> None:
+    document = read_text("Tea is good for all of us. This is quite a long one on water and on cups. It is so clear.")
+    ranked, budget = FixedSelector([0, 1, 2]), Budget(amount=12, unit="words")
+    assert select(document, ranked, budget).indices == (0, 2)
+    assert select(document, ranked, budget, min_filler=5).indices == (0,)
+    assert select(document, FixedSelector([2, 0, 1]), budget, min_filler=5).indices == (0, 2), "chosen, and no filler"
+    assert select(document, FixedSelector([1, 2]), Budget(amount=4, unit="words"), min_filler=5).indices == (2,)
+
+
+def test_the_best_of_each_section_of_a_long_document_come_first() -> None:
+    sections = (f"# Part {part}\n\n" + " ".join(f"Cup {part} {n} is hot." for n in range(40)) for part in "abc")
+    document = read_text("\n\n".join(sections), ".md")
+    assert select(document, LeadSelector(), Budget(amount=5), per_section=2).indices == (0, 1, 40, 41, 80)
+    assert select(document, LeadSelector(), Budget(amount=7), per_section=2).indices == (0, 1, 2, 40, 41, 80, 81)
+    assert select(document, LeadSelector(), Budget(amount=5)).indices == (0, 1, 2, 3, 4)
+    short = replace(document, sentences=document.sentences[:90])
+    assert select(short, LeadSelector(), Budget(amount=5), per_section=2).indices == (0, 1, 2, 3, 4)
+
+
 def test_what_the_user_should_know_is_noted() -> None:
     one = select(read_text("Tea is good."), LeadSelector(), Budget())
     assert one.notes == ("The text is one sentence long: its summary is that sentence.",)

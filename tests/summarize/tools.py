@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
+import torch
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
+from torch import nn
+from torch.nn import functional
+
+from graftlm.pipelines.summarize import LanguageModelWriter, WriterExample
+from graftlm.pipelines.summarize.writer import prompt_and_summary
 
 TEA = """# A study of tea
 
@@ -44,3 +53,34 @@ def pdf_pages(path: Path) -> list[str]:
     from pdfminer.layout import LAParams
 
     return extract_text(str(path), laparams=LAParams(all_texts=True)).split("\f")[:-1]
+
+
+@dataclass(frozen=True)
+class SummaryLikelihood:
+    """Negative log-likelihood of a summary in nats, and its number of tokens with the final EOS."""
+
+    nats: float
+    tokens: int
+
+
+@torch.inference_mode()
+def summary_likelihoods(
+    writer: LanguageModelWriter, examples: Sequence[WriterExample], batch_size: int = 8
+) -> list[SummaryLikelihood]:
+    """Return −Σ log p of each human summary, cut as in training, given its prompt."""
+    writer.model.eval()
+    pairs = [prompt_and_summary(writer, example) for example in examples]
+    batches = (pairs[first : first + batch_size] for first in range(0, len(pairs), batch_size))
+    return [likelihood for batch in batches for likelihood in _batch_likelihoods(writer.model, batch)]
+
+
+def _batch_likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
+    """Score one batch. Padding is at the end, where causal attention ignores it."""
+    rows = [torch.tensor(prompt + summary) for prompt, summary in pairs]
+    ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
+    for row, (prompt, summary) in enumerate(pairs):
+        first, last = len(prompt), len(prompt) + len(summary)
+        logits = logits_BTV[row, first - 1 : last - 1]
+        nats = functional.cross_entropy(logits, ids_BT[row, first:last], reduction="sum")
+        yield SummaryLikelihood(float(nats), len(summary))

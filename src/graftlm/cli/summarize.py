@@ -19,8 +19,7 @@ def summarize(
         typer.Argument(metavar="FILE", help="Text, Markdown, reST, HTML, JATS, LaTeX or PDF files, or folders."),
     ],
     budget: Annotated[
-        str,
-        typer.Option(metavar="N[s|w|c|t]", help="Limit: sentences, words, characters, or the writer's tokens."),
+        str, typer.Option(metavar="N[s|w|c|t]", help="Limit: sentences, words, characters, or the writer's tokens.")
     ] = "10s",
     selector: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default the package's own.")
@@ -34,6 +33,9 @@ def summarize(
         str, typer.Option(metavar="NAME", help="Decoding of the writer: greedy, beam or sample.")
     ] = "greedy",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of sample.")] = 0,
+    window: Annotated[
+        int | None, typer.Option(min=16, metavar="N", help="Tokens that the writer reads and writes at most.")
+    ] = None,
     language: Annotated[
         str | None,
         typer.Option(
@@ -47,6 +49,9 @@ def summarize(
         Path | None,
         typer.Option(metavar="FILE", help="Append the lines of a batch to this file; a later run continues it."),
     ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Documents of a batch that the writer completes at once.")
+    ] = 4,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with spans, and nothing else.")] = False,
@@ -66,19 +71,22 @@ def summarize(
     if selector is not None:
         arguments["selector"] = api.load_selector(selector, device=device)
     if writer is not None:
-        arguments["writer"] = api.load_writer(writer, decoding, device=device, trust_remote_code=trust_remote_code)
+        model = {"window": window, "device": device, "trust_remote_code": trust_remote_code}
+        arguments["writer"] = api.load_writer(writer, decoding, **model)
     paths = list(api.find_documents(files, warn=lambda text: log(f"warning: {text}")))
+    many = {"batch_size": batch_size if writer is not None and method != "sample" else 1, **arguments}
     if out is not None:
         options = {"budget": str(arguments["budget"]), "language": language}
         options |= {"selector": selector and str(selector), "writer": writer and str(writer)}
-        options |= decoding.model_dump(mode="json") if writer is not None else {}
+        if writer is not None:
+            options |= decoding.model_dump(mode="json") | {"window": window}
         pending = api.pending_documents(out, paths, options)
-        rows = api.append_summaries(out, pending, options, **arguments)
+        rows = api.append_summaries(out, pending, options, **many)
         hidden = quiet or not sys.stderr.isatty()
         _consume(track(rows, "summarizing", total=len(pending), disable=hidden), log)
         typer.echo(out)
     elif batch:
-        _consume((_print_row(result.to_json()) for result in api.summarize_many(paths, **arguments)), log)
+        _consume((_print_row(result.to_json()) for result in api.summarize_many(paths, **many)), log)
     else:
         summaries = [api.summarize(path, **arguments) for path in paths]
         rows = [summary.to_json() for summary in summaries]
@@ -99,9 +107,9 @@ def _consume(rows: Iterable[Any], log: Any) -> None:
 
 
 def _print_summaries(summaries: list[Any], api: Any, log: Any) -> None:
+    for note in dict.fromkeys(note for summary in summaries for note in summary.notes):
+        log(f"note: {note}")
     for summary in summaries:
-        for note in summary.notes:
-            log(f"note: {note}")
         if len(summaries) > 1:
             typer.echo(f"{summary.document.name}\n")
         for line in api.format_summary(summary):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graftlm.pipelines.clarify import Cost, Reply
@@ -60,6 +60,6 @@ class SummaryWriter(LanguageModelWriter):
     def window(self) -> int:
         return min(self.layout.window or self._context, self._context)
 
-    def complete(self, prompt: list[int]) -> tuple[str, bool]:
-        end = self._client.generate(prompt, self.decoding.max_new_tokens)
-        return end.text, end.reason == "length"
+    def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
+        ends = [self._client.generate(prompt, self.decoding.max_new_tokens) for prompt in prompts]
+        return [(end.text, end.reason == "length") for end in ends]

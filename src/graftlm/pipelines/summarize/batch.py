@@ -1,4 +1,4 @@
-"""Summaries of many documents: one document in memory at a time, and a JSON lines file that a later run continues.
+"""Summaries of many documents: some in memory at a time, and a JSON lines file that a later run continues.
 
 A row is the JSON of one document's summary, or has the key `error`. In a file, a row also has the options of the run
 and the state of the document's file, so a later run can tell which rows are still valid.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize.readers import SUFFIXES
-from graftlm.pipelines.summarize.summary import Summary, summarize
+from graftlm.pipelines.summarize.summary import Summary, summarize, summarize_batch
 
-SummaryRow = dict[str, Any]
 _LARGE_FILE = 1_000_000  # bytes
 
 
@@ -32,11 +32,19 @@ class SummaryFailure:
     to_json = asdict
 
 
-def summarize_many(paths: Iterable[Path], **arguments: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summarize files one at a time with the `arguments` of `summarize`; only one document is in memory."""
-    for path in paths:
-        yield _summarize_or_fail(path, arguments)
-        _free_memory(path)
+def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any) -> Iterator[Summary | SummaryFailure]:
+    """Summarize files with the `arguments` of `summarize`; only `batch_size` documents are in memory.
+
+    The writer completes that many at once. Where one of them fails, each is completed alone.
+    """
+    paths = iter(paths)
+    while batch := list(islice(paths, batch_size)):
+        results: list[Summary | SummaryFailure] = []
+        with suppress(Exception):  # which document failed, and why, is said when each is alone
+            results += summarize_batch(batch, **arguments) if len(batch) > 1 else []
+        for path in batch:
+            yield results.pop(0) if results else _summarize_or_fail(path, arguments)
+            _free_memory(path)
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
@@ -57,9 +65,7 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
     """Yield files, and all documents below folders in the order of their names; each file once.
 
     `warn` receives one sentence for each file below a folder that no reader knows; hidden files are skipped in silence.
-
-    Raises:
-        DataError: a folder has no document.
+    A folder without a document raises `DataError`.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -96,12 +102,11 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, An
 
 
 def append_summaries(
-    out: Path, paths: Iterable[Path], options: Mapping[str, Any], **arguments: Any
-) -> Iterator[SummaryRow]:
-    """Append a row for each document to a file, with the `arguments` of `summarize`, and yield the row when written.
+    out: Path, paths: Sequence[Path], options: Mapping[str, Any], **arguments: Any
+) -> Iterator[dict[str, Any]]:
+    """Append a row for each document to a file, with the arguments of `summarize_many`, and yield the written row.
 
-    Raises:
-        DataError: the file can't be written.
+    Raises `DataError` if the file can't be written.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,13 +114,11 @@ def append_summaries(
     except OSError as error:
         raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
     with file:
-        for path in paths:
-            state = {"options": dict(options), "file": _file_state(path)}
-            row = _summarize_or_fail(path, arguments).to_json() | state
+        for path, result in zip(paths, summarize_many(paths, **arguments), strict=True):
+            row = result.to_json() | {"options": dict(options), "file": _file_state(path)}
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             yield row
-            _free_memory(path)
 
 
 def _free_memory(path: Path) -> None:
@@ -156,7 +159,7 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     return done
 
 
-def _parse_row(line: bytes, name: str) -> SummaryRow:
+def _parse_row(line: bytes, name: str) -> dict[str, Any]:
     with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
         if isinstance(row["document"], str) and isinstance(row["options"], dict) and isinstance(row["file"], dict):

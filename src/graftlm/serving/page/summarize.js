@@ -3,7 +3,6 @@
 import { ask } from "./api.js";
 import { byId, complain, count, h, many } from "./dom.js";
 
-const NEAR = 0.3; // F1 of words, below which the nearest passage is not said to support a sentence, as on the terminal
 const MOST_BYTES = 1_600_000;
 const FORMATS = { md: "markdown", markdown: "markdown", html: "html", htm: "html", xhtml: "html", tex: "latex" };
 const TEXTS = ["txt", "text", "rst", ...Object.keys(FORMATS)];
@@ -81,7 +80,8 @@ export class Summarize {
   }
 
   draw(text, found) {
-    const sentences = sentencesOf(found);
+    const linked = passagesOf(found);
+    const sentences = sentencesOf(found, linked);
     const panes = h(
       "div",
       { class: "panes" },
@@ -90,7 +90,7 @@ export class Summarize {
         "article",
         { class: "sheet", "aria-labelledby": "source-title" },
         h("h2", { id: "source-title" }, "Source"),
-        h("div", { class: "source", tabindex: 0, role: "region", "aria-labelledby": "source-title" }, ...passages(text, found, sentences)),
+        h("div", { class: "source", tabindex: 0, role: "region", "aria-labelledby": "source-title" }, ...passages(text, linked, sentences)),
       ),
     );
     for (const kind of ["pointerover", "focusin"]) panes.addEventListener(kind, (event) => light(panes, event.target));
@@ -115,32 +115,36 @@ async function misfit(file, suffix) {
   }
 }
 
-/** The summary's sentences, each with the number of its passage: the place in the extract, from 1; null where none is near. */
-function sentencesOf(found) {
-  const passages = found.extract.sentences;
-  if (!found.writer || found.links.length === 0) return passages.map((one, place) => ({ text: one.text, passage: place + 1 }));
-  return found.links.map((link) => {
-    const place = passages.findIndex((one) => one.index === link.nearest);
-    return { text: link.text, passage: place >= 0 && link.overlap >= NEAR ? place + 1 : null };
-  });
+/** The passages that are linked, in the order of the source: the extract, and what supports a written sentence. */
+function passagesOf(found) {
+  const linked = new Map(found.extract.sentences.map((one) => [one.index, one]));
+  for (const link of found.links) if (link.mark !== "unsupported") linked.set(link.nearest, { index: link.nearest, ...link.source });
+  return [...linked.values()].sort((one, other) => one.index - other.index);
+}
+
+/** The summary's sentences, each with its mark and the number of its passage, from 1; null where nothing supports it. */
+function sentencesOf(found, linked) {
+  const numbers = new Map(linked.map((one, place) => [one.index, place + 1]));
+  if (!found.writer || found.links.length === 0) return found.extract.sentences.map((one) => ({ text: one.text, mark: "", passage: numbers.get(one.index) }));
+  return found.links.map(({ text, mark, nearest }) => ({ text, mark, passage: mark === "unsupported" ? null : numbers.get(nearest) }));
 }
 
 function body(sentences) {
-  const items = sentences.map(({ text, passage }, place) => {
-    if (passage === null) return h("li", {}, `${text} `, h("span", { class: "unsupported" }, "no passage is near"));
+  const items = sentences.map(({ text, mark, passage }, place) => {
+    if (passage === null) return h("li", {}, `${text} `, h("span", { class: "unsupported" }, mark));
     const link = h("a", { href: `#source-${passage}`, id: `summary-${place + 1}`, "data-passage": passage }, text);
-    return h("li", {}, link, h("sup", { "aria-hidden": "true" }, passage));
+    return h("li", {}, link, h("sup", { "aria-hidden": "true" }, passage), mark ? h("small", {}, ` ${mark}`) : "");
   });
   return h("ol", { class: "sentences" }, ...items);
 }
 
 /** The source's text, with its passages as links back; offsets count characters, which in JavaScript may be two units. */
-function passages(text, found, sentences) {
+function passages(text, linked, sentences) {
   const characters = Array.from(text);
   const slice = (from, to) => characters.slice(from, to).join("");
   const parts = [];
   let place = 0;
-  for (const [index, { start, end }] of found.extract.sentences.entries()) {
+  for (const [index, { start, end }] of linked.entries()) {
     if (start < place) continue;
     parts.push(slice(place, start), mark(slice(start, end), index + 1, sentences));
     place = end;
