@@ -20,6 +20,15 @@ FIGURES = {
         "0.170": "lora-self-distil.forgotten_bible",
         "0.114": "lora-self-distil.forgotten",
     },
+    "clarify_smollm2": {
+        "50.2%": "bare_all.right_form_answer",
+        "50.0%": "bare_all.right_form_context",
+        "50.7%": "question_all.right_form_answer",
+        "52.5%": "question_all.right_form_context",
+        "49.8%": "plain_all.right_form_answer",
+        "51.8%": "plain_all.right_form_context",
+        "50%": "bare_all.right_form_nothing",
+    },
     "keep_smollm2": {
         "0.021": "neutral_self_replay.own_kl",
         "0.061": "lora_replay.own_kl",
