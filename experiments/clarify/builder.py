@@ -36,13 +36,14 @@ from experiments.clarify.datasets import (
 from graftlm.errors import DataError
 from graftlm.pipelines.clarify.ambiguity import (
     Ambiguity,
+    Parser,
+    Token,
     detect,
     polysemous_words,
     split_words,
     word_list,
     word_pattern,
 )
-from graftlm.pipelines.clarify.parsing import Parser, Token
 
 MASK = "[pr]"
 CHECKERS: dict[AmbiguityKind, CheckerKind]
@@ -104,6 +105,7 @@ def build_ambiguity_set(
     *,
     kinds: Sequence[AmbiguityKind] | None = None,
     parser: Parser | None = None,
+    quota: int | None = None,
 ) -> AmbiguitySet:
     """The ambiguous sentences of a corpus, with labels and context.
 
@@ -112,21 +114,29 @@ def build_ambiguity_set(
         language: of the translations, two letters.
         kinds: the ambiguities to collect; by default all kinds of `buildable`.
         parser: of English; None uses words and their neighbours alone.
+        quota: the most examples of a kind, the first ones of the corpus; None for no limit.
 
     Raises:
-        DataError: there is no checker for one of the kinds.
+        DataError: there is no checker for one of the kinds, or the quota is below one.
     """
+    if quota is not None and quota < 1:
+        raise DataError(f"The quota of each kind is {quota}: give one example or more, or none for no limit.")
     kinds = buildable(language) if kinds is None else tuple(kinds)
     examples: list[AmbiguousExample] = []
+    built: Counter[str] = Counter()
     rejected: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for document in documents:
         labeller = _Labeller(document, language)
         for index, pair in enumerate(document.pairs):
-            for candidate in _candidates(pair, language, kinds, parser):
+            open_kinds: list[AmbiguityKind] = [kind for kind in kinds if quota is None or built[kind] < quota]
+            for candidate in _candidates(pair, language, open_kinds, parser) if open_kinds else ():
+                kind = candidate.ambiguity.kind
                 try:
+                    _reject_if(built[kind] == quota, "above the quota of its kind")
                     examples.append(labeller.example(candidate, index))
+                    built[kind] += 1
                 except _RejectedError as reason:
-                    rejected[candidate.ambiguity.kind][str(reason)] += 1
+                    rejected[kind][str(reason)] += 1
     return AmbiguitySet(tuple(examples), {kind: dict(counts) for kind, counts in rejected.items()})
 
 

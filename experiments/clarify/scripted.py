@@ -22,7 +22,7 @@ _LANGUAGES = {"es": "Spanish", "fr": "French", "de": "German", "ja": "Japanese"}
 _QUESTIONS = {
     "formality": ('Who is "you"?', ("formal", "informal")),
     "it": ('What is "it"?', ("masculine", "feminine", "neuter")),
-    "polysemy": ("What does the word mean?", ("the meaning in question", "another one")),
+    "polysemy": ('What does "{word}" mean?', ("the meaning in question", "another one")),
     "name": ("Is this person a man or a woman?", ("masculine", "feminine")),
     "profession": ("Is this person a man or a woman?", ("masculine", "feminine")),
 }
@@ -55,7 +55,7 @@ class ScriptedTranslator:
             return "None"
         if "write None" in instructions:
             question, answers = _QUESTIONS[examples[0].kind]
-            return f"{question} [{' | '.join(answers)}]"
+            return f"{question.format(word=parts['text'].strip())} [{' | '.join(answers)}]"
         return _output(examples, parts)
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.clarify.parsing import from_spacy, from_stanza, load_parser
 from graftlm.errors import DataError
 from graftlm.pipelines.clarify.ambiguity import detect, polysemous_words, word_list
-from graftlm.pipelines.clarify.parsing import from_spacy, from_stanza, load_parser
 
 CHEAP = [
     ("Are you sure it is pretty?", {"formality", "it"}),

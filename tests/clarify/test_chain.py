@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clarify.server import FRENCH, PLAIN, TEXT, ScriptedModel, by_chat, kinds, start
+from experiments.clarify.conversations import baseline
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.clarify import (
     Chain,
@@ -21,7 +22,6 @@ from graftlm.pipelines.clarify import (
     Question,
     RecordedUser,
     SimulatedUser,
-    baseline,
     summary_lines,
 )
 from graftlm.pipelines.clarify.conversation import AnsweredTurn, AskedTurn, RefusedTurn, SkippedTurn, WrittenTurn
@@ -87,7 +87,7 @@ def test_a_model_that_never_asks_and_one_that_always_asks() -> None:
         start(budget=3)
     )
     assert kinds(always) == ["asked", "answered"] * 3 + ["written"]
-    assert summary_lines(always)[0] == "asked as often as it may, 3 times (--budget)"
+    assert "asked as often as it may, 3 times (--budget)" in summary_lines(always)
     assert summary_lines(never)[0] == "asked nothing: the model's reply is no question"
     again = Chain(ScriptedModel(lambda prompt: "Is it?"), RecordedUser(["yes"] * 9)).run(start(budget=3))
     assert kinds(again) == ["asked", "answered", "skipped", "written"]

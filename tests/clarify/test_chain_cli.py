@@ -90,6 +90,53 @@ def test_json_leaves_the_question_open_for_a_later_answer(server: ChatServer, tm
     again = clarify(server, "--resume", path)
     assert again.out == f"{FRENCH[POLITE]}\n"
     assert server.requests == [], "what is done is not done again"
+    assert again.err.endswith("the conversation is finished\n")
+
+
+def test_an_answer_shows_its_question(server: ChatServer) -> None:
+    found = clarify(server, TEXT, "--to", "fr", "--answer", POLITE)
+    assert f'asked: Who is "you"? [{FRIEND} | {POLITE}]; recorded: {POLITE}\n' in found.err
+    refused = clarify(server, TEXT, "--to", "fr", "--context", "It rains.")
+    assert "; simulated by fails:0: no answer\n" in refused.err
+
+
+def test_an_answer_to_a_finished_conversation_is_refused(server: ChatServer, tmp_path: Path) -> None:
+    path = str(tmp_path / "c.json")
+    assert clarify(server, TEXT, "--to", "fr", "--resume", path, "--answer", POLITE).code == 0
+    content = Path(path).read_text()
+    found = clarify(server, "--resume", path, "--answer", FRIEND)
+    assert (found.code, found.out, server.requests) == (2, "", [])
+    assert found.err == (
+        f"error: The conversation in {path} is finished, so nothing is left to answer: leave out --answer to see its "
+        "output, or name another file to begin another (--resume).\n"
+    )
+    assert Path(path).read_text() == content
+
+
+def test_one_question_at_most_by_default(server: ChatServer) -> None:
+    count = iter(range(9))
+    with serving(lambda body: f"Is it {next(count)}?") as other:
+        assert "1 asked, 1 answered" in clarify(other, TEXT, "--to", "fr", "--answer", "a", "--answer", "b").err
+
+
+def test_a_threshold_is_a_finite_number(server: ChatServer) -> None:
+    assert clarify(server, TEXT, "--to", "fr", "--ask-above", "nan").code == 2
+    found = clarify(server, TEXT, "--to", "fr", "--ask-above", "inf")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert found.err.startswith("error: ")
+    assert "threshold" in found.err
+
+
+@pytest.mark.parametrize(
+    "content", ['{"format": 2, "template": "tran', "[1]", "graft", '{"rows": []}', '{"format": 2}']
+)
+def test_a_file_that_is_no_conversation(server: ChatServer, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(content)
+    found = clarify(server, "--resume", str(path))
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert found.err.startswith(f"error: {path}")
+    assert path.read_text() == content
 
 
 def test_a_failed_run_resumes(server: ChatServer, tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from clarify.server import FRENCH, QUESTION, ScriptedModel, by_chat, kinds, start
-from graftlm.pipelines.clarify import Chain, GainEstimator, Question, RecordedUser
-from graftlm.pipelines.clarify.conversation import AskedTurn, SkippedTurn
-from graftlm.pipelines.clarify.gain import chance_corrected_gain, information_gain, output_distributions
+from graftlm.pipelines.clarify import Chain, RecordedUser
+from graftlm.pipelines.clarify.conversation import AskedTurn
 
 _, POLITE = FRENCH
 
@@ -50,44 +47,16 @@ def test_without_candidate_answers_it_asks_unmeasured() -> None:
     assert found.turns[0].gain is None
 
 
-def test_samples_are_corrected_for_chance() -> None:
-    class Drawn(ScriptedModel):
-        def generate(self, prompt: Any, *, temperature: float = 0.0, seed: int | None = None, **more: Any) -> Any:
-            if "write None" in prompt.instructions:
-                return super().generate(prompt)
-            self._replies = lambda prompt: f"Oui {seed % 3}" if temperature else "Oui"  # type: ignore[operator]  # a seed comes with it
-            return super().generate(prompt)
-
-    writer = Drawn(lambda prompt: QUESTION)
-    found = Chain(writer, RecordedUser([POLITE]), gain_estimator=GainEstimator(writer, samples=6)).run(
-        start(threshold=0.05)
-    )
-    assert isinstance(found.turns[0], SkippedTurn), "the same choices of words under each answer"
-    gain = found.turns[0].gain
-    assert gain is not None
-    assert len(gain.outputs[0]) == 6
-
-
 def test_the_likeliest_output_settles_what_is_not_asked() -> None:
-    outputs = {"a": "Rare.", "b": "Usual.", "c": "Usual."}
+    outputs = {"my boss": "Rare.", "my son": "Usual.", "my aunt": "Usual."}
 
     def replies(prompt: Any) -> str:
-        return "Which? [a | b | c]" if "write None" in prompt.instructions else outputs[dict(prompt.parts)["answer"]]
+        return (
+            f'Who is "you"? [{" | ".join(outputs)}]'
+            if "write None" in prompt.instructions
+            else outputs[dict(prompt.parts)["answer"]]
+        )
 
-    found = Chain(ScriptedModel(replies), RecordedUser(["a"])).run(start(threshold=2.0))
+    found = Chain(ScriptedModel(replies), RecordedUser(["my boss"])).run(start(threshold=2.0))
     assert found.written is not None
     assert (found.written.output, found.written.mode) == ("Usual.", "settled")
-
-
-def test_samples_that_differ_by_chance_have_a_smaller_gain() -> None:
-    class Drawn(ScriptedModel):
-        def generate(self, prompt: Any, *, seed: int | None = None, **more: Any) -> Any:
-            self._replies = lambda prompt: f"{dict(prompt.parts)['answer']} {seed}" if seed else "Oui."
-            return super().generate(prompt)
-
-    question = Question(text="Who?", answers=("a", "b"))
-    gain, _ = GainEstimator(Drawn(lambda prompt: ""), samples=3).estimate(start(), question)
-    assert gain is not None
-    counted = information_gain(gain.prior, output_distributions(gain.outputs)[1])
-    assert gain.bits == pytest.approx(chance_corrected_gain(gain.prior, gain.outputs)[0])
-    assert gain.bits < counted - 0.1

@@ -60,8 +60,9 @@ def test_a_terminal_conversation_resumes(address: str, asked: Conversation, tmp_
     path = str(tmp_path / "c.json")
     server: tuple[Any, ...] = ("--endpoint", f"{address}/v1", "--model", "tiny", "--max-new-tokens", "5")
     first = invoke("clarify", asked.text, "--template", asked.template, "--resume", path, "--json", *server)
-    assert json.loads(first.out)["step"] in {"answer", "done"}
-    done = invoke("clarify", "--resume", path, "--answer", "a", *server)
+    step = json.loads(first.out)["step"]
+    assert step in {"answer", "done"}
+    done = invoke("clarify", "--resume", path, *(["--answer", "a"] if step == "answer" else []), *server)
     written = Conversation.load(path).written
     assert written is not None
     assert (done.code, done.out) == (0, f"{written.output}\n")

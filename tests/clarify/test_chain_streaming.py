@@ -103,7 +103,7 @@ def test_reasoning_is_not_streamed(reply: str, spoken: str) -> None:
 def test_a_local_model_streams() -> None:
     chunks: list[str] = []
     local = LocalModel(tiny_model("llama", max_position_embeddings=8192), tiny_tokenizer(), max_new_tokens=8)
-    prompt = prompts.build_prompt(load_template("answer"), "plain", "en", "What is it?")
+    prompt = prompts.build_prompt(load_template("translate"), "plain", "fr", "What is it?")
     reply = local.generate(prompt, on_text=chunks.append)
     assert "".join(chunks) == reply.text == local.generate(prompt).text
     assert len(chunks) > 1

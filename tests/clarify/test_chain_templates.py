@@ -72,8 +72,13 @@ def test_every_prompt_of_every_template_can_be_made(name: str) -> None:
             assert prompt.text().endswith(f"\n{prompt.label}:")
         shown = [{shot.parts[0][1] for shot in prompt.shots} for prompt in made]
         texts = {one.text for one in template.exemplars}
-        assert all(texts <= one for one in shown)
-        assert shown[2] == shown[3] == shown[4] == texts, "whatever is known, the same texts with the same outputs"
+        assert all(texts <= one for one in shown[:4])
+        assert shown[2] == shown[3] == texts, "whatever is known, the same texts with the same outputs"
+        clear = {one.text for one in template.unambiguous if language in one.outputs}
+        assert shown[4] == (clear or texts), "plain outputs know no answer, where the template has such texts"
+        replies = [shot.reply for shot in made[0].shots]
+        assert replies.count(template.no_question) == len(template.unambiguous)
+        assert replies[0] != template.no_question
 
 
 @pytest.mark.parametrize("name", template_names())

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from clarify import reference
 from graftlm.errors import EvaluationError
 from graftlm.pipelines.clarify.gain import (
-    chance_corrected_gain,
     distributions_from_log_likelihoods,
     gains_by_answer,
     information_gain,
@@ -100,27 +99,6 @@ def test_likelihoods_become_shares() -> None:
     assert shares.tolist() == [[0.5, 0.5], pytest.approx([0.75, 0.25])]
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(2, 8))
-def test_chance_alone_brings_little(seed: int, draws: int) -> None:
-    chance = np.random.default_rng(seed)
-    outputs = [[str(chance.integers(3)) for _ in range(draws)] for _ in range(2)]
-    gain, taken = chance_corrected_gain([0.5, 0.5], outputs)
-    counted = information_gain([0.5, 0.5], output_distributions(outputs)[1])
-    assert gain == pytest.approx(max(0, counted - taken), abs=1e-12)
-    assert 0 <= gain <= counted
-
-
-def test_chance_is_taken_off_on_average() -> None:
-    chance = np.random.default_rng(0)
-    same = [[[str(chance.integers(3)) for _ in range(6)] for _ in range(2)] for _ in range(40)]
-    counted = np.mean([information_gain([0.5, 0.5], output_distributions(outputs)[1]) for outputs in same])
-    left = np.mean([chance_corrected_gain([0.5, 0.5], outputs)[0] for outputs in same])
-    assert counted > 0.1
-    assert left < counted / 2
-    apart, _ = chance_corrected_gain([0.5, 0.5], [["a"] * 6, ["b"] * 6])
-    assert apart > 0.8
-
-
 @pytest.mark.parametrize(
     ("prior", "given_KY", "message"),
     [
@@ -134,9 +112,3 @@ def test_chance_is_taken_off_on_average() -> None:
 def test_invalid_distributions_are_refused(prior: list[float], given_KY: list[list[float]], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         information_gain(prior, given_KY)
-
-
-@pytest.mark.parametrize("outputs", [[["a"], ["b"]], [["a", "b"], ["a"]]])
-def test_chance_needs_equal_numbers_of_samples(outputs: list[list[str]]) -> None:
-    with pytest.raises(EvaluationError, match="as many draws under each answer, two at least"):
-        chance_corrected_gain([0.5, 0.5], outputs)

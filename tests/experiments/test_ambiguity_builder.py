@@ -9,7 +9,8 @@ import pytest
 from experiments.clarify.builder import AmbiguitySet, build_ambiguity_set
 from experiments.clarify.checkers import checker
 from experiments.clarify.datasets import ParallelDocument, SentencePair
-from graftlm.pipelines.clarify.parsing import Token
+from graftlm.errors import DataError
+from graftlm.pipelines.clarify.ambiguity import Token
 
 FILLER = ("Nothing happened there.", "Rien.")
 SHARED = "a form that several persons share"
@@ -98,6 +99,25 @@ def test_dialogue_is_kept() -> None:
         "informal"
     ]
     assert labels(built("fr", "formality", ("They saw you.", "On t'a vu."))) == ["informal"]
+
+
+@pytest.mark.parametrize("quota", [1, 2, None])
+def test_each_kind_and_language_has_at_most_its_quota(quota: int | None) -> None:
+    rows = [FILLER] * 3
+    for _ in range(3):  # a sentence of each kind, and two words of several meanings in one sentence
+        rows += [("Are you sure?", "Êtes-vous sûre ?"), ("The nurse left.", "L'infirmière est partie.")]
+        rows += [("The seal sat on the bank.", "Le phoque était assis sur la rive.")]
+    pairs = tuple(SentencePair(f"d:{n}", source, target) for n, (source, target) in enumerate(rows))
+    kinds = ("formality", "profession", "polysemy")
+    found = build_ambiguity_set([ParallelDocument("d", pairs)], "fr", kinds=kinds, quota=quota)
+    counts = [sum(example.kind == kind for example in found.examples) for kind in kinds]
+    whole = [3, 3, 6]
+    assert counts == [count if quota is None else min(count, quota) for count in whole]
+
+
+def test_a_quota_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match=r"The quota of each kind is 0: give one example or more"):
+        build_ambiguity_set([], "fr", quota=0)
 
 
 # It.

@@ -56,7 +56,7 @@ def clarify(
     package = pipeline("clarify")
     query = None if text is None else read_prompt(text)
     conversation = package.open_conversation(
-        query, resume, template=template, target=to, budget=budget, threshold=ask_above
+        query, resume, template=template, target=to, budget=budget, threshold=ask_above, answers=answer
     )
     translator = package.open_model(
         endpoint=endpoint,

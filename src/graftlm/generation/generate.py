@@ -131,6 +131,7 @@ def generate_text(
     *,
     on_text: Callable[[str], None] | None = None,
     trace: bool = False,
+    cache: Any = None,
 ) -> Generation:
     """Continue a prompt, or answer the last message of a conversation.
 
@@ -141,6 +142,7 @@ def generate_text(
         decoding: how tokens are chosen; by default 64 greedy tokens.
         on_text: called with each chunk of text, the prompt first unless it is messages. Beam search calls it once.
         trace: return the graft's trace of each token, such as the chosen expert or the share of open gates.
+        cache: a transformers cache that holds the first tokens of the prompt already; new tokens are added to it.
 
     Raises:
         DataError: the prompt has no tokens, exceeds the model's positions, or does not fit the chat template.
@@ -167,6 +169,7 @@ def generate_text(
         streamer=stream,
         pad_token_id=padding_id(tokenizer),
         return_dict_in_generate=True,
+        **({} if cache is None else {"past_key_values": cache}),
         **decoding.arguments(),
     )
     seconds = time.perf_counter() - start

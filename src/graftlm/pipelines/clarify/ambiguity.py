@@ -1,23 +1,22 @@
 """Rules that detect five kinds of ambiguity in an English text: a cheap filter before a model is asked.
 
-With a parser (`parsing.load_parser`) the rules know subjects, nouns and verbs. Without one they know words and their
-neighbours; `Detection.limitations` lists what they miss. A text without detections is not proved unambiguous.
+With a parser (`experiments/clarify/parsing.py`) the rules know subjects, nouns and verbs. Without one they know words
+and their neighbours; `Detection.limitations` lists what they miss. A text without detections is not proved unambiguous.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import RootModel
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, did_you_mean
-from graftlm.pipelines.clarify.parsing import Parser, Token
 
 AmbiguityKind = Literal["it", "polysemy", "formality", "name", "profession"]
 KINDS: tuple[AmbiguityKind, ...] = get_args(AmbiguityKind)
@@ -43,6 +42,21 @@ def english_gender(text: str) -> str | None:
     """The gender of the pronouns in an English text: feminine, masculine, or None for no pronoun or both."""
     genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
     return genders[0] if len(genders) == 1 else None
+
+
+class Token(NamedTuple):
+    """One word."""
+
+    text: str
+    lemma: str  # in lower case
+    pos: str  # part of speech, a tag of Universal Dependencies
+    tag: str  # of the Penn Treebank
+    dep: str  # relation to the head
+    head: int  # its index; a root's own index
+    start: int  # offset in the text
+
+
+Parser = Callable[[str], list[Token]]
 
 
 class Sense(Config):

@@ -13,7 +13,6 @@ from graftlm.pipelines.clarify.conversation import (
     AskedTurn,
     Conversation,
     Cost,
-    OutputMode,
     Question,
     SkippedTurn,
     Turn,
@@ -21,6 +20,7 @@ from graftlm.pipelines.clarify.conversation import (
 )
 from graftlm.pipelines.clarify.gain import GainEstimator, normalize_text
 from graftlm.pipelines.clarify.models import ChatModel
+from graftlm.pipelines.clarify.questions import usable_question
 from graftlm.pipelines.clarify.templates import InstructionName, load_template
 
 
@@ -72,7 +72,10 @@ class SimulatedUser:
 
 
 class RecordedUser:
-    """Answers that were given in advance, by question or in order. A question without an answer is refused."""
+    """Answers that were given in advance, by question or in order. A question without an answer is refused.
+
+    Answers in order that a resumed conversation ends with are taken as given already.
+    """
 
     name = "recorded"
 
@@ -83,7 +86,10 @@ class RecordedUser:
         question = _open_question(conversation)
         if isinstance(self._answers, Mapping):
             return self._answers.get(question.text), Cost()
-        return next(iter(self._answers[len(conversation.exchanges) :]), None), Cost()
+        given = [answer for _, answer in conversation.exchanges]
+        counts = range(min(len(given), len(self._answers)), 0, -1)
+        used = next((count for count in counts if given[-count:] == list(self._answers[:count])), 0)
+        return next(iter(self._answers[used:]), None), Cost()
 
 
 def _open_question(conversation: Conversation) -> Question:
@@ -161,7 +167,9 @@ class Chain:
         earlier = {normalize_text(proposed.text) for proposed in conversation.questions}
         if normalize_text(question.text) in earlier:
             return SkippedTurn(reason="repeated", reply=text, cost=reply.cost)
-        return self._judge(conversation, question, text, reply.cost)
+        if (usable := usable_question(conversation, question)) is None:
+            return SkippedTurn(reason="unusable", reply=text, question=question, cost=reply.cost)
+        return self._judge(conversation, usable, text, reply.cost)
 
     def _judge(self, conversation: Conversation, question: Question, reply: str, cost: Cost) -> Turn:
         """Asks the question, or skips it if its gain is not above the conversation's threshold."""
@@ -178,7 +186,10 @@ class Chain:
         if (output := _judged_output(conversation)) is not None:
             return WrittenTurn(output=output, mode="informed", author=self._translator.name)
         name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
-        return _write(self._translator, _prompt(conversation, name), mode, self._on_text)
+        prompt = _prompt(conversation, name)
+        reply = self._translator.generate(prompt, on_text=self._on_text)
+        values = {"mode": mode, "author": self._translator.name, "truncated": reply.truncated, "cost": reply.cost}
+        return WrittenTurn(output=prompt.without_label(reply.text), **values)
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
@@ -194,32 +205,3 @@ def _judged_output(conversation: Conversation) -> str | None:
         return None
     outputs = dict(zip(question.question.answers, question.gain.outputs, strict=True)).get(answer.answer, ())
     return outputs[0] if len(outputs) == 1 else None
-
-
-def _write(
-    model: ChatModel, prompt: prompts.Prompt, mode: OutputMode, on_text: Callable[[str], None] | None = None
-) -> WrittenTurn:
-    reply = model.generate(prompt, on_text=on_text)
-    output = prompt.without_label(reply.text)
-    return WrittenTurn(output=output, mode=mode, author=model.name, truncated=reply.truncated, cost=reply.cost)
-
-
-def baseline(
-    translator: ChatModel,
-    text: str,
-    template: str,
-    target: str | None = None,
-    *,
-    context: str | None = None,
-    any_language: bool = False,
-) -> WrittenTurn:
-    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
-
-    Raises:
-        DataError: the text is empty.
-        RecipeError: the template does not write the language.
-    """
-    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
-    name: InstructionName = "plain" if context is None else "context"
-    prompt = prompts.build_prompt(load_template(template), name, conversation.target, text, context=context)
-    return _write(translator, prompt, "plain" if context is None else "informed")

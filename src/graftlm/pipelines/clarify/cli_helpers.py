@@ -13,7 +13,7 @@ from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUs
 from graftlm.pipelines.clarify.conversation import Conversation, SkippedTurn, WrittenTurn
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.models import ChatModel, LocalModel, StreamPrinter
-from graftlm.pipelines.clarify.prompts import printable
+from graftlm.pipelines.clarify.prompts import format_question, printable
 from graftlm.pipelines.clarify.templates import load_template
 
 
@@ -58,11 +58,12 @@ def open_conversation(
     target: str | None = None,
     budget: int | None = None,
     threshold: float | None = None,
+    answers: Sequence[str] | None = None,
 ) -> Conversation:
     """The conversation in the file `path`, or a new one if there is no such file.
 
     Raises:
-        DataError: there is neither a text nor a conversation, or they differ.
+        DataError: there is neither a text nor a conversation, or they differ, or it is finished and there are answers.
         RecipeError: the template or the language is unknown.
     """
     if path is None or not path.exists():
@@ -78,6 +79,11 @@ def open_conversation(
                 f"{path} holds a conversation whose {name} is {_shorten(kept)}, not {_shorten(value)}: leave that out "
                 "to go on with it, or name another file."
             )
+    if answers and conversation.step == "done":
+        raise DataError(
+            f"The conversation in {path} is finished, so nothing is left to answer: leave out --answer to see its "
+            "output, or name another file to begin another (--resume)."
+        )
     return conversation
 
 
@@ -155,8 +161,14 @@ class TerminalPrinter(StreamPrinter):
 def summary_lines(conversation: Conversation) -> list[str]:
     """What was asked, skipped and gained, and the cost, as lines for people."""
     summary, lines = conversation.summary(), []
+    question = ""
     for turn in conversation.turns:
-        if isinstance(turn, SkippedTurn) and turn.question is not None and turn.gain is not None:
+        if turn.kind == "asked":
+            question = format_question(turn.question.text, turn.question.answers)
+        if (turn.kind == "answered" or turn.kind == "refused") and turn.author != HumanUser.name:
+            reply = turn.answer if turn.kind == "answered" else "no answer"
+            lines.append(printable(f"asked: {question}; {turn.author}: {reply}"))
+        elif isinstance(turn, SkippedTurn) and turn.question is not None and turn.gain is not None:
             lines.append(f"not asked, as it would bring {turn.gain.bits:.2f} bits: {printable(turn.question.text)}")
         elif isinstance(turn, SkippedTurn) and turn.reason != "nothing":
             lines.append(f"asked nothing: {_SKIP_REASONS[turn.reason]}")
@@ -169,10 +181,15 @@ def summary_lines(conversation: Conversation) -> list[str]:
     cost, gains = conversation.cost, [bits for bits in summary["gained_bits"] if bits is not None]
     bits = f", {sum(gains):.2f} bits gained" if gains else ""
     counts = f"{summary['asked']} asked, {summary['answered']} answered, {summary['saved']} saved{bits}"
-    return [*lines, f"{counts}; {cost.calls} calls, {cost.prompt_tokens} tokens read, {cost.new_tokens} written"]
+    lines.append(f"{counts}; {cost.calls} calls, {cost.prompt_tokens} tokens read, {cost.new_tokens} written")
+    return [*lines, "the conversation is finished"] if conversation.step == "done" else lines
 
 
-_SKIP_REASONS = {"no-question": "the model's reply is no question", "repeated": "the model repeated its question"}
+_SKIP_REASONS = {
+    "no-question": "the model's reply is no question",
+    "repeated": "the model repeated its question",
+    "unusable": "the model's question or its options fit another text",
+}
 
 
 def _shorten(value: Any) -> str:

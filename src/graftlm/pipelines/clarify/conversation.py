@@ -31,7 +31,7 @@ from graftlm.pipelines.clarify.templates import load_template
 FORMAT = 2
 OutputMode = Literal["informed", "settled", "plain"]
 Step = Literal["propose", "answer", "write", "done"]
-_LANGUAGES = Path(__file__).parent / "word_lists" / "languages.yaml"
+LANGUAGES = Path(__file__).parent / "word_lists" / "languages.yaml"
 
 
 class Cost(Config):
@@ -86,12 +86,13 @@ class SkippedTurn(Config):
 
     Args:
         reason: nothing: the translator or the rules found nothing to ask. no-question: the reply is no question.
-            repeated: the question was asked before. not-needed: the gain is not above the threshold.
+            repeated: the question was asked before. unusable: it fits another text (see `questions`).
+            not-needed: the gain is not above the threshold.
         reply: the translator's reply.
     """
 
     kind: Literal["skipped"] = "skipped"
-    reason: Literal["nothing", "no-question", "repeated", "not-needed"]
+    reason: Literal["nothing", "no-question", "repeated", "unusable", "not-needed"]
     reply: str = ""
     question: Question | None = None
     gain: Gain | None = None
@@ -161,7 +162,7 @@ class Conversation(Config):
     target: str
     text: str
     budget: int = Field(1, ge=0)
-    threshold: float | None = Field(None, ge=0)
+    threshold: float | None = Field(None, ge=0, allow_inf_nan=False)
     turns: tuple[Turn, ...] = ()
 
     @model_validator(mode="after")
@@ -369,7 +370,7 @@ def _check_language(text: str, source: str) -> None:
     Raises:
         DataError: the text is in another language.
     """
-    languages = read_yaml(_LANGUAGES)
+    languages = read_yaml(LANGUAGES)
     if source not in languages:
         return
     letters = [char for char in text if char.isalpha()]

@@ -23,7 +23,7 @@ import numpy as np
 
 from graftlm.errors import EvaluationError
 from graftlm.pipelines.clarify.conversation import Conversation, Cost, Gain, Question
-from graftlm.pipelines.clarify.models import ChatModel, Reply
+from graftlm.pipelines.clarify.models import ChatModel
 from graftlm.pipelines.clarify.prompts import Prompt, build_prompt
 from graftlm.pipelines.clarify.templates import load_template
 
@@ -89,55 +89,16 @@ def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
     return odds / odds.sum(axis=1, keepdims=True)
 
 
-def chance_corrected_gain(
-    prior_K: Sequence[float], outputs: Sequence[Sequence[str]], *, shuffles: int = 200, seed: int = 0
-) -> tuple[float, float]:
-    """The gain of sampled outputs minus the gain expected by chance, at least 0; and the gain by chance.
-
-    Few samples differ between answers even if their distributions are equal, so the plain gain is too large. The gain
-    by chance is the mean over permutations of the samples.
-
-    There is the same number of samples under each answer, at least two.
-
-    Raises:
-        EvaluationError: the numbers of samples differ, or are below two.
-    """
-    counts = {len(row) for row in outputs}
-    if len(counts) != 1 or min(counts) < 2:
-        raise EvaluationError("Chance is told from as many draws under each answer, two at least: draw more.")
-    texts, given_KY = output_distributions(outputs)
-    index = {normalize_text(text): number for number, text in enumerate(texts)}
-    labels = np.array([[index[normalize_text(text)] for text in row] for row in outputs])
-    chance, generator = 0.0, np.random.default_rng(seed)
-    for _ in range(shuffles):
-        shuffled = generator.permutation(labels.reshape(-1)).reshape(labels.shape)
-        shuffled_KY = np.stack([np.bincount(row, minlength=len(texts)) / labels.shape[1] for row in shuffled])
-        chance += information_gain(prior_K, shuffled_KY) / shuffles
-    return max(0.0, information_gain(prior_K, given_KY) - chance), chance
-
-
 class GainEstimator:
     """Estimates what the answer to a question changes, by generating an output under each candidate answer.
 
     Args:
         model: the translator.
-        samples: outputs under each answer. 1 decodes greedily; more are sampled and corrected for chance.
-        temperature: of the samples.
         prior: maps the candidate answers to their probabilities; uniform by default.
-        seed: of the first sample.
     """
 
-    def __init__(
-        self,
-        model: ChatModel,
-        *,
-        samples: int = 1,
-        temperature: float = 1.0,
-        prior: Callable[[Sequence[str]], Sequence[float]] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._model, self._samples, self._temperature = model, samples, temperature
-        self._prior, self._seed = prior, seed
+    def __init__(self, model: ChatModel, *, prior: Callable[[Sequence[str]], Sequence[float]] | None = None) -> None:
+        self._model, self._prior = model, prior
 
     def estimate(self, conversation: Conversation, question: Question) -> tuple[Gain | None, Cost]:
         """The gain of a question, and the cost of its estimate. The gain is None for less than two answers."""
@@ -147,29 +108,19 @@ class GainEstimator:
         language, text = conversation.target, conversation.text
         exchanges = [[*conversation.exchanges, (question.text, answer)] for answer in question.answers]
         prompts = [build_prompt(template, "write", language, text, exchanges=given) for given in exchanges]
-        replies = [[self._generate(prompt, sample) for sample in range(self._samples)] for prompt in prompts]
-        outputs = [
-            [prompt.without_label(reply.text) for reply in row] for row, prompt in zip(replies, prompts, strict=True)
-        ]
-        return self._gain(question, prompts, outputs), sum((reply.cost for row in replies for reply in row), Cost())
-
-    def _generate(self, prompt: Prompt, sample: int) -> Reply:
-        if self._samples == 1:
-            return self._model.generate(prompt)
-        return self._model.generate(prompt, temperature=self._temperature, seed=self._seed + sample)
+        replies = [self._model.generate(prompt) for prompt in prompts]
+        outputs = [[prompt.without_label(reply.text)] for reply, prompt in zip(replies, prompts, strict=True)]
+        return self._gain(question, prompts, outputs), sum((reply.cost for reply in replies), Cost())
 
     def _gain(self, question: Question, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> Gain:
         count = len(question.answers)
         prior = tuple(self._prior(question.answers)) if self._prior else (1 / count,) * count
         texts, given_KY = output_distributions(outputs)
-        score = getattr(self._model, "score", None) if self._samples == 1 else None
+        score = getattr(self._model, "score", None)
         if score is not None:
             given_KY = distributions_from_log_likelihoods([score(prompt, texts) for prompt in prompts])
-        bits = information_gain(prior, given_KY)
-        if self._samples > 1:
-            bits, _ = chance_corrected_gain(prior, outputs, seed=self._seed)
         return Gain(
-            bits=bits,
+            bits=information_gain(prior, given_KY),
             prior=prior,
             outputs=tuple(tuple(row) for row in outputs),
             by_answer=tuple(gains_by_answer(prior, given_KY)),

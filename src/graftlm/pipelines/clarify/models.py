@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from graftlm.backbone import leading_bos
+from graftlm.backbone import leading_bos, max_sequence_length
+from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
+from graftlm.evaluation.metrics import Window, cut_windows
 from graftlm.generation.generate import Decoding, generate_text
 from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt
@@ -30,18 +37,8 @@ class ChatModel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
-        """Reply to a prompt.
-
-        Temperature 0 decodes greedily. `on_text` receives each new part of the reply, if the model can stream.
-        """
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Reply to a prompt, greedily. `on_text` receives each new part of the reply, if the model can stream."""
         ...
 
 
@@ -66,38 +63,69 @@ class StreamPrinter:
             self._shown = text
 
 
+class PrefixCache:
+    """Keys and values of the last prompt of each instruction, whose beginning the next one does not compute again.
+
+    Only transformers' own models do: grafts may read the whole prompt, and windows and states can't be cropped.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._prompts: dict[str, tuple[list[int], DynamicCache]] = {}
+
+    @staticmethod
+    def serves(model: Any) -> bool:
+        """Whether a model's cache can be cropped, and its states depend on earlier tokens alone."""
+        croppable = (type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+        return type(model).__module__.startswith("transformers.") and all(croppable)
+
+    def begin(self, instructions: str, ids: list[int], most: int) -> DynamicCache:
+        """A cache with the common beginning of `ids` and the last prompt, at most `most` tokens."""
+        held, cache = self._prompts.pop(instructions, ([], DynamicCache(config=self._model.config)))
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids, strict=False)))
+        cache.crop(min(common, most) - len(held))
+        return cache
+
+    def keep(self, instructions: str, ids: list[int], cache: DynamicCache) -> None:
+        """Hold the cache of a prompt, without the tokens after `ids`."""
+        cache.crop(len(ids) - cache.get_seq_length())
+        self._prompts[instructions] = (ids, cache)
+
+
 class LocalModel:
     """A transformers model or a `GraftedModel` on this machine, with a limit of new tokens in a reply.
 
-    A tokenizer with a chat template gets chat messages; another one gets a single text to continue.
+    A tokenizer with a chat template gets chat messages; another one gets a single text to continue. Prompts with the
+    same instruction share the computation of their common beginning, unless `reuse` is False (see `PrefixCache`).
     """
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str = "local", max_new_tokens: int = 128
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str = "local",
+        max_new_tokens: int = 128,
+        reuse: bool = True,
     ) -> None:
         self._model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
-        self.name = name
+        self.name, self._prefixes = name, PrefixCache(model) if reuse and PrefixCache.serves(model) else None
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
         """Reply to a prompt.
 
         Raises:
             DataError: the prompt does not fit the model.
         """
         text = self.prompt_text(prompt)
-        sampling = {"sample": True, "temperature": temperature, "seed": seed} if temperature > 0 else {}
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
         echoed = len(str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True)))  # the stream repeats the prompt
         printer = on_text and StreamPrinter(lambda received: before_stop(received[echoed:], prompt.stop), on_text)
-        decoding = Decoding(max_new_tokens=self._max_new_tokens, **sampling)
-        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=printer)
+        decoding = Decoding(max_new_tokens=self._max_new_tokens)
+        cache = self._prefixes and self._prefixes.begin(prompt.instructions, prompt_ids, len(prompt_ids) - 1)
+        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=printer, cache=cache)
+        if self._prefixes is not None and cache is not None:
+            self._prefixes.keep(prompt.instructions, prompt_ids, cache)
         reply = generation.text.partition(prompt.stop)[0]
         if printer is not None:
             printer.end(reply)
@@ -108,8 +136,25 @@ class LocalModel:
         """log p(output | prompt) of each output, in nats."""
         text = self.prompt_text(prompt)
         separator = "" if self._is_chat else " "  # after the label of a reply
-        examples = [Example(text, separator + output) for output in outputs]
-        return [-float(nats) for nats in score_answers(self._model, self._tokenizer, examples).nats]
+        documents = [Document(separator + output, prompt=text) for output in outputs]
+        windows = list(cut_windows(self._tokenizer, documents, sys.maxsize))
+        longest = max((len(window.ids) for window in windows), default=0)
+        if self._prefixes is None or len(windows) < len(outputs) or longest > max_sequence_length(self._model):
+            examples = [Example(text, document.text) for document in documents]
+            return [-float(nats) for nats in score_answers(self._model, self._tokenizer, examples).nats]
+        return [self._score(self._prefixes, prompt.instructions, window) for window in windows]
+
+    @torch.inference_mode()
+    def _score(self, prefixes: PrefixCache, instructions: str, window: Window) -> float:
+        """The log-probability of a window's scored tokens, in nats; what its beginning shares is not computed again."""
+        ids = window.ids.tolist()
+        cache = prefixes.begin(instructions, ids, window.first - 1)
+        start = cache.get_seq_length()
+        new = torch.tensor([ids[start:-1]], device=self._model.device)
+        logits = self._model(input_ids=new, past_key_values=cache).logits
+        prefixes.keep(instructions, ids[:-1], cache)
+        targets = torch.tensor(ids[window.first :], device=logits.device)
+        return -float(cross_entropy(logits[0, window.first - 1 - start :].float(), targets, reduction="sum"))
 
     def prompt_text(self, prompt: Prompt) -> str:
         """The text that the model reads."""

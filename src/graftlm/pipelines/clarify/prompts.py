@@ -105,9 +105,13 @@ def build_prompt(
         language: code of the output language.
         exchanges: earlier questions and answers.
     """
-    solved = [(exemplar, _exemplar_reply(name, exemplar, language)) for exemplar in template.exemplars]
+    clear = [exemplar for exemplar in template.unambiguous if language in exemplar.outputs]
+    exemplars = clear if name == "plain" and clear else template.exemplars
+    solved = [(exemplar, _exemplar_reply(name, exemplar, language)) for exemplar in exemplars]
     if name == "ask":
-        solved += [(exemplar, template.no_question) for exemplar in template.unambiguous]
+        every = len(solved) / max(1, len(template.unambiguous))  # a single one is the last
+        for number, exemplar in enumerate(template.unambiguous):
+            solved.insert(round((number + 1) * every) + number, (exemplar, template.no_question))
     if name == "user":
         solved += [(exemplar, template.no_answer) for exemplar in template.unanswerable]
     shots = (Shot(tuple((tag, getattr(item, tag)) for tag in _SHOT_PARTS[name]), reply) for item, reply in solved)

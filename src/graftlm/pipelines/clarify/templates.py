@@ -82,7 +82,8 @@ class Template(Config):
         reply: the label before an output in prompts for models without a chat template.
         languages: output languages, code to name.
         exemplars: ambiguous texts, in the order in which prompts show them.
-        unambiguous: texts with nothing to ask, shown where the translator looks for a question.
+        unambiguous: texts with nothing to ask, shown where the translator looks for a question. Those with outputs are
+            shown for plain outputs too, in place of the exemplars, whose outputs know an answer.
         unanswerable: texts whose context gives no answer, shown where a model answers.
         no_question: the reply of a translator that has nothing to ask.
         no_answer: the reply of a user whose context gives no answer.

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
-from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
@@ -112,7 +112,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         return super().__call__(input_ids[:, self._start :], scores)
 
 
@@ -192,22 +192,16 @@ class LanguageModelWriter:
         """Complete prompts, and say which the limit truncated. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        padding = padding_id(self.tokenizer)
         longest = max(map(len, prompts))
-        rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         output = self.model.generate(
-            input_ids=torch.tensor(rows, device=self.model.device),
-            attention_mask=torch.tensor(mask, device=self.model.device),
-            pad_token_id=padding,
+            **left_padded(prompts, padding_id(self.tokenizer), self.model.device),
             **self.decoding.generate_arguments(longest),
         )
         return [self._decode(ids) for ids in output[:, longest:].tolist()]
 
     def _decode(self, ids: list[int]) -> tuple[str, bool]:
         """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
-        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        eos = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        eos = end_ids(self.model, self.tokenizer)
         length = next((number for number, token in enumerate(ids, 1) if token in eos), None)
         text = str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
         return text, length is None and len(ids) == self.decoding.max_new_tokens

@@ -7,6 +7,7 @@ const SKIPPED = {
   nothing: "The model found nothing to ask.",
   "no-question": "The model said something that is no question, so nothing was asked.",
   repeated: "The model repeated its question, so nothing was asked.",
+  unusable: "The model's question or its options fit another text, so nothing was asked.",
 };
 const HOW = {
   informed: "written with your answers",
@@ -157,7 +158,7 @@ export class Clarify {
       h("h2", { id: "result", tabindex: -1 }, "The result"),
       h("p", { class: "written" }, summary.output || "The model wrote nothing."),
       h("p", { class: "note" }, `${HOW[written.mode]}${written.truncated ? ", and cut off at the most tokens" : ""}${gained(summary)}`),
-      h("p", { class: "note" }, `It cost ${many(calls, "call")}, ${many(prompt_tokens, "token")} read and ${many(new_tokens, "token")} written.`),
+      h("p", { class: "note" }, `It cost ${many(calls, "call")}, ${many(prompt_tokens, "token")} read and ${many(new_tokens, "token")} written. The conversation is finished.`),
       h(
         "div",
         { class: "actions" },

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from graftlm.errors import DataError, MissingExtraError
+from graftlm.pipelines.clarify.ambiguity import Parser, Token
 
 # Relations of spaCy's English models and their names in Universal Dependencies.
 _UNIVERSAL = {"dobj": "obj", "nsubjpass": "nsubj:pass", "relcl": "acl:relcl", "pobj": "obl", "poss": "nmod:poss"}
-
-
-class Token(NamedTuple):
-    """One word."""
-
-    text: str
-    lemma: str  # in lower case
-    pos: str  # part of speech, a tag of Universal Dependencies
-    tag: str  # of the Penn Treebank
-    dep: str  # relation to the head
-    head: int  # its index; a root's own index
-    start: int  # offset in the text
-
-
-Parser = Callable[[str], list[Token]]
 
 
 def load_parser(name: str) -> Parser:
