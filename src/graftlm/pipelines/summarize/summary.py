@@ -178,18 +178,19 @@ def link_sentences(
 def _link(sentence: str, read: Sequence[int], texts: Sequence[str], cosines_R: Any = None) -> SentenceLink:
     words, sources = split_words(sentence), [split_words(text) for text in texts]
     overlaps = [2 * len({*words} & {*other}) / max(len({*words}) + len({*other}), 1) for other in sources]
-    place = max(range(len(read)), key=overlaps.__getitem__)  # ties go to the earlier sentence
-    for other, source in enumerate(sources):
-        if words and f" {' '.join(words)} " in f" {' '.join(source)} ":
-            return SentenceLink(sentence, read[other], overlaps[other], "verbatim")
-    is_near, similarity = overlaps[place] >= _MIN_OVERLAP, None
+    best = max(range(len(read)), key=overlaps.__getitem__)  # the earlier of equals
+    holders = [other for other, source in enumerate(sources) if f" {' '.join(words)} " in f" {' '.join(source)} "]
+    if words and holders:
+        best = max(holders, key=overlaps.__getitem__)
+        return SentenceLink(sentence, read[best], overlaps[best], "verbatim")
+    is_near, similarity = overlaps[best] >= _MIN_OVERLAP, None
     if cosines_R is not None:
         similarity = float(cosines_R.max())
         if not is_near and similarity >= _MIN_SIMILARITY:
-            place, is_near = int(cosines_R.argmax()), True
+            best, is_near = int(cosines_R.argmax()), True
     is_supported = is_near and not faithfulness(sentence, " ".join(texts)).missing
-    index = read[place] if is_near or overlaps[place] else None
-    return SentenceLink(sentence, index, overlaps[place], "supported" if is_supported else "unsupported", similarity)
+    index = read[best] if is_near or overlaps[best] else None
+    return SentenceLink(sentence, index, overlaps[best], "supported" if is_supported else "unsupported", similarity)
 
 
 def format_summary(summary: Summary) -> Iterator[str]:
