@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument
@@ -14,7 +14,9 @@ from graftlm.pipelines.summarize.ranking import DefaultSelector
 from graftlm.pipelines.summarize.readers import read_document
 from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
 from graftlm.pipelines.summarize.text import looks_english, split_sentences, split_words
-from graftlm.pipelines.summarize.writer import LanguageModelWriter, WriterOutput
+
+if TYPE_CHECKING:
+    from graftlm.pipelines.summarize.writer import LanguageModelWriter, WriterOutput
 
 _MIN_VERBATIM = 4  # words in a row
 _MIN_OVERLAP = 0.35  # F1 of words from which a sentence supports another
