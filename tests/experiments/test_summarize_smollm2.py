@@ -77,19 +77,28 @@ def test_a_near_copy_of_a_training_document_is_left_out() -> None:
 
 def test_shares_of_texts() -> None:
     milk = "Cats drink milk daily."
-    document, read = {"id": "x", "abstract": [milk], "source": "cats drink milk daily and sleep"}, f"We think. {milk}"
-    scores = text_scores(f"{milk} {milk}", document, read)
+    document = {"id": "x", "abstract": [milk], "source": "cats drink milk daily and sleep"}
+    document |= {"read": {"i": "We think.", "ie": milk}, "rivals": {"lead3": ["Dogs do not."]}}
+    scores = text_scores(f"{milk} {milk}", document)
     assert scores["unsupported_share"] == 0
     assert scores["new_pairs"] == pytest.approx(1 / 7), "only 'daily cats' is no pair of the source"
     assert scores["repeated_share"] == pytest.approx(1 / 5), "of five runs of four words, the last is the first"
     assert scores["rouge1"] == pytest.approx(100 * 2 * 0.5 / 1.5)
-    assert text_scores("", document, read)["unsupported_share"] == 0
-    assert text_scores(f"{milk} The kiwi has 7 wings.", document, read)["unsupported_share"] == 0.5
+    assert text_scores("", document)["unsupported_share"] == 1
+    assert text_scores(f"{milk} The kiwi has 7 wings.", document)["unsupported_share"] == 0.5
 
 
 def test_differences_are_paired_over_documents_and_seeds_averaged() -> None:
     documents = {
-        name: {"id": name, "answer": [1, 2], "abstract": ["a b."], "source": "a b", "read": {}} for name in "xyz"
+        name: {
+            "id": name,
+            "answer": [1, 2],
+            "abstract": ["a b."],
+            "source": "a b",
+            "read": {"i": "a b."},
+            "rivals": {"extract": ["a b."]},
+        }
+        for name in "xyz"
     }
     texts = {layout: dict.fromkeys(documents, "a b") for layout in WRITTEN}
 
