@@ -20,6 +20,15 @@ FIGURES = {
         "0.170": "lora-self-distil.forgotten_bible",
         "0.114": "lora-self-distil.forgotten",
     },
+    "clarify_smollm2": {
+        "50.2%": "bare_all.right_form_answer",
+        "50.0%": "bare_all.right_form_context",
+        "50.7%": "question_all.right_form_answer",
+        "52.5%": "question_all.right_form_context",
+        "49.8%": "plain_all.right_form_answer",
+        "51.8%": "plain_all.right_form_context",
+        "50%": "bare_all.right_form_nothing",
+    },
     "keep_smollm2": {
         "0.021": "neutral_self_replay.own_kl",
         "0.061": "lora_replay.own_kl",
@@ -55,6 +64,16 @@ FIGURES = {
         "0.321": "adapter_replay.learned",
         "0.306": "neutral_replay.learned",
         "0.383": "lora.learned",
+    },
+    "summarize_smollm2": {
+        "3.285": "ie_selected_zero_shot.abstract_nll",
+        "3.589": "i_zero_shot.abstract_nll",
+        "3.410": "i_long_zero_shot.abstract_nll",
+        "3.447": "ie_random_zero_shot.abstract_nll",
+        "32.4": "ie_selected_zero_shot.rouge1",
+        "28.2": "i_zero_shot.rouge1",
+        "36.3": "extract.rouge1",
+        "2.934": "ie_selected_grafted.abstract_nll",
     },
     "neutral_residues": {
         "0.030": "neutral-residues.forgotten",

@@ -25,13 +25,41 @@ from graftlm.pipelines.clarify import (
     Endpoint,
     EndpointConfig,
     SimulatedUser,
-    baseline,
+    load_template,
 )
+from graftlm.pipelines.clarify.conversation import WrittenTurn
+from graftlm.pipelines.clarify.prompts import build_prompt
 from graftlm.runs.run import Measurement, Run, RunContext
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
 LANGUAGES = ("es", "fr", "de", "ja")
 TABLES = {"4.2": ("formality", "it", "polysemy"), "4.3": ("name", "profession")}
+
+
+def baseline(
+    translator: ChatModel,
+    text: str,
+    template: str,
+    target: str | None = None,
+    *,
+    context: str | None = None,
+    any_language: bool = False,
+) -> WrittenTurn:
+    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
+
+    Raises:
+        DataError: the text is empty.
+        RecipeError: the template does not write the language.
+    """
+    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
+    if context is None:
+        written = Chain(translator).run(conversation).written
+        assert written is not None, "without a budget nothing is asked"
+        return written
+    prompt = build_prompt(load_template(template), "context", conversation.target, text, context=context)
+    reply = translator.generate(prompt)
+    values = {"author": translator.name, "truncated": reply.truncated, "cost": reply.cost}
+    return WrittenTurn(output=prompt.without_label(reply.text), mode="informed", **values)
 
 
 def read_sets(data: Path) -> dict[Key, list[AmbiguousExample]]:

@@ -112,10 +112,10 @@ class SelectorRun(LearnedRun):
             for part in (rows, held_out)
         )
         losses = fit_selector(model, examples, validation, self.training)
-        rankings = {
-            s.id: [s.document.selectable[position] for position in model.rank(test[s.id]).indices]
-            for s in self.parts["test"]
-        }
+        rankings = {}
+        for sample in self.parts["test"]:
+            indices = sample.document.selectable
+            rankings[sample.id] = [indices[position] for position in model.rank(test[sample.id]).indices]
         return self.keep(context, rankings, losses)
 
 
@@ -125,7 +125,7 @@ def _modern_inputs(samples: Sequence[Sample], vectors: Mapping[str, Tensor]) -> 
     for sample in samples:
         own, (features, _) = vectors[sample.id].float(), sentence_features(sample.document)
         columns = [torch.from_numpy(features[name][: len(own)]).float() for name in _FEATURES]
-        near = torch.cosine_similarity(own, own.mean(0, keepdim=True))
+        near = torch.cosine_similarity(own, own[:FIRST].mean(0, keepdim=True))
         rows[sample.id] = torch.cat([own, torch.stack([near, *columns], dim=1)], dim=1)
     return rows
 

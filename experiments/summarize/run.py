@@ -47,6 +47,7 @@ LABELS: dict[Kind, str] = {
     "plain": "the default, without wording",
     "single": "the default, without redundancy",
     "linear": "the default, without a hidden layer",
+    "unfiltered": "the default, without the rules for short sentences and sections",
     "transfer": "the default, learned on the other four collections",
     "oracle": "oracle sentences",
     "fragments": "oracle fragments (of any length)",

@@ -28,6 +28,7 @@ from graftlm.pipelines.summarize.metrics import bootstrap, rouge
 from graftlm.pipelines.summarize.oracle import rouge_tokens
 from graftlm.pipelines.summarize.ranking import WORDING, RankingModel, diverse_order, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
+from graftlm.pipelines.summarize.summary import SELECTION
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.runs.run import Measurement, RunContext
 
@@ -39,11 +40,11 @@ METRICS = ("rouge1", "rouge2", "rougeL")
 Floats = NDArray[np.float64]
 Kind = Literal[
     "random", "lead", "centroid", "lexrank", "textrank", "lsa", "sumbasic", "default", "plain", "single", "linear",
-    "transfer", "classifier", "pointer", "modern", "seq2seq", "pointer_generator", "oracle", "fragments",
+    "unfiltered", "transfer", "classifier", "pointer", "modern", "seq2seq", "pointer_generator", "oracle", "fragments",
 ]  # fmt: skip
 TRAINED: tuple[Kind, ...] = ("classifier", "pointer", "modern")
 WRITTEN: tuple[Kind, ...] = ("seq2seq", "pointer_generator")
-LEARNED = ("default", "plain", "single", "linear", "transfer")
+LEARNED = ("default", "plain", "single", "linear", "transfer", "unfiltered")
 
 
 def word_budgets(sample: Sample) -> list[int]:
@@ -224,8 +225,9 @@ class ExtractRun(DocumentRun):
     """Selects sentences of the test documents at both budgets, and compares them with the abstracts.
 
     Args:
-        kind: of the selector. `plain` has no features of wording, `single` no redundancy, `linear` no hidden layer, and
-            `transfer` did not learn from the collection that it is measured on. `oracle` adds the sentence that helps
+        kind: of the selector. `plain` has no features of wording, `single` no redundancy, `linear` no hidden layer,
+            `unfiltered` none of `summarize`'s rules for short sentences and sections, and `transfer` did not learn from
+            the collection that it is measured on. `oracle` adds the sentence that helps
             ROUGE-1 and 2 most; `fragments` joins the longest runs of the abstract's words that the document has. What
             is written has its own length at both budgets, as fragments have.
         seed: of `random`, and of what is learned.
@@ -261,13 +263,15 @@ class ExtractRun(DocumentRun):
         for words in word_budgets(sample):
             chosen = output or best_sentences(sample, words)
             ranks = FixedSelector(chosen)
-            extract = select(sample.document, ranks, Budget(amount=max(words, 1), unit="words"))
+            ours = self.kind in LEARNED and self.kind != "unfiltered"
+            budget, rules = Budget(amount=max(words, 1), unit="words"), SELECTION if ours else {}
+            extract = select(sample.document, ranks, budget, **rules)
             yield [sentence.text for sentence in extract.sentences]
 
     def _selector(self, sample: Sample, context: RunContext) -> Selector:
         if self.kind in LEARNED:
             (folder,) = context.dependencies.values()
-            name = sample.corpus if self.kind == "transfer" else self.kind
+            name = {"transfer": sample.corpus, "unfiltered": "default"}.get(self.kind, self.kind)
             text = (folder / f"{name}_s{self.seed}.json").read_text(encoding="utf-8")
             return DefaultSelector(RankingModel.model_validate_json(text))
         if self.kind == "centroid":

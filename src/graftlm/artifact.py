@@ -177,7 +177,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         inside = (Path(folder) / "graft" / JSON_NAME).exists()
         remedy = f"name {folder}/graft" if inside else "name a folder that graft train wrote"
-        raise ArtifactError(f"{folder} has no {JSON_NAME}, so it is not a graft: {remedy}.") from None
+        missing = f"{folder} has no {JSON_NAME}" if Path(folder).exists() else f"There is no folder {folder}"
+        raise ArtifactError(f"{missing}, so it is not a graft: {remedy}, or a model.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):

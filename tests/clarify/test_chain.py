@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clarify.server import FRENCH, PLAIN, TEXT, ScriptedModel, by_chat, kinds, start
+from experiments.clarify.conversations import baseline
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.clarify import (
     Chain,
@@ -21,7 +22,6 @@ from graftlm.pipelines.clarify import (
     Question,
     RecordedUser,
     SimulatedUser,
-    baseline,
     summary_lines,
 )
 from graftlm.pipelines.clarify.conversation import AnsweredTurn, AskedTurn, RefusedTurn, SkippedTurn, WrittenTurn

@@ -82,7 +82,7 @@ def test_rejected_parameters_are_not_sent_again(server: ChatServer) -> None:
     assert [{"max_tokens", "temperature"} & request.keys() for request in server.requests][-1] == set()
     assert server.requests[-1]["max_completion_tokens"] == 256
     before = len(server.requests)
-    one.generate(PROMPT, temperature=0.5, seed=1)
+    one.generate(PROMPT)
     assert len(server.requests) == before + 1
 
 
@@ -212,9 +212,6 @@ def test_a_local_model_scores_and_writes_alike(local: LocalModel) -> None:
     assert one == pytest.approx(same), "two rows of a batch may round differently"
     assert one != pytest.approx(other)
     assert max(one, other) < 0
-    drawn = {local.generate(prompt, temperature=5.0, seed=seed).text for seed in range(3)}
-    assert len(drawn) > 1
-    assert local.generate(prompt, temperature=5.0, seed=1).text in drawn
 
 
 def test_a_chat_model_reads_a_chat(local: LocalModel) -> None:

@@ -32,12 +32,14 @@ def test_a_summary_tells_the_characters_of_its_sentences(client: TestClient) -> 
 
 
 def test_a_model_writes_the_summary_and_its_sentences_are_linked(client: TestClient, engine: ScriptedEngine) -> None:
-    first = post(client, "summarize", text=TEA, sentences=2)["extract"]["sentences"][0]
+    first = post(client, "summarize", text=TEA, sentences=1)["extract"]["sentences"][0]
     engine.say = lambda prompt, request: f" {first['text']} Zebras yawn"
-    found = post(client, "summarize", text=TEA, sentences=2, model="danish", max_tokens=200)
+    found = post(client, "summarize", text=TEA, sentences=1, model="danish", max_tokens=200)
     assert found["writer"] == "danish"
     assert found["links"][0]["nearest"] == first["index"]
+    assert found["links"][0]["source"] == {name: first[name] for name in ("text", "source", "start", "end")}
     assert found["links"][1]["nearest"] is None
+    assert [link["mark"] for link in found["links"]] == ["verbatim", "unsupported"]
     assert engine.requests[0].max_tokens == 200
     assert any("was not trained on this layout" in note for note in found["notes"])
 

@@ -56,7 +56,7 @@ def test_200_mb_of_text(tmp_path: Path, suffix: str) -> None:
 
 def test_a_script_without_marks(tmp_path: Path) -> None:
     (tmp_path / "thai.txt").write_text("สวัสดีครับ ผมชื่อสมชาย", encoding="utf-8")
-    assert "is in Thai script, where no mark ends a sentence, and can't be split" in refused(tmp_path / "thai.txt")
+    assert "is in Thai script, whose sentences can't be told apart" in refused(tmp_path / "thai.txt")
 
 
 def test_xml_that_is_not_jats(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_abstract_of_its_own_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# Tea\n\n## Abstract\n\nTea is good. Water is wet.\n\n## Method\n\nWe drank.")
     summary = summarize(tmp_path / "a.md")
     assert summary.to_json()["abstract"] == ["Tea is good.", "Water is wet."]
-    wanted = f"{tmp_path / 'a.md'} has an abstract of its own: sentences 1 to 2 of its text."
+    wanted = f"{tmp_path / 'a.md'} has an abstract of its own: characters 20–46."
     assert wanted in summary.notes
 
 
@@ -150,3 +150,27 @@ def test_right_to_left_and_cjk_are_split_at_their_marks(tmp_path: Path, text: st
     ]
     assert summary.text == " ".join(sentences)
     assert summary.faithfulness.words == 1
+
+
+GERMAN = "Die Bundesregierung hat beschlossen, den Ausbau der Windkraft an der Küste zu fördern. " * 5
+
+
+def test_a_text_that_does_not_look_english_is_told(tmp_path: Path) -> None:
+    (tmp_path / "de.txt").write_text(GERMAN)
+    english = "The house of the king is in the old town, and it is as good as that of a queen. " * 5
+    (tmp_path / "en.txt").write_text(english)
+
+    def notes(name: str, language: str | None = None) -> str:
+        return " ".join(summarize(tmp_path / name, language=language).notes)
+
+    assert "read as English, and does not look so: give its language" in notes("de.txt")
+    assert "English" not in notes("de.txt", "de") + notes("en.txt")
+
+
+def test_options_without_effect_and_two_forms_of_json_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Tea is good for all people.")
+    assert "and none is named (--writer)" in invoke("summarize", str(tmp_path / "a.txt"), "--length", "5").err
+    assert "none is named" not in invoke("summarize", str(tmp_path / "a.txt")).err
+    done = invoke("summarize", str(tmp_path / "a.txt"), "--json", "--out", str(tmp_path / "o.jsonl"))
+    assert done.code == 2
+    assert "write a line of JSON a document: choose one" in done.err

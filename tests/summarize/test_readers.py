@@ -244,7 +244,8 @@ def test_only_whole_sentences_are_selected_where_there_are_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [("english", "is no language that"), ("th", "No mark ends a sentence of")]
+    ("code", "message"),
+    [("english", "is no language that"), ("th", "Sentences of the language 'th'"), ("km", "can't be told apart")],
 )
 def test_a_language_that_can_t_be_split_by(code: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
@@ -382,7 +383,7 @@ def test_scripts_are_split_by_their_marks(text: str, language: str, count: int) 
 
 
 def test_a_script_without_marks_is_refused() -> None:
-    with pytest.raises(DataError, match="Thai script, where no mark ends a sentence"):
+    with pytest.raises(DataError, match="Thai script, whose sentences can't be told apart"):
         read_text("สวัสดีครับ ผมชื่อสมชาย")
 
 
@@ -463,3 +464,20 @@ def test_real_documents_keep_their_places(data_dir: Path, name: str, suffix: str
                 continue
             rest = iter(sentence.source.lower())  # a role such as :pep:`8` is read as PEP 8
             assert all(letter in rest for letter in sentence.text.lower() if letter != " "), row["id"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".rst", ".html", ".tex"])
+def test_a_paragraph_with_the_number_of_a_figure_is_a_caption(suffix: str) -> None:
+    texts = ["Cats are good animals.", "Table 1: Results of all runs.", "Table 1 has results of all runs."]
+    body = "".join(f"<p>{text}</p>" for text in texts) if suffix == ".html" else "\n\n".join(texts)
+    document = read_text(body, suffix)
+    assert [sentence.text for sentence in document.sentences] == [texts[0], texts[2]]
+    assert [(passage.text, passage.kind) for passage in document.passages] == [(texts[1], "caption")]
+
+
+def test_the_abbreviation_of_an_equation_ends_no_sentence() -> None:
+    text = "We show in Eq. (2) that cats sleep. See Figs. 3 and 4."
+    assert [sentence.text for sentence in read_text(text).sentences] == [
+        "We show in Eq. (2) that cats sleep.",
+        "See Figs. 3 and 4.",
+    ]

@@ -22,6 +22,7 @@ from graftlm.pipelines.summarize import (
     SourceDocument,
     read_text,
     select,
+    summarize,
 )
 from graftlm.pipelines.summarize.ranking import RankingModel, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
@@ -207,3 +208,12 @@ def test_what_is_no_budget_is_told(text: str) -> None:
 def test_tokens_need_a_tokenizer() -> None:
     with pytest.raises(RecipeError, match="needs a model's tokenizer"):
         select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=5, unit="tokens"))
+
+
+def test_summarize_takes_the_best_of_each_section_of_a_long_document() -> None:
+    sections = (
+        f"# Part {name}\n\n" + " ".join(f"Cat {name} number {n} sleeps all day." for n in range(60)) for name in "AB"
+    )
+    document = read_text("\n\n".join(sections), ".md")
+    summary = summarize(document, selector=LeadSelector(), budget=Budget(amount=7))
+    assert summary.extract.indices == (0, 1, 2, 3, 4, 60, 61)

@@ -175,6 +175,9 @@ WRITTEN = {
     "Many people drink tea in Rome.": ("unsupported", 0),
     "Many people drink 7 tea.": ("unsupported", 0),
     "Zebras yawn.": ("unsupported", None),
+    "Many people.": ("supported", 0),  # too short for verbatim
+    "Many people like wooden boats.": ("supported", 0),  # overlap 0.36
+    "Many people like wooden sailing boats.": ("unsupported", 0),  # overlap 0.33
 }
 
 

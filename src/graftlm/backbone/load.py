@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -177,6 +177,21 @@ def padding_id(tokenizer: Any) -> int:
     """The id that fills padded positions: the padding token's, else EOS, else 0. No model attends to or predicts it."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((value for value in ids if isinstance(value, int)), 0)
+
+
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end a text: those of the model's generation config, and the tokenizer's EOS."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = (*(own if isinstance(own, list | tuple) else [own]), tokenizer.eos_token_id)
+    return {token for token in ids if isinstance(token, int)}
+
+
+def left_padded(prompts: Sequence[list[int]], padding: int, device: Any) -> dict[str, Any]:
+    """Arguments of `generate` for B prompts that end together: ids and mask (B, T), and the padding's id."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
 
 
 def leading_bos(tokenizer: Any) -> int | None:

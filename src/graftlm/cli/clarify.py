@@ -18,7 +18,7 @@ def clarify(
     endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The server's model.")] = None,
     backbone: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Local model or graft, instead of a server.")
+        str | None, typer.Option(metavar="DIR", help="Local model or graft, folder or name, instead of a server.")
     ] = None,
     template: Annotated[
         str | None, typer.Option(metavar="NAME", help="Task, as in rewrite, or a YAML file; translate by default.")

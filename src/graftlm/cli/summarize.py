@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, logger, print_report, print_result
+from graftlm.errors import RecipeError
 
 
 def summarize(
@@ -26,7 +27,7 @@ def summarize(
     ] = None,
     writer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of a model or graft; by default the extract is the summary."),
+        typer.Option(metavar="DIR", help="Model or graft, folder or name; by default none writes."),
     ] = None,
     length: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of the summary.")] = 160,
     method: Annotated[
@@ -64,24 +65,29 @@ def summarize(
     from graftlm.pipelines import pipeline
 
     api, log = pipeline("summarize"), logger(quiet)
-    decoding = api.SummaryDecoding.parse(
-        {"method": method, "max_new_tokens": length, "seed": seed}, where="graft summarize"
-    )
     arguments: dict[str, Any] = {"budget": api.Budget.read(budget), "language": language}
     if selector is not None:
         arguments["selector"] = api.load_selector(selector, device=device)
+    written = {"method": method, "max_new_tokens": length, "seed": seed}
     if writer is not None:
+        decoding = api.SummaryDecoding.parse(written, where="graft summarize")
         model = {"window": window, "device": device, "trust_remote_code": trust_remote_code}
         arguments["writer"] = api.load_writer(writer, decoding, **model)
+    elif (method, length, window, seed) != ("greedy", 160, None, 0):
+        api.SummaryDecoding.parse(written, where="graft summarize")
+        log("note: --method, --length, --window and --seed are for a writer, and none is named (--writer).")
+    if as_json and (batch or out is not None):
+        raise RecipeError("--json prints one list, and --batch and --out write a line of JSON a document: choose one.")
     paths = list(api.find_documents(files, warn=lambda text: log(f"warning: {text}")))
     many = {"batch_size": batch_size if writer is not None and method != "sample" else 1, **arguments}
     if out is not None:
         options = {"budget": str(arguments["budget"]), "language": language}
         options |= {"selector": selector and str(selector), "writer": writer and str(writer)}
         if writer is not None:
-            options |= decoding.model_dump(mode="json") | {"window": window}
+            options |= arguments["writer"].decoding.model_dump(mode="json") | {"window": window}
         pending = api.pending_documents(out, paths, options)
         rows = api.append_summaries(out, pending, options, **many)
+        log(f"{len(paths) - len(pending)} of {len(paths)} documents are in {out} already")
         hidden = quiet or not sys.stderr.isatty()
         _consume(track(rows, "summarizing", total=len(pending), disable=hidden), log)
         typer.echo(out)

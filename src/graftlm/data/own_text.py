@@ -22,7 +22,8 @@ import torch
 from numpy.random import SeedSequence
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from graftlm.backbone import Backbone, leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import Backbone, end_ids, leading_bos, left_padded, max_sequence_length, padding_id
+from graftlm.data.chats import render_question
 from graftlm.data.packing import PROMPT
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError, first_line
@@ -172,8 +173,7 @@ class _Sampler:
         self._live: Any = self._model if model is None else backbone.model
         self._config, self._length = config, length
         self._pad = padding_id(self._tokenizer)
-        own = getattr(backbone.model.generation_config, "eos_token_id", None)
-        self._ends = {end for end in (self._tokenizer.eos_token_id, *_as_list(own)) if isinstance(end, int)}
+        self._ends = end_ids(backbone.model, self._tokenizer)
         self._chat_fraction, self._template = self._chats(backbone.name)
         self._starts = self._free_starts(backbone.name) if self._chat_fraction < 1 else []
 
@@ -244,20 +244,16 @@ class _Sampler:
     def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
         """Sampled tokens behind each prompt, up to and with the first end, to at most `length` in all."""
         width = max(map(len, prompts))
-        ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         if length <= width:
             return [[] for _ in prompts]
         output = self._model.generate(
-            input_ids=ids.to(self._model.device),
-            attention_mask=mask.to(self._model.device),
+            **left_padded(prompts, self._pad, self._model.device),
             max_new_tokens=length - width,
             do_sample=True,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
             top_k=0,
             eos_token_id=sorted(ends) or None,
-            pad_token_id=self._pad,
         )
         rows = output[:, width:].tolist()
         return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
@@ -289,13 +285,10 @@ class _Sampler:
                 "chat model."
             )
         try:
-            messages = [{"role": "user", "content": _CONTENT}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of jinja, or raised by the template
-            raise DataError(
-                f"The chat template of {name} can't be filled ({first_line(error)}): set chat_fraction to 0."
-            ) from None
-        before, content, after = str(text).partition(_CONTENT)
+            text = render_question([{"role": "user", "content": _CONTENT}], tokenizer)
+        except DataError:
+            raise DataError(f"The chat template of {name} can't be filled: set chat_fraction to 0.") from None
+        before, content, after = text.partition(_CONTENT)
         ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
         if not content or not all(ids) or ids[1][0] not in tokenizer.added_tokens_decoder:
             raise DataError(
@@ -319,10 +312,6 @@ def _without_penalties(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.metrics import Precision, Scores, cut_windows, device_of, evaluation_mode, score_windows
@@ -185,22 +185,12 @@ def _generate_batch(
     model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]
 ) -> list[str]:
     """The answers of one batch of prompts' ids."""
-    width, device = max(map(len, rows)), device_of(model)
-    ids = torch.full((len(rows), width), padding_id(tokenizer))
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    eos_ids = sorted({int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None})
+    width, eos_ids = max(map(len, rows)), sorted(end_ids(model, tokenizer))
     tokens: Tensor = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
+        **left_padded(rows, padding_id(tokenizer), device_of(model)),
         max_new_tokens=max_new_tokens,
         stopping_criteria=StoppingCriteriaList([_StopStrings(tokenizer, stop, width)] if stop else []),
         eos_token_id=eos_ids or None,
-        pad_token_id=padding_id(tokenizer),
         use_cache=True,
         # A checkpoint's own generation settings would change the greedy choice.
         do_sample=False,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import end_ids
 from graftlm.errors import GraftError
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
@@ -132,7 +132,8 @@ class ThreadedEngine(ModelRegistry):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tokenizer, self._end_ids = self._backbone.need_tokenizer(), end_token_ids(self._backbone)
+        self._tokenizer = self._backbone.need_tokenizer()
+        self._end_ids = frozenset(end_ids(self._backbone.model, self._tokenizer))
         self._queue = RequestQueue()
         self._running: set[ScheduledRequest] = set()
         self._updated: set[RequestStream] = set()
@@ -348,13 +349,6 @@ class BatchingEngine(ThreadedEngine):
                 else:
                     self._finish(request, finish)
         batch.keep(kept)
-
-
-def end_token_ids(backbone: Backbone) -> frozenset[int]:
-    """The token ids that end a text: those of the checkpoint's generation config, and the tokenizer's."""
-    configured = getattr(getattr(backbone.model, "generation_config", None), "eos_token_id", None)
-    ids = configured if isinstance(configured, list | tuple) else [configured]
-    return frozenset(token for token in (*ids, backbone.need_tokenizer().eos_token_id) if isinstance(token, int))
 
 
 def _as_serving_error(error: BaseException) -> ServingError:

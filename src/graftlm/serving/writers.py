@@ -18,20 +18,13 @@ class ClarifyWriter:
         self.name = client.model
         self._client, self._tokenizer, self._max_tokens = client, tokenizer, max_tokens
 
-    def generate(
-        self,
-        prompt: Any,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Any, *, on_text: Callable[[str], None] | None = None) -> Reply:
         """Reply to a prompt; a failure is a `ServingError`."""
         if self._tokenizer.plain:
             ids = self._tokenizer.encode(prompt.text())
         else:
             ids = self._tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt.messages()])
-        end = self._client.generate(ids, self._max_tokens, temperature=temperature, seed=seed, stop=(prompt.stop,))
+        end = self._client.generate(ids, self._max_tokens, temperature=0.0, stop=(prompt.stop,))
         if on_text is not None:
             on_text(end.text)
         cost = Cost(calls=1, prompt_tokens=end.prompt_tokens, new_tokens=end.completion_tokens)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from graftlm.backbone import max_sequence_length, padding_id
+from graftlm.backbone import end_ids, left_padded, max_sequence_length, padding_id
+from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
-from graftlm.errors import DataError, first_line
+from graftlm.errors import DataError
 from graftlm.evaluation.metrics import device_of, evaluation_mode, percentile_interval
 from graftlm.evaluation.results import Interval
 
@@ -64,17 +65,9 @@ def template_questions(texts: Sequence[str], tokenizer: Any) -> list[ChatQuestio
     """
     if not tokenizer.chat_template:
         raise DataError("BASE has no chat template, so it can't be asked questions: leave out --prompts.")
-    questions = []
-    for text in texts:
-        try:
-            turns = [{"role": "user", "content": text}]
-            rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of jinja, or raised by the template
-            raise DataError(
-                f"The chat template of BASE can't be filled ({first_line(error)}): leave out --prompts."
-            ) from None
-        questions.append(ChatQuestion(tokenizer(rendered, add_special_tokens=False)["input_ids"], text))
-    return questions
+    rendered = (render_question([{"role": "user", "content": text}], tokenizer) for text in texts)
+    ids = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in rendered)
+    return list(map(ChatQuestion, ids, texts))
 
 
 def answer_questions(
@@ -100,9 +93,7 @@ def answer_questions(
             f"A question has {longest} tokens, and with {max_new_tokens} for the answer that exceeds the model's "
             f"{limit} positions: shorten it."
         )
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    ends = {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
+    ends = end_ids(model, tokenizer)
     added = [each.added_tokens_decoder.items() for each in (tokenizer, tuned_tokenizer) if each is not None]
     special = {number for items in added for number, token in items if token.special}
     kept = {*tokenizer.get_vocab().values()} - special | ends
@@ -123,13 +114,9 @@ def _continue(
     model: Any, tokenizer: Any, prompts: list[list[int]], ends: set[int], max_new_tokens: int
 ) -> list[list[int]]:
     """Greedy tokens behind each prompt, up to and with the first end."""
-    width, device = max(map(len, prompts)), device_of(model)
-    pad = padding_id(tokenizer)
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    inputs = left_padded(prompts, padding_id(tokenizer), device_of(model))
     output = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
+        **inputs,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
@@ -138,9 +125,8 @@ def _continue(
         top_k=None,
         repetition_penalty=1.0,
         eos_token_id=sorted(ends) or None,
-        pad_token_id=pad,
     )
-    rows = output[:, width:].tolist()
+    rows = output[:, inputs["input_ids"].shape[1] :].tolist()
     return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
 
 

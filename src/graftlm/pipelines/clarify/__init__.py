@@ -2,7 +2,7 @@
 # ruff: noqa: F401  # the names of this package
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
-from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User, baseline
+from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User
 from graftlm.pipelines.clarify.cli_helpers import (
     TerminalPrinter,
     ask_terminal,

@@ -13,7 +13,6 @@ from graftlm.pipelines.clarify.conversation import (
     AskedTurn,
     Conversation,
     Cost,
-    OutputMode,
     Question,
     SkippedTurn,
     Turn,
@@ -187,7 +186,10 @@ class Chain:
         if (output := _judged_output(conversation)) is not None:
             return WrittenTurn(output=output, mode="informed", author=self._translator.name)
         name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
-        return _write(self._translator, _prompt(conversation, name), mode, self._on_text)
+        prompt = _prompt(conversation, name)
+        reply = self._translator.generate(prompt, on_text=self._on_text)
+        values = {"mode": mode, "author": self._translator.name, "truncated": reply.truncated, "cost": reply.cost}
+        return WrittenTurn(output=prompt.without_label(reply.text), **values)
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
@@ -203,32 +205,3 @@ def _judged_output(conversation: Conversation) -> str | None:
         return None
     outputs = dict(zip(question.question.answers, question.gain.outputs, strict=True)).get(answer.answer, ())
     return outputs[0] if len(outputs) == 1 else None
-
-
-def _write(
-    model: ChatModel, prompt: prompts.Prompt, mode: OutputMode, on_text: Callable[[str], None] | None = None
-) -> WrittenTurn:
-    reply = model.generate(prompt, on_text=on_text)
-    output = prompt.without_label(reply.text)
-    return WrittenTurn(output=output, mode=mode, author=model.name, truncated=reply.truncated, cost=reply.cost)
-
-
-def baseline(
-    translator: ChatModel,
-    text: str,
-    template: str,
-    target: str | None = None,
-    *,
-    context: str | None = None,
-    any_language: bool = False,
-) -> WrittenTurn:
-    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
-
-    Raises:
-        DataError: the text is empty.
-        RecipeError: the template does not write the language.
-    """
-    conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
-    name: InstructionName = "plain" if context is None else "context"
-    prompt = prompts.build_prompt(load_template(template), name, conversation.target, text, context=context)
-    return _write(translator, prompt, "plain" if context is None else "informed")

@@ -74,14 +74,7 @@ class Endpoint:
     def name(self) -> str:
         return self.config.model
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
         """Reply to a prompt.
 
         Raises:
@@ -89,31 +82,31 @@ class Endpoint:
         """
         with self._errors():
             if self._streams is False or (on_text is None and self._streams is None):
-                response = self._request(prompt, temperature, seed, stream=False)
+                response = self._request(prompt, stream=False)
                 if not (isinstance(response, str) and response.lstrip().startswith("data:")):
                     reply = self._read_completion(response)
                     if on_text is not None:
                         on_text(reply.text)
                     return reply
                 self._streams = True  # this server streams without being asked
-            reply = self._read_stream(self._request(prompt, temperature, seed, stream=True), on_text)
+            reply = self._read_stream(self._request(prompt, stream=True), on_text)
             if reply is None and self._streams is None:
                 self._streams = False  # this server never streams
-                return self.generate(prompt, temperature=temperature, seed=seed, on_text=on_text)
+                return self.generate(prompt, on_text=on_text)
             if reply is None:
                 raise self._protocol_error("a stream of nothing")
             return reply
 
-    def _request(self, prompt: Prompt, temperature: float, seed: int | None, *, stream: bool) -> Any:
+    def _request(self, prompt: Prompt, *, stream: bool) -> Any:
         """Send a request; if the server rejects one of its parameters, send it again without that parameter."""
         import openai
 
         while True:
             length = "max_completion_tokens" if "max_tokens" in self._rejected else "max_tokens"
-            options: dict[str, Any] = {"temperature": temperature, "seed": seed, length: self.config.max_new_tokens}
+            options: dict[str, Any] = {"temperature": 0.0, length: self.config.max_new_tokens}
             if stream:
                 options |= {"stream": True, "stream_options": {"include_usage": True}}
-            options = {key: value for key, value in options.items() if value is not None and key not in self._rejected}
+            options = {key: value for key, value in options.items() if key not in self._rejected}
             try:
                 messages: Any = prompt.messages()
                 return self._client.chat.completions.create(model=self.config.model, messages=messages, **options)

@@ -37,18 +37,8 @@ class ChatModel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
-        """Reply to a prompt.
-
-        Temperature 0 decodes greedily. `on_text` receives each new part of the reply, if the model can stream.
-        """
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Reply to a prompt, greedily. `on_text` receives each new part of the reply, if the model can stream."""
         ...
 
 
@@ -121,25 +111,17 @@ class LocalModel:
         self._model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
         self.name, self._prefixes = name, PrefixCache(model) if reuse and PrefixCache.serves(model) else None
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
         """Reply to a prompt.
 
         Raises:
             DataError: the prompt does not fit the model.
         """
         text = self.prompt_text(prompt)
-        sampling = {"sample": True, "temperature": temperature, "seed": seed} if temperature > 0 else {}
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
         echoed = len(str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True)))  # the stream repeats the prompt
         printer = on_text and StreamPrinter(lambda received: before_stop(received[echoed:], prompt.stop), on_text)
-        decoding = Decoding(max_new_tokens=self._max_new_tokens, **sampling)
+        decoding = Decoding(max_new_tokens=self._max_new_tokens)
         cache = self._prefixes and self._prefixes.begin(prompt.instructions, prompt_ids, len(prompt_ids) - 1)
         generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=printer, cache=cache)
         if self._prefixes is not None and cache is not None:

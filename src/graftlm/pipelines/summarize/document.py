@@ -26,6 +26,7 @@ _ABSTRACTS = ("abstract", "summary", "executive summary", "zusammenfassung", "re
 _REFERENCES = ("references", "bibliography", "works cited", "literature cited")
 _LETTER = re.compile(r"[^\W\d_]")
 _FIELD = re.compile(r"[A-Z][\w /-]{0,40}:(?:\s|$)")
+_CAPTION = re.compile(r"\s*(?:Fig(?:ure|\.)?|Table|Tab\.|Listing|Algorithm|Scheme)\s+[A-Z]?\d[\d.]*\s*[.:|–—]\s")
 _END = re.compile(r"[.!?…。！？।։።۔؟][\"'”’»)\]」』]*$")
 _MIN_WORDS = 4  # of a whole sentence
 _MAX_FIELD = 300  # characters
@@ -229,14 +230,19 @@ def build_document(
 
 
 def _with_fields(blocks: Iterable[TextBlock]) -> Iterator[tuple[BlockKind, TextBlock]]:
-    """Yield blocks with their kinds. Short lines such as `Author: A. Name` above all other text are fields."""
+    """Yield blocks with their kinds. Short lines such as `Author: A. Name` above all other text are fields.
+
+    Paragraphs such as `Table 1: Results` are captions in every format.
+    """
     is_head = True
     for block in blocks:
         text = block.text.strip()
         is_prose = block.kind == "prose" and not block.level
         is_field = is_prose and len(text) <= _MAX_FIELD and _FIELD.match(text) is not None and not _END.search(text)
         is_head = is_head and (is_field or not is_prose)
-        yield ("heading" if block.level else "field" if is_head and is_field else block.kind), block
+        is_caption = is_prose and _CAPTION.match(block.text)
+        kind = "field" if is_head and is_field else "caption" if is_caption else block.kind
+        yield "heading" if block.level else kind, block
 
 
 def _split_block(block: TextBlock, kind: BlockKind, source: str, language: str, section: int) -> Iterable[Sentence]:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graftlm.evaluation import Interval
-from graftlm.pipelines.summarize.selector import sentence_embeddings
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
+
+if TYPE_CHECKING:
+    from graftlm.evaluation import Interval
 
 _ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
 
@@ -45,6 +46,8 @@ def bootstrap(values: Sequence[float], seed: int = 0, samples: int = 1000) -> In
 
     The intervals are those of rouge-score's aggregator, with a seed in place of numpy's global state.
     """
+    from graftlm.evaluation import Interval
+
     array = np.asarray(values, dtype=float)
     draws = np.random.default_rng(seed).integers(len(array), size=(samples, len(array)))
     low, high = np.percentile(array[draws].mean(axis=1), [2.5, 97.5])
@@ -106,6 +109,8 @@ def default_encoder() -> str | None:
 
 def cosine_similarities(sentences: Sequence[str], others: Sequence[str], encoder: str) -> NDArray[np.float64]:
     """Return the cosines (S, R) of the embeddings of sentences and of others, by a sentence-transformers model."""
+    from graftlm.pipelines.summarize.selector import sentence_embeddings
+
     vectors = np.asarray(sentence_embeddings([*sentences, *others], encoder).double())
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors[: len(sentences)] @ vectors[len(sentences) :].T

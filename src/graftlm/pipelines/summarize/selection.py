@@ -140,9 +140,9 @@ def select(
     used = rejected = 0
     ranking = selector.rank(document)
     if per_section is not None and len(ranking) > _LONG:
-        places: defaultdict[int, count[int]] = defaultdict(count)  # by section
+        numbers: defaultdict[int, count[int]] = defaultdict(count)  # by section
         sections = [document.sentences[ranked.index].section for ranked in ranking]
-        is_late = [next(places[section]) >= per_section for section in sections]
+        is_late = [next(numbers[section]) >= per_section for section in sections]
         ranking = [ranked for _, ranked in sorted(zip(is_late, ranking, strict=True), key=itemgetter(0))]
     for ranked in ranking:
         text = document.sentences[ranked.index].text

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument
@@ -13,9 +13,12 @@ from graftlm.pipelines.summarize.metrics import Faithfulness, cosine_similaritie
 from graftlm.pipelines.summarize.ranking import DefaultSelector
 from graftlm.pipelines.summarize.readers import read_document
 from graftlm.pipelines.summarize.selection import Budget, Extract, Selector, select
-from graftlm.pipelines.summarize.text import split_sentences, split_words
-from graftlm.pipelines.summarize.writer import LanguageModelWriter, WriterOutput
+from graftlm.pipelines.summarize.text import looks_english, split_sentences, split_words
 
+if TYPE_CHECKING:
+    from graftlm.pipelines.summarize.writer import LanguageModelWriter, WriterOutput
+
+_MIN_VERBATIM = 4  # words in a row
 _MIN_OVERLAP = 0.35  # F1 of words from which a sentence supports another
 _MIN_SIMILARITY = 0.55  # cosine of embeddings from which it does
 SELECTION = {"min_filler": 8, "per_section": 5}  # of `select`; the README has how they were chosen
@@ -133,6 +136,9 @@ def _extract(document: SourceDocument | str | Path, arguments: Mapping[str, Any]
     extract = select(document, selector, budget, writer.count_tokens if writer else None, **SELECTION)
     if not extract.indices:
         raise DataError(f"{document.name} has no sentence with a letter in it: a text with words is expected.")
+    if document.language == "en" and not (arguments.get("language") or looks_english(document.text)):
+        note = f"{document.name} is read as English, and does not look so: give its language, as de, if it has another."
+        return replace(extract, notes=(*extract.notes, note))
     return extract
 
 
@@ -141,8 +147,8 @@ def _summary(
 ) -> Summary:
     document, notes = extract.document, list(extract.notes)
     if document.abstract:
-        first, last = document.abstract[0] + 1, document.abstract[-1] + 1
-        notes.append(f"{document.name} has an abstract of its own: sentences {first} to {last} of its text.")
+        first, last = (document.sentences[document.abstract[end]] for end in (0, -1))
+        notes.append(f"{document.name} has an abstract of its own: characters {first.start}–{last.end}.")
     if output is None:
         return Summary(extract, extract.text, None, (), faithfulness(extract.text, document.text), tuple(notes))
     if document.introduction is None:
@@ -178,18 +184,19 @@ def link_sentences(
 def _link(sentence: str, read: Sequence[int], texts: Sequence[str], cosines_R: Any = None) -> SentenceLink:
     words, sources = split_words(sentence), [split_words(text) for text in texts]
     overlaps = [2 * len({*words} & {*other}) / max(len({*words}) + len({*other}), 1) for other in sources]
-    place = max(range(len(read)), key=overlaps.__getitem__)  # ties go to the earlier sentence
-    for other, source in enumerate(sources):
-        if words and f" {' '.join(words)} " in f" {' '.join(source)} ":
-            return SentenceLink(sentence, read[other], overlaps[other], "verbatim")
-    is_near, similarity = overlaps[place] >= _MIN_OVERLAP, None
+    best = max(range(len(read)), key=overlaps.__getitem__)  # the earlier of equals
+    holders = [other for other, source in enumerate(sources) if f" {' '.join(words)} " in f" {' '.join(source)} "]
+    if len(words) >= _MIN_VERBATIM and holders:
+        best = max(holders, key=overlaps.__getitem__)
+        return SentenceLink(sentence, read[best], overlaps[best], "verbatim")
+    is_near, similarity = overlaps[best] >= _MIN_OVERLAP, None
     if cosines_R is not None:
         similarity = float(cosines_R.max())
         if not is_near and similarity >= _MIN_SIMILARITY:
-            place, is_near = int(cosines_R.argmax()), True
+            best, is_near = int(cosines_R.argmax()), True
     is_supported = is_near and not faithfulness(sentence, " ".join(texts)).missing
-    index = read[place] if is_near or overlaps[place] else None
-    return SentenceLink(sentence, index, overlaps[place], "supported" if is_supported else "unsupported", similarity)
+    index = read[best] if is_near or overlaps[best] else None
+    return SentenceLink(sentence, index, overlaps[best], "supported" if is_supported else "unsupported", similarity)
 
 
 def format_summary(summary: Summary) -> Iterator[str]:

@@ -20,11 +20,13 @@ _SCRIPT_SAMPLE = 20_000  # characters read to detect the script
 _LANGUAGES = {
     "LATIN": "en", "CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "ARABIC": "ar", "HEBREW": "he",
     "DEVANAGARI": "hi", "BENGALI": "bn", "CYRILLIC": "ru", "GREEK": "el", "ARMENIAN": "hy", "ETHIOPIC": "am",
-    "MYANMAR": "my", "KHMER": "km",
+    "MYANMAR": "my",
 }  # fmt: skip
 _LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(?:-\w{2,8})*", re.IGNORECASE)
-_UNSPLIT_LANGUAGES = ("th", "lo", "bo")
-_UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN")  # no punctuation mark ends their sentences
+_UNSPLIT_LANGUAGES = ("th", "lo", "bo", "km")
+_UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN", "KHMER")  # sentencex knows no mark that ends their sentences
+_ABBREVIATION = re.compile(r"\b(?:Eqs?|Figs?|Secs?|Refs?|Tabs?)\.$")
+_ENGLISH = {"the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "be", "are", "this", "with"}
 
 
 def import_extra(module: str, purpose: str) -> Any:
@@ -57,10 +59,16 @@ def detect_language(texts: Iterable[str], name: str = "The text") -> str:
     script = scripts.most_common(1)[0][0]
     if script in _UNSUPPORTED_SCRIPTS:
         raise DataError(
-            f"{name} is in {script.capitalize()} script, where no mark ends a sentence, and can't be split: "
-            "give a text in another script."
+            f"{name} is in {script.capitalize()} script, whose sentences can't be told apart: give a text in another "
+            "script."
         )
     return _LANGUAGES.get(script, "en")
+
+
+def looks_english(text: str) -> bool:
+    """Whether a text has as many of the commonest English words as English has; short texts do."""
+    words = split_words(text[:_SCRIPT_SAMPLE])
+    return len(words) < 40 or sum(word in _ENGLISH for word in words) > 0.06 * len(words)
 
 
 def check_language(code: str) -> str:
@@ -74,25 +82,22 @@ def check_language(code: str) -> str:
             f"{code!r} is no language that sentences can be split by: a code such as en, de or zh is expected."
         )
     if code.lower().split("-")[0] in _UNSPLIT_LANGUAGES:
-        raise RecipeError(
-            f"No mark ends a sentence of the language {code!r}, which can't be split: give a text in another language."
-        )
+        raise RecipeError(f"Sentences of the language {code!r} can't be told apart: give a text in another language.")
     return code.lower()
 
 
 def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
     """Yield start and end of each sentence of a paragraph, without surrounding white space.
 
-    `!` or `?` before a small letter, as in "await! is", ends no sentence. A sentence of more than `MAX_SENTENCE`
-    characters is divided after a comma or space.
+    `!` or `?` before a small letter, as in "await! is", ends no sentence, and "Eq." or "Fig." doesn't either. A
+    sentence of more than `MAX_SENTENCE` characters is divided after a comma or space.
     """
     sentencex: Any = import_extra("sentencex", "Splitting sentences")
     pending = None
     for boundary in sentencex.get_sentence_boundaries(language, _LINE_BREAK.sub(" ", text)):  # keeps the length
         start, end = boundary["start_index"], boundary["end_index"]
-        is_inside = (
-            text[max(start - 8, 0) : start].rstrip()[-1:] in ("!", "?") and text[start:end].lstrip()[:1].islower()
-        )
+        before, after = text[max(start - 8, 0) : start].rstrip(), text[start:end].lstrip()
+        is_inside = (before[-1:] in ("!", "?") and after[:1].islower()) or _ABBREVIATION.search(before)
         if pending is not None and not is_inside:
             yield from _short_parts(text, pending, start)
             pending = None

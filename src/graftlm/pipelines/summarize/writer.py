@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
-from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
@@ -112,7 +112,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         return super().__call__(input_ids[:, self._start :], scores)
 
 
@@ -192,23 +192,17 @@ class LanguageModelWriter:
         """Complete prompts, and say which the limit truncated. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        padding = padding_id(self.tokenizer)
         longest = max(map(len, prompts))
-        rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         output = self.model.generate(
-            input_ids=torch.tensor(rows, device=self.model.device),
-            attention_mask=torch.tensor(mask, device=self.model.device),
-            pad_token_id=padding,
+            **left_padded(prompts, padding_id(self.tokenizer), self.model.device),
             **self.decoding.generate_arguments(longest),
         )
         return [self._decode(ids) for ids in output[:, longest:].tolist()]
 
     def _decode(self, ids: list[int]) -> tuple[str, bool]:
         """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
-        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        eos = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-        length = next((place for place, token in enumerate(ids, 1) if token in eos), None)
+        eos = end_ids(self.model, self.tokenizer)
+        length = next((number for number, token in enumerate(ids, 1) if token in eos), None)
         text = str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
         return text, length is None and len(ids) == self.decoding.max_new_tokens
 
@@ -253,7 +247,7 @@ class LanguageModelWriter:
         The extract gets the rest. First sentences of the introduction are kept, and best ones of the extract.
         """
         document, layout = extract.document, self.layout
-        room = self.window - self.decoding.max_new_tokens - sum(map(len, self._frame))
+        limit = self.window - self.decoding.max_new_tokens - sum(map(len, self._frame))
         ranking = zip(extract.scores, extract.indices, strict=True)
         best = [] if layout.extract is None else [index for _, index in sorted(ranking, reverse=True)]
 
@@ -261,7 +255,7 @@ class LanguageModelWriter:
             sentences = (document.sentences[index].text for index in sorted(best[:count]))
             return f"{layout.extract}{' '.join(sentences)}" if count else ""
 
-        share = min(2 * room // 3, room - len(self._tokenize_source(extract_text(1)))) if best else 2 * room // 3
+        share = min(2 * limit // 3, limit - len(self._tokenize_source(extract_text(1)))) if best else 2 * limit // 3
         if share < 1:
             part = "one extracted sentence" if best else "an introduction"
             raise RecipeError(
@@ -273,14 +267,14 @@ class LanguageModelWriter:
         count = self._longest(len(texts), lambda count: " ".join(texts[:count]), share)
         part = 0 if count else self._longest(len(texts[0]), lambda end: texts[0][:end], share)
         text = " ".join(texts[:count]) or texts[0][:part]
-        kept = self._longest(len(best), extract_text, room - len(self._tokenize_source(text)))
+        kept = self._longest(len(best), extract_text, limit - len(self._tokenize_source(text)))
         parts = ((kept, len(best), "extracted sentences"), (count, len(opening), "sentences of the introduction"))
         notes = [f"{self.name} could read {few} of the {all_} {what}." for few, all_, what in parts if few < all_]
         return text, extract_text(kept), tuple(sorted({*opening[: max(count, 1)], *best[:kept]})), notes
 
-    def _longest(self, limit: int, text: Callable[[int], str], room: int) -> int:
-        """Return the largest number up to `limit` whose text has at most `room` tokens; 0 if there is none."""
-        return bisect_right(range(1, limit + 1), room, key=lambda number: len(self._tokenize_source(text(number))))
+    def _longest(self, count: int, text: Callable[[int], str], limit: int) -> int:
+        """Return the largest number up to `count` whose text has at most `limit` tokens; 0 if there is none."""
+        return bisect_right(range(1, count + 1), limit, key=lambda number: len(self._tokenize_source(text(number))))
 
     def _tokenize(self, text: str, **options: Any) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
