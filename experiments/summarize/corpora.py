@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -138,3 +138,9 @@ def sample_of(corpus: str, row: dict[str, Any]) -> Sample:
     text = f"{row['text'][:start]}\n\n{row['text'][end:]}"
     document, abstract = (read_text(part, CORPORA[corpus], row["id"], "en") for part in (text, row["abstract"]))
     return Sample(row["id"], corpus, document, tuple(sentence.text for sentence in abstract.sentences))
+
+
+def evenly(samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """At most `limit` samples, evenly spaced."""
+    count = min(limit, len(samples))
+    return [samples[index * len(samples) // count] for index in range(count)]
