@@ -264,7 +264,7 @@ class ExtractRun(DocumentRun):
             chosen = output or best_sentences(sample, words)
             ranks = FixedSelector(chosen)
             ours = self.kind in LEARNED and self.kind != "unfiltered"
-            budget, rules = Budget(amount=max(words, 1), unit="words"), SELECTION if ours else {}
+            budget, rules = Budget(amount=max(words, 1), unit="words"), dict[str, Any](SELECTION if ours else {})
             extract = select(sample.document, ranks, budget, **rules)
             yield [sentence.text for sentence in extract.sentences]
 

@@ -69,6 +69,11 @@ class Scores:
     kl: np.ndarray | None = None
 
     @property
+    def nats_per_token(self) -> float:
+        """Log-perplexity."""
+        return self.value("nats_per_token")
+
+    @property
     def bits_per_byte(self) -> float:
         """Bits spent on each UTF-8 byte of the scored text."""
         return self.value("bits_per_byte")
