@@ -269,7 +269,8 @@ def _run(command: str) -> None:
     result = CliRunner().invoke(app, [*words[1:], *_overrides(words)], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == 0, f"{command}: {result.stderr}"
+    asks_nothing = words[1] == "clarify" and "is finished, so nothing is left to answer" in result.stderr
+    assert result.exit_code == 0 or asks_nothing, f"{command}: {result.stderr}"  # the toy model may ask nothing
     if out is not None:
         Path(out).write_text(result.stdout, encoding="utf-8")
 
