@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from graftlm.backbone import Backbone
+from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.pipelines.clarify import LocalModel, load_template
 from graftlm.pipelines.clarify.models import PrefixCache
 from graftlm.pipelines.clarify.prompts import Prompt, build_prompt
@@ -72,6 +74,10 @@ def test_windows_and_grafts_reuse_nothing() -> None:
     windowed = tiny_model("mistral", sliding_window=8)
     assert not PrefixCache.serves(windowed)
     assert LocalModel(windowed, tiny_tokenizer())._prefixes is None
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
+    config = graft_config({"kind": "lora"})
+    with GraftedModel(backbone, {"lora": build_graft(config, backbone)}) as grafted:
+        assert not PrefixCache.serves(grafted)
 
 
 def test_candidate_answers_part_at_the_answer_and_conversations_at_the_text() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -217,3 +219,11 @@ def test_summarize_takes_the_best_of_each_section_of_a_long_document() -> None:
     document = read_text("\n\n".join(sections), ".md")
     summary = summarize(document, selector=LeadSelector(), budget=Budget(amount=7))
     assert summary.extract.indices == (0, 1, 2, 3, 4, 60, 61)
+
+
+def test_an_extract_needs_no_torch_and_lazy_names_are_there() -> None:
+    extract = "from graftlm.pipelines.summarize import read_text, summarize; summarize(read_text('Tea is good.'))"
+    lazy = "from graftlm.pipelines.summarize import *; import graftlm.pipelines.summarize as s; "
+    lazy += "assert s.load_writer and s.train_selector and s.CHAT_LAYOUT; assert not hasattr(s, 'np')"
+    code = f"import sys; {extract}; assert 'torch' not in sys.modules; {lazy}"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     )
 
 
+_SELECTOR = "SelectorExample SelectorTrainingConfig TrainedSelector load_selector selector_example train_selector"
+_WRITER = "CHAT_LAYOUT LanguageModelWriter PromptLayout SummaryDecoding WriterExample load_writer train_writer"
+
+
 def __getattr__(name: str) -> Any:
-    for module in ("selector", "writer"):  # they take seconds to import, which an extract needs not
-        if name != module and hasattr(loaded := import_module(f"{__name__}.{module}"), name):
-            return getattr(loaded, name)
+    for module, names in (("selector", _SELECTOR), ("writer", _WRITER)):  # an extract does without their slow imports
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
