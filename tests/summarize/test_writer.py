@@ -276,3 +276,12 @@ def test_writing_leaves_no_gradients() -> None:
     model_writer.write(EXTRACT)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in model_writer.model.parameters())
+
+
+def test_a_summary_links_to_the_introduction_that_was_read_beside_the_extract(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = read_text("# Introduction\n\n" + " ".join(f"Cup {number} of tea is hot." for number in range(9)), ".md")
+    told = writer()
+    monkeypatch.setattr(told, "complete_batch", lambda prompts: [("Cup 2 of tea is hot.", False)])
+    summary = summarize(document, selector=FixedSelector([7]), writer=told, budget=Budget(amount=1))
+    assert summary.extract.indices == (7,)
+    assert [(link.mark, link.nearest) for link in summary.links] == [("verbatim", 2)]
