@@ -77,6 +77,19 @@ class Study:
             self.searched.setdefault(name, {}).update({run.id: round(loss(run), 4) for run in runs})
         return {name: min(runs, key=loss) for name, runs in candidates.items()}
 
+    def evidence(self, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+        """What results.json keeps beside the means: the whole search, and every row seed by seed.
+
+        Args:
+            runs: the measured runs of each row, one for each seed.
+        """
+        return {
+            "search": self.searched,
+            "by_seed": {
+                name: numbers_of([self.measured[run.id].row for run in of_row]) for name, of_row in runs.items()
+            },
+        }
+
     def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure] = {}, **more: Any) -> Results:
         """Write `results.json`, `report.md` and plots; `more` are other fields of the results."""
         results = Results.here(name, rows, **{"seeds": self.seeds} | more)
