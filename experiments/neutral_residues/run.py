@@ -1,264 +1,317 @@
-"""English novels, then French: Tables 2, 4, 5, 6 and 7 at a size that two cores can carry.
+"""English novels, then French: what gate, local loss, initialisation and open start are each worth.
 
-Every method sees the same rows for the same number of steps. Settings are chosen on validation text (one English
-novel's start, two French novels) by one rule, and measured on test text that took no part in any choice.
+Every row has as many settings in its search, which reads validation texts of other sources than the tests, with the
+first seed and a third of the steps. No row trains the embeddings.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from experiments import Options
 from experiments.parents import ENGLISH, FRENCH
 from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds, published, training_config
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Aim, Results, Row
+from graftlm.evaluation import Aim, Interval, Results, Row, combine_seeds
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.grafts import graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.training import TrainingConfig
+from graftlm.runs.run import Measurement
 
 NAME = "neutral-residues"
-TABLES = ("2", "4", "5", "6", "7")
-LABELS = {
-    "finetune": "fine-tuning",
-    "lora": "LoRA on the FFN",
-    "adapter": "vanilla adapters",
-    "neutral-residues": "neutral residues",
-}
-# Four learning rates a method, spread like the paper's around what a model of this size takes.
-RATES = dict.fromkeys(LABELS, (3e-4, 1e-3, 3e-3, 1e-2)) | {"finetune": (1e-4, 3e-4, 1e-3, 3e-3)}
-ALPHAS = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0)
-ALPHA_RATE = 3e-3
-# Where the learning rate is searched as well: the values of Table 6 at which a short run keeps what it knew.
-FINE_ALPHAS = (10.0, 100.0)
-GATES: dict[str, dict[str, Any]] = {
-    "none-l1": {"gate": "none", "local_loss": "l1"},
-    "sigmoid-ce": {"gate": "sigmoid", "local_loss": "cross-entropy"},
-    "sigmoid": {"gate": "sigmoid", "local_loss": "none"},
-    "relu": {"gate": "relu", "local_loss": "none"},
-    "relu-l1": {"gate": "relu", "local_loss": "l1"},
-}
-INITIALISED = ("none-l1", "sigmoid-ce", "relu-l1")  # the gates of Table 5
-FILES = (ENGLISH, FRENCH, "lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt")
+TABLES = ("factorial", "frontier", "replay", "capacity")
+WIKITEXT = "lm_text/wikitext2_valid_test/valid.txt"
+FILES = (ENGLISH, FRENCH, "lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt", WIKITEXT)
+UNLIKE = ("shakespeare", "bible")  # texts that are unlike the replayed novel
+QUANTITIES = ("learned", "forgotten", "forgotten_unlike")
 
-DATA = {
-    "backbone": "english-novels-4m, pretrained on novels 1 to 23",
-    "new": "French novels 1 to 27, the first 3,000,000 characters; novel 28 for validation, 30 for test",
-    "old": "English novel 24 for training; novel 25 for validation (its start) and test (from character 150,000)",
-    "out of distribution": "Shakespeare, and the Bible in English",
-    "scored": "the first 60,000 characters of each, at most 10,000 tokens",
-}
+LOSS_SETTINGS = tuple({"learning_rate": rate, "alpha": alpha} for rate in (1e-3, 3e-3, 1e-2) for alpha in (1.0, 10.0))
+RATE_SETTINGS = tuple({"learning_rate": rate} for rate in (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2))
+LOW_RATE_SETTINGS = tuple({"learning_rate": rate} for rate in (1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 3e-3))
+FRONTIER = tuple({"learning_rate": 3e-3, "alpha": alpha} for alpha in (1.0, 10.0, 100.0))
+SHARES, CAPACITIES = (0.0, 0.01, 0.02, 0.05, 0.2), (0.05, 0.1, 0.4)
+UNGATED, PUBLISHED = "none-l1-low", "relu-random-l1-low"
 
-Choice = tuple[float, float]  # learning rate, alpha
+
+class Method(NamedTuple):
+    """A row: its label, its graft, and the settings of its search."""
+
+    label: str
+    graft: dict[str, Any]
+    settings: Sequence[dict[str, float]]
+
+
+def factorial() -> dict[str, Method]:
+    """Gate (and how it starts) x local loss x initialisation; two of them have the usual names."""
+    gates = {"none": {"gate": "none"}} | {
+        f"relu-{start}": {"gate": "relu", "gate_init": start} for start in ("open", "random")
+    }
+    names = {"relu-open-l1-low": NAME, "none-he": "adapter"}
+    methods = {}
+    for (gate, fields), loss, init in product(gates.items(), ("l1", "none"), ("low", "he")):
+        name = "-".join(part for part in (gate, loss if loss == "l1" else "", init) if part)
+        graft = fields | {"local_loss": loss, "init": "low-variance" if init == "low" else "he"}
+        label = f"{gate.replace('-', ', ')}; {'local loss' if loss == 'l1' else 'no loss'}; {graft['init']}"
+        settings = LOSS_SETTINGS if loss == "l1" else RATE_SETTINGS
+        methods[names.get(name, name)] = Method(label, {"kind": NAME, **graft}, settings)
+    return methods
+
+
+METHODS = {
+    "finetune": Method("fine-tuning, embeddings frozen", {"kind": "finetune", "embeddings": False}, LOW_RATE_SETTINGS),
+    "lora": Method("LoRA on the FFN", {"kind": "lora"}, RATE_SETTINGS),
+    **factorial(),
+}
+# What each factor is worth: the row with it, and the row that lacks it alone.
+FACTORS = {
+    "gate": (NAME, UNGATED),
+    "gate, He": ("relu-open-l1-he", "none-l1-he"),
+    "gate, no local loss": ("relu-open-low", "none-low"),
+    "gate as published": (PUBLISHED, UNGATED),
+    "local loss": (NAME, "relu-open-low"),
+    "local loss, no gate": (UNGATED, "none-low"),
+    "open start": (NAME, PUBLISHED),
+    "open start, He": ("relu-open-l1-he", "relu-random-l1-he"),
+    "low variance": (NAME, "relu-open-l1-he"),
+    "low variance, no gate": (UNGATED, "none-l1-he"),
+    "all, over LoRA": (NAME, "lora"),
+    "all, over adapters": (NAME, "adapter"),
+    "no gate, over LoRA": (UNGATED, "lora"),
+}
 
 
 class NeutralResiduesStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        choices: the learning rate and alpha that validation text chose, by method.
+        settings: what the search chose, by row.
     """
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         name = options.backbone or str(options.data / "models" / "english-novels-4m")
         self.backbone = BackboneConfig(name=name, device=options.device)
-        self.rates = {name: rates[1:3] if options.quick else rates for name, rates in RATES.items()}
-        self.alphas = (0.01, 10.0) if options.quick else ALPHAS
-        self.fine_alphas = FINE_ALPHAS[:1] if options.quick else FINE_ALPHAS
-        self.choices: dict[str, Choice] = {}
+        self.settings: dict[str, Mapping[str, float]] = {}
 
-    def choose(self) -> None:
-        """Choose learning rates (and alpha) on validation text, with the first seed and p = 0.1.
+    def search(self) -> None:
+        """Choose every row's setting on validation text."""
+        some = slice(2, 3) if self.options.quick else slice(None)
+        runs = {
+            name: {self.run(name, values, search=True).id: values for values in method.settings[some]}
+            for name, method in METHODS.items()
+        }
+        candidates = {
+            name: [self.run(name, values, search=True) for values in settings.values()]
+            for name, settings in runs.items()
+        }
+        chosen = self.choose(candidates, ("old", "new"), "the settings")
+        self.settings = {name: runs[name][run.id] for name, run in chosen.items()}
 
-        One rule for every method: the lowest sum of old and new log-perplexity, so a nat learned counts as a nat kept.
-        """
-        seed = self.seeds[0]
-        tried = {method: [(rate, 0.0) for rate in self.rates[method]] for method in LABELS}
-        tried[NAME] = [(ALPHA_RATE, alpha) for alpha in self.alphas]
-        tried[NAME] += [(rate, alpha) for alpha in self.fine_alphas for rate in self.rates[NAME]]
-        runs = {m: {choice: self.run(m, choice, 0.1, seed) for choice in choices} for m, choices in tried.items()}
-        self.execute([run for by_choice in runs.values() for run in by_choice.values()], "Tables 6 and 7")
-        for method, by_choice in runs.items():
-            self.choices[method] = min(by_choice, key=lambda choice, of=by_choice: self._validation(of[choice]))
-        self.execute(self.rate_runs(NAME), "the rates at the chosen alpha")
-
-    def _validation(self, run: GraftRun) -> float:
-        return sum(metric(self.measured[run.id], name) for name in ("validation_old", "validation_new"))
-
-    def main_run(self, method: str, p: float, seed: int) -> GraftRun:
-        """A method at its chosen setting."""
-        return self.run(method, self.choices[method], p, seed)
-
-    def ablation(self, gate: str, **changes: Any) -> GraftRun:
-        """A gate with its loss, and perhaps another initialisation, at the chosen rate and alpha, first seed."""
-        if gate == "relu-l1" and not changes:
-            return self.main_run(NAME, 0.1, self.seeds[0])
-        return self.run(NAME, self.choices[NAME], 0.1, self.seeds[0], **GATES[gate], **changes)
-
-    def rate_runs(self, method: str) -> list[GraftRun]:
-        """A method at every learning rate, first seed."""
-        alpha = self.choices[method][1]
-        return [self.run(method, (rate, alpha), 0.1, self.seeds[0]) for rate in self.rates[method]]
-
-    def table_runs(self, table: str) -> Iterator[tuple[str, str, GraftRun]]:
-        """The rows of Tables 4 to 7: id, label and run.
-
-        The paper's four learning rates of Table 7 stand beside ours by rank, since the sizes of the models differ.
-        """
-        if table == "4":
-            yield from ((f"t4-{gate}", gate, self.ablation(gate)) for gate in GATES)
-            yield "t4-adapter", "adapter", self.main_run("adapter", 0.1, self.seeds[0])
-        elif table == "5":
-            for gate in INITIALISED:
-                yield f"t5-{gate}-he", f"{gate}, he", self.ablation(gate, init="he")
-                yield f"t5-{gate}-low-variance", f"{gate}, low-variance", self.ablation(gate)
-        elif table == "6":
-            for alpha in self.alphas:
-                run = self.run(NAME, (ALPHA_RATE, alpha), 0.1, self.seeds[0])
-                yield f"t6-alpha-{alpha:g}", f"alpha {alpha:g}", run
-        else:
-            for method, label in LABELS.items():
-                for rank, run in enumerate(self.rate_runs(method)):
-                    yield f"t7-{method}-{rank}", f"{label}, lr {self.rates[method][rank]:g}", run
-
-    def run(self, method: str, choice: Choice, p: float, seed: int, **graft: Any) -> GraftRun:
+    def run(
+        self,
+        name: str,
+        setting: Mapping[str, float],
+        seed: int = 0,
+        share: float = 0.1,
+        *,
+        search: bool = False,
+        **graft: Any,
+    ) -> GraftRun:
         """One run; its id says all that sets it apart."""
-        rate, alpha = choice
-        graft |= {"alpha": alpha} if method == NAME else {}
-        parts = [method, f"p{p:g}", f"lr{rate:g}", *(f"{k}-{v}" for k, v in sorted(graft.items())), f"s{seed}"]
-        run = self.bare(rate, p, seed)
-        start = {"gate_init": "random"} if method == NAME else {}  # as in the paper
-        config = graft_config({"kind": method, **start, **graft})
-        changes = {"id": "_".join(parts), "label": LABELS[method], "graft": config}
-        return run.model_copy(update=changes)
-
-    def bare(self, rate: float = 1e-3, p: float = 0.1, seed: int = 0) -> GraftRun:
-        """The backbone's own scores."""
-        tokens, decoded = (600, 8) if self.options.quick else (10_000, 32)
+        values = {key: value for key, value in setting.items() if key != "learning_rate"} | graft
+        steps = 3 if self.options.quick else (25 if search else 75)
+        parts = ["search" if search else "", name, *(f"{k}-{v:g}" for k, v in (dict(setting) | graft).items())]
         return GraftRun(
-            id="backbone",
+            id="_".join([*filter(None, parts), f"p{share:g}", f"s{seed}"]),
+            label=METHODS[name].label,
             backbone=self.backbone,
-            data=self._data(p, seed),
-            training=self.training(rate, seed),
-            evaluation=EvaluationConfig(limit_tokens=tokens, decode_prompts=1, decode_tokens=decoded),
+            graft=graft_config(METHODS[name].graft | values),
+            data=self._data(share, seed, search),
+            training=training_config(
+                steps, 4, setting["learning_rate"], seed, warmup_steps=max(steps // 20, 1), precision="bf16"
+            ),
+            evaluation=EvaluationConfig(
+                limit_tokens=600 if self.options.quick else 6000, own_tokens=0, decode_prompts=0
+            ),
         )
 
-    def training(self, rate: float, seed: int) -> TrainingConfig:
-        steps, rows = (4, 4) if self.options.quick else (300, 4)
-        return training_config(steps, rows, rate, seed, warmup_steps=min(10, steps // 4), precision="bf16")
+    def bare(self) -> GraftRun:
+        """The backbone's own scores."""
+        return self.run("lora", RATE_SETTINGS[0]).model_copy(
+            update={"id": "backbone", "label": "backbone", "graft": None}
+        )
 
-    def _data(self, p: float, seed: int) -> DataConfig:
-        english, french, shakespeare, bible = (str(self.options.data / name) for name in FILES)
-        unseen = {"path": english, "documents": "24:25"}
-        some = {"limit_characters": 60_000}
-        sets = {
-            "old": unseen | some | {"skip_characters": 150_000},
-            "new": {"path": french, "documents": "29:30"} | some,
-            "shakespeare": {"path": shakespeare} | some,
-            "bible": {"path": bible} | some,
-            "validation_old": unseen | some,
-            "validation_new": {"path": french, "documents": "27:28"} | some,
+    def every_seed(self, name: str, share: float = 0.1, **graft: Any) -> list[GraftRun]:
+        """A row at its chosen setting."""
+        return [self.run(name, self.settings[name], seed, share, **graft) for seed in self.seeds]
+
+    def _data(self, share: float, seed: int, search: bool) -> DataConfig:
+        english, french, shakespeare, bible, wikitext = (str(self.options.data / name) for name in FILES)
+        tests: dict[str, dict[str, Any]] = {
+            "old": {"path": english, "documents": "24:25", "skip_characters": 0 if self.options.quick else 150_000},
+            "new": {"path": french, "documents": "29:30"},
+            "shakespeare": {"path": shakespeare},
+            "bible": {"path": bible},
         }
+        if search:
+            tests = {"old": {"path": wikitext}, "new": {"path": french, "documents": "27:28"}}
         return DataConfig(
             new=[SourceConfig(path=french, documents="0:27", limit_characters=3_000_000)],
             old=[SourceConfig(path=english, documents="23:24")],
-            replay_fraction=p,
+            replay_fraction=share,
             length=64 if self.options.quick else 256,
-            test={name: [SourceConfig.parse(values)] for name, values in sets.items()},
+            test={name: [SourceConfig.parse(values | {"limit_characters": 40_000})] for name, values in tests.items()},
             seed=seed,
         )
 
 
 def run(options: Options) -> Results:
-    """Run the chosen tables."""
+    """Search every row's setting, then run the chosen tables."""
     tables = options.chosen(TABLES)
     check_files(options, FILES)
     study = NeutralResiduesStudy(options)
     bare = study.execute([study.bare()], "the backbone")["backbone"]
-    study.choose()
-    rows = [bare.row]
-    if "2" in tables:
-        study.execute([study.main_run(m, p, s) for m in LABELS for p in (0.1, 0.0) for s in study.seeds], "Table 2")
-        rows += [*main_rows(study, 0.1, ""), *main_rows(study, 0.0, "-p0")]
-    for table in TABLES[1:]:
-        if table in tables:
-            runs = list(study.table_runs(table))
-            study.execute([run for _, _, run in runs], f"Table {table}")
-            rows += [Row(id=name, label=label, metrics=study.measured[run.id].row.metrics) for name, label, run in runs]
-    paper = [
-        row for row in published(__file__, {row.id for row in rows}) if row.where != "Table 7" or not options.quick
-    ]
-    details = _details(study)
-    plots = _plots(rows, details, study)
-    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
-
-
-def main_rows(study: NeutralResiduesStudy, p: float, suffix: str) -> list[Row]:
-    """Table 2's rows at one share of old text."""
-    runs = {method: [study.main_run(method, p, seed) for seed in study.seeds] for method in LABELS}
-    return [
-        over_seeds(
-            [study.measured[run.id] for run in runs[method]], method + suffix, label + ("" if p else ", no old text")
-        )
-        for method, label in LABELS.items()
-    ]
-
-
-def aims(rows: Sequence[Row]) -> list[Aim]:
-    """The aims of Table 2: a fifth of LoRA's and the adapters' forgetting, and no less learned."""
-    values = numbers_of(rows)
-    if not {NAME, "lora", "adapter"} <= values.keys():
-        return []
-    limits = (
-        ("forgotten", "lora", LABELS["lora"], 0.2, operator.le),
-        ("forgotten", "adapter", LABELS["adapter"], 0.2, operator.le),
-        ("learned", "lora", "LoRA", 1.0, operator.ge),
+    study.search()
+    groups: dict[str, tuple[str, list[GraftRun]]] = {}
+    details: dict[str, Any] = {}
+    if "factorial" in tables:
+        groups |= {name: (METHODS[name].label, study.every_seed(name)) for name in METHODS}
+    if "frontier" in tables:
+        groups |= frontier(study)
+    if "replay" in tables:
+        groups |= {
+            f"{name}-p{share:g}": (f"{METHODS[name].label}, p = {share:g}", study.every_seed(name, share)[:1])
+            for name, share in product((NAME, UNGATED, "lora"), SHARES)
+        }
+    if "capacity" in tables:
+        groups |= {
+            f"{name}-c{size:g}": (f"{METHODS[name].label}, {size:.0%}", study.every_seed(name, capacity=size)[:1])
+            for name, size in product((NAME, UNGATED, "lora"), CAPACITIES)
+        }
+    study.execute([run for _, runs in groups.values() for run in runs], "the rows")
+    rows = [bare.row, *(_row(study, name, *group, bare) for name, group in groups.items())]
+    runs = {name: group for name, (_, group) in groups.items()}
+    if "factorial" in tables:
+        details["factors"] = {
+            factor: differences(study, runs[row], runs[other]) | {"rows": [row, other]}
+            for factor, (row, other) in FACTORS.items()
+        }
+    if "frontier" in tables:
+        details["at_equal_learning"] = at_equal_learning(study, groups)
+    details |= {"settings": {name: dict(values) for name, values in study.settings.items()}, "seconds": study.seconds}
+    details |= study.evidence(runs)
+    return study.write(
+        NAME,
+        rows,
+        aims=aims(rows, details),
+        paper=published(__file__),
+        details=details,
+        plots=_plots(rows, study, runs),
     )
-    return [
-        aim(f"{name} over {label}'s", name, bound, values[NAME][name] / values[other][name], relation)
-        for name, other, label, bound, relation in limits
-    ]
 
 
-def _details(study: NeutralResiduesStudy) -> dict[str, Any]:
-    seed, measured = study.seeds[0], study.measured
-    main = {method: measured[study.main_run(method, 0.1, seed).id] for method in LABELS}
-    statistics = {method: measurement.details.get("statistics", {}) for method, measurement in main.items()}
-    names = ("validation_old", "validation_new", "forgotten", "learned")
+def frontier(study: NeutralResiduesStudy) -> dict[str, tuple[str, list[GraftRun]]]:
+    """Rows with and without the gate at one rate and several alphas, every seed."""
     return {
-        "choices": {m: {"learning_rate": rate, "alpha": alpha} for m, (rate, alpha) in study.choices.items()},
-        "tuned": {
-            run_id: {name: metric(measurement, name) for name in names}
-            for run_id, measurement in measured.items()
-            if run_id.endswith(f"s{seed}")
-        },
-        "setting": {"training": study.training(0.001, 0).model_dump(mode="json"), "data": DATA},
-        "statistics": {method: values for method, values in statistics.items() if values.get("spectrum")},
-        "losses": {method: measurement.details["losses"] for method, measurement in main.items()},
-        "paths": {
-            method: [[metric(measured[run.id], name) for name in names[2:]] for run in study.rate_runs(method)]
-            for method in LABELS
-        },
+        f"{name}-alpha{values['alpha']:g}": (
+            f"{METHODS[name].label}, alpha {values['alpha']:g}",
+            [study.run(name, values, seed) for seed in study.seeds],
+        )
+        for name, values in product((NAME, UNGATED, PUBLISHED), FRONTIER)
     }
 
 
-def _plots(rows: Sequence[Row], details: dict[str, Any], study: NeutralResiduesStudy) -> dict[str, Any]:
-    """Figure 1, and Figure 3: the gating matrices' spectra of the backbone, each gate and the vanilla adapter."""
-    main = [row for row in rows if row.id in LABELS]
-    figures = {"learn-against-forget": learn_against_forget(main, details["paths"])} if main else {}
-    statistics = {name: values["spectrum"] for name, values in details["statistics"].items()}
-    for gate in GATES:
-        measurement = study.measured.get(study.ablation(gate).id)
-        if measurement and gate not in ("relu", "relu-l1"):
-            statistics[gate] = measurement.details["statistics"]["spectrum"]
-    if statistics:
-        backbone = next(iter(statistics.values()))["backbone"]
-        spectra: dict[str, Any] = {str(LABELS.get(name, name)): values["graft"] for name, values in statistics.items()}
-        figures["spectrum"] = spectrum_plot({"backbone": backbone} | spectra)
+def differences(study: Study, ours: Sequence[GraftRun], theirs: Sequence[GraftRun]) -> dict[str, Any]:
+    """Ours minus theirs in every quantity: the mean over seeds, and Student's interval of the paired differences."""
+    return {
+        name: combine_seeds(
+            [
+                metric(study.measured[a.id], name) - metric(study.measured[b.id], name)
+                for a, b in zip(ours, theirs, strict=True)
+            ]
+        ).model_dump()
+        for name in QUANTITIES
+    }
+
+
+def at_equal_learning(study: Study, groups: Mapping[str, tuple[str, list[GraftRun]]]) -> dict[str, Any]:
+    """Forgotten with the gate minus without it, where both have learned the same; by seed, then with an interval.
+
+    Each row is a path over alpha. The point of comparison is the middle of what both paths reach; between two alphas
+    the path is a line. Seeds whose paths reach nothing in common are left out.
+    """
+    compared: dict[str, Any] = {}
+    for name, quantity in product((NAME, PUBLISHED), QUANTITIES[1:]):
+        by_seed = []
+        for index in range(len(study.seeds)):
+            paths = []
+            for row in (name, UNGATED):
+                runs = [group[index] for key, (_, group) in groups.items() if key.startswith(f"{row}-alpha")]
+                points = sorted(tuple(metric(study.measured[r.id], n) for n in ("learned", quantity)) for r in runs)
+                paths.append(np.array(points).T)
+            low, high = max(path[0, 0] for path in paths), min(path[0, -1] for path in paths)
+            if low < high:
+                ours, theirs = (float(np.interp((low + high) / 2, *path)) for path in paths)
+                by_seed.append(ours - theirs)
+        if by_seed:
+            compared[f"{name} - {UNGATED}: {quantity}"] = combine_seeds(by_seed).model_dump() | {"by_seed": by_seed}
+    return compared
+
+
+def _row(study: Study, name: str, label: str, runs: Sequence[GraftRun], bare: Measurement) -> Row:
+    """A row over its seeds, with what it forgot of texts unlike the replay, and how flat its gating matrices are."""
+    measurements = [study.measured[run.id] for run in runs]
+    for measurement in measurements:
+        lost = {f"forgotten_{text}": metric(measurement, text) - metric(bare, text) for text in UNLIKE}
+        measurement.add_metrics(lost | {"forgotten_unlike": sum(lost.values()) / len(UNLIKE)})
+        spectra = measurement.details.get("statistics", {}).get("spectrum", {})
+        measurement.add_metrics({f"flatness_{of}": float(np.mean(values)) for of, values in spectra.items()})
+    return over_seeds(measurements, name, label)
+
+
+def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:
+    """A fifth of LoRA's and the adapters' forgetting, no less learned, and a gate whose interval is below 0."""
+    values = numbers_of(rows)
+    if "lora" not in values:
+        return []
+    limits = (
+        ("forgotten", "lora", 0.2, operator.le),
+        ("forgotten_unlike", "lora", 0.2, operator.le),
+        ("forgotten_unlike", "adapter", 0.2, operator.le),
+        ("learned", "lora", 1.0, operator.ge),
+    )
+    met = [
+        aim(f"{name} over {other}'s", name, bound, values[NAME][name] / values[other][name], relation)
+        for name, other, bound, relation in limits
+    ]
+    high = details["factors"]["gate"]["forgotten_unlike"]["high"]
+    text = "what the gate changes in forgotten_unlike, high end of its interval"
+    return [*met, aim(text, "forgotten_unlike", 0.0, high)]
+
+
+def _plots(rows: Sequence[Row], study: Study, runs: Mapping[str, Sequence[GraftRun]]) -> dict[str, Any]:
+    """Figure 1, and Figure 3: the gating matrices' spectra of backbone, gates and adapters."""
+    shown = [_drawn(row) for row in rows if row.id in METHODS]
+    figures = {"learn-against-forget": learn_against_forget(shown)} if shown else {}
+    spectra: dict[str, Any] = {}
+    for name in (NAME, PUBLISHED, UNGATED, "adapter"):
+        if name in runs:
+            spectrum = study.measured[runs[name][0].id].details["statistics"]["spectrum"]
+            spectra |= {"backbone": spectrum["backbone"], METHODS[name].label: spectrum["graft"]}
+    if spectra:
+        figures["spectrum"] = spectrum_plot(spectra)
     return figures
+
+
+def _drawn(row: Row) -> Row:
+    """The row with what it forgot of unlike text as forgotten."""
+    value = row.metrics["forgotten_unlike"]
+    interval = value if isinstance(value, Interval) else Interval(mean=value, low=value, high=value)
+    return row.model_copy(update={"metrics": dict(row.metrics) | {"forgotten": interval}})

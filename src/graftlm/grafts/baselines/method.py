@@ -61,9 +61,10 @@ def _ffn_weights(backbone: Backbone) -> list[tuple[Any, str]]:
 
 
 class FineTuningConfig(GraftConfig):
-    """Config of full fine-tuning; it has no options."""
+    """Config of full fine-tuning; without `embeddings`, token embeddings and output head stay as they are."""
 
     kind: Literal["finetune"] = "finetune"
+    embeddings: bool = True
 
 
 class FineTuning(TrainsCopy, Exportable):
@@ -75,7 +76,12 @@ class FineTuning(TrainsCopy, Exportable):
     def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        self.copy_weights(backbone.model, [name for name, _ in backbone.model.named_parameters()])
+        ends = (backbone.model.get_input_embeddings(), backbone.model.get_output_embeddings())
+        kept = (
+            [] if config.embeddings else [id(tensor) for end in ends if end is not None for tensor in end.parameters()]
+        )
+        named = backbone.model.named_parameters()
+        self.copy_weights(backbone.model, [name for name, tensor in named if id(tensor) not in kept])
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
         trained = self.tensors()
