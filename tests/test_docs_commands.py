@@ -40,8 +40,6 @@ SMALL = {
 }
 PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
-    r"graft rate lead=": "needs three batches of summaries; the tutorial's form runs",
-    r"graft ratings rate.key.json anna.json": "needs its page; the tutorial's form runs",
     r"graft chat runs/danish": "needs a chat template; tests/test_chat.py runs it",
     r"graft push|graft generate me/": "needs the hub; tests/test_hub.py runs it",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
@@ -70,7 +68,6 @@ PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/clarify-data.md", "load_parser"): "needs a model of spaCy; tests/clarify run it",
     ("docs/methods/summarize.md", "train_writer"): "tests/summarize/test_writer_training.py runs it",
     ("docs/methods/summarize.md", "for path, abstract_sentences in pairs"): "continues the reader's own list",
-    ("docs/cli.md", "rating_page"): "continues the reader's own list; tests/summarize/test_rating.py runs it",
 }
 
 
@@ -290,6 +287,12 @@ def _check_foreign(command: str, words: list[str]) -> None:
         assert all(re.search(rf"^{extra} = ", text, re.MULTILINE) for extra in name.split(",")), name
     if words[0] in ("python", "python3"):
         if words[1] == "-m":
+            if words[2] == "examples.rate_summaries":
+                from examples.rate_summaries.__main__ import app as ratings_app
+
+                ratings: Any = typer.main.get_command(ratings_app)
+                ratings.commands[words[3]].make_context(words[3], words[4:])
+                return
             assert words[2] == "experiments", words
             from experiments import EXPERIMENTS
             from experiments.__main__ import app
@@ -319,9 +322,6 @@ def run_command(command: str) -> None:
         _verbs()[words[1]].make_context(words[1], words[2:stop])
     elif words[1].startswith("--"):
         return
-    elif words[1] == "ratings":
-        _rate(words)
-        _run(command)
     else:
         _run(command)
 
@@ -346,21 +346,6 @@ def _run_shell(command: str) -> None:
         printed = subprocess.run(shell, check=True, timeout=100, capture_output=True).stdout
         answer = json.loads(printed or Path("turn.json").read_bytes())
         assert "question" in answer.get("error", {"message": "question"})["message"], "a random model may ask nothing"
-
-
-def _rate(words: list[str]) -> None:
-    """Write the files that raters send back."""
-    from graftlm.pipelines.summarize.rating.page import RATINGS_FORMAT
-
-    key = json.loads(Path(words[2]).read_text(encoding="utf-8"))
-    given = {
-        summary: dict.fromkeys(("coherence", "fluency", "informativeness", "relevance"), 4)
-        for summary in key["summaries"]
-    }
-    for file in words[3:]:
-        rater = Path(file).stem
-        values = {"format": RATINGS_FORMAT, "page": key["page"], "rater": rater, "ratings": given}
-        Path(file).write_text(json.dumps(values), encoding="utf-8")
 
 
 def _run_python(code: str, names: dict[str, Any], where: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from examples.rate_summaries import RatingItem
 from graftlm.pipelines.summarize import read_text
-from graftlm.pipelines.summarize.rating import RatingItem
 from summarize.tools import TEA
 
 ARABIC = "هذا اختبار. هل هذا صحيح؟ نعم."

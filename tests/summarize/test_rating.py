@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from cli.tools import invoke
-from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation import Interval, Results
-from graftlm.pipelines.summarize.rating import (
+from examples.rate_summaries import (
     CRITERIA,
     Ratings,
     load_rating_items,
@@ -22,9 +21,14 @@ from graftlm.pipelines.summarize.rating import (
     parse_systems,
     rating_page,
 )
-from graftlm.pipelines.summarize.rating.page import RatingItem, key_path
+from examples.rate_summaries.__main__ import app
+from examples.rate_summaries.page import RatingItem, key_path
+from graftlm.errors import DataError, RecipeError
+from graftlm.evaluation import Interval, Results
 from summarize import alpha_reference as reference
 from summarize.rating_pages import items, write_systems
+
+run = partial(CliRunner().invoke, app)
 
 pytest.importorskip("sentencex")
 
@@ -98,16 +102,16 @@ def test_what_makes_no_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_makes_page_and_key(tmp_path: Path) -> None:
     out = tmp_path / "rate.html"
-    done = invoke("rate", *write_systems(tmp_path), "--out", str(out), "--json")
-    assert done.code == 0
-    found = json.loads(done.out)
+    done = run(["page", *write_systems(tmp_path), "--out", str(out), "--json"])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
     assert (found["page"], found["documents"]) == (str(out), 2)
     assert found["notes"] == ["Of 3 documents 2 have a summary of every system, and are taken."]
     key = json.loads(key_path(out).read_text())
     assert {tuple(one["systems"]) for one in key["summaries"].values()} == {("lead",), ("ours",)}
     passages = [title for row in embedded(out.read_text())["documents"] for title, _ in row["passages"]]
     assert "1. Introduction" in passages
-    assert "send raters the page alone" in done.err
+    assert "send raters the page alone" in done.stderr
     fewer, notes = load_rating_items(parse_systems(write_systems(tmp_path)), limit=1)
     assert (len(fewer), notes[1]) == (1, "Of those 1 are drawn.")
 
@@ -165,8 +169,8 @@ def rated(tmp_path: Path) -> tuple[Path, list[Path]]:
 
 def test_means_intervals_and_agreement(rated, tmp_path: Path) -> None:
     key, paths = rated
-    done = invoke("ratings", str(key), *map(str, paths), "--out", str(tmp_path / "out"), "--json")
-    assert done.code == 0, done.err
+    done = run(["results", str(key), *map(str, paths), "--out", str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.stderr
     found = Results.read(tmp_path / "out")
     assert [row.id for row in found.rows] == ["human", "lead", "ours", "agreement"]
     human, lead, ours = (found.row(name).metrics["fluency"] for name in ("human", "lead", "ours"))
@@ -219,7 +223,7 @@ def test_ratings_off_the_scale_are_told(rated, row: dict[str, Any]) -> None:
 
 def test_keys_and_files_that_are_none(rated, tmp_path: Path) -> None:
     key, (anna, _) = rated
-    with pytest.raises(DataError, match="the key of a page that graft rate wrote is expected"):
+    with pytest.raises(DataError, match="the key of a page that examples.rate_summaries wrote is expected"):
         Ratings.load(anna, [anna])
     with pytest.raises(DataError, match="can't be read"):
         Ratings.load(tmp_path / "none.json", [anna])

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from chromium import chromium
-from graftlm.pipelines.summarize.rating import CRITERIA, Ratings, rating_page
+from examples.rate_summaries import CRITERIA, Ratings, rating_page
 from summarize.rating_pages import items
 
 pytest.importorskip("sentencex")

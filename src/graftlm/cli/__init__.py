@@ -71,7 +71,7 @@ def _root(
 _VERBS = [training.train, training.compare, training.grow, audit.audit]
 _VERBS += [grafts.evaluate, grafts.generate, grafts.chat, grafts.predict, grafts.inspect, grafts.export]
 _VERBS += [grafts.push, grafts.import_peft]
-_VERBS += [summarize.summarize, summarize.rate, summarize.ratings, clarify.clarify, serve.serve]
+_VERBS += [summarize.summarize, clarify.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
     app.command("eval" if _verb is grafts.evaluate else None)(_verb)

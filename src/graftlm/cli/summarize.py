@@ -1,4 +1,4 @@
-"""Verbs that summarize documents (`summarize`) and have people rate the summaries (`rate`, `ratings`)."""
+"""The verb that summarizes documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, logger, print_report, print_result
+from graftlm.cli.common import Device, Quiet, Trust, configure_logging, logger, print_result
 from graftlm.errors import RecipeError
 
 
@@ -122,51 +122,3 @@ def _print_summaries(summaries: list[Any], api: Any, log: Any) -> None:
             typer.echo(line)
         if summary is not summaries[-1]:
             typer.echo("")
-
-
-def rate(
-    summaries: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[NAME=]FILE", help="Summaries of a system, as graft summarize --out writes.", show_default=False
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page; its key is written beside it.")] = Path(
-        "rate.html"
-    ),
-    documents: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Documents to sample; by default all that every system has.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of the sample and of the orders.")] = 0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Make a page on which people rate summaries blind."""
-    configure_logging()
-    from graftlm.pipelines import pipeline
-
-    api = pipeline("summarize.rating")
-    items, notes = api.load_rating_items(api.parse_systems(summaries), documents, seed)
-    page, key = api.rating_page(items, seed).write(out)
-    for note in (*notes, f"{key} says who wrote what: keep it, and send raters the page alone."):
-        logger(quiet)(f"note: {note}")
-    result = {"page": str(page), "key": str(key), "documents": len(items), "notes": notes}
-    print_result(result, as_json, lambda: typer.echo(page))
-
-
-def ratings(
-    key: Annotated[Path, typer.Argument(metavar="KEY", help="The key beside the page.", show_default=False)],
-    files: Annotated[
-        list[Path], typer.Argument(metavar="RATINGS", help="Files that raters downloaded.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")] = Path("runs/ratings"),
-    as_json: AsJson = False,
-) -> None:
-    """Report mean ratings per system, and the raters' agreement."""
-    configure_logging()
-    from graftlm.evaluation import write_report
-    from graftlm.pipelines import pipeline
-
-    results = pipeline("summarize.rating").Ratings.load(key, files).results()
-    write_report(results, out)
-    print_report(results, out, as_json)

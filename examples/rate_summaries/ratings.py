@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from examples.rate_summaries.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row
 from graftlm.evaluation.results import Metric
 from graftlm.io import read_errors
 from graftlm.pipelines.summarize.metrics import bootstrap
-from graftlm.pipelines.summarize.rating.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 
 PAPER = {  # ratings by criterion
     "human": (3.73, 3.98, 3.19, 3.59),
@@ -46,7 +46,7 @@ class Ratings:
         Raises:
             DataError: a file has another form, belongs to another page, or is the second file of a rater.
         """
-        page_key = _read_json(key, KEY_FORMAT, "the key of a page that graft rate wrote")
+        page_key = _read_json(key, KEY_FORMAT, "the key of a page that examples.rate_summaries wrote")
         by_rater, file_of = {}, {}
         for path in files:
             values = _read_json(path, RATINGS_FORMAT, "the ratings that such a page saves")

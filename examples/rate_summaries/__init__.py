@@ -1,11 +1,11 @@
 """Human evaluation of summaries: a page that collects ratings, and the results of the ratings."""
 # ruff: noqa: F401  # the names of this package
 
-from graftlm.pipelines.summarize.rating.page import (
+from examples.rate_summaries.page import (
     CRITERIA,
     RatingItem,
     load_rating_items,
     parse_systems,
     rating_page,
 )
-from graftlm.pipelines.summarize.rating.ratings import Ratings, ordinal_alpha
+from examples.rate_summaries.ratings import Ratings, ordinal_alpha
