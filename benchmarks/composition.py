@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from pair import QUICK, Pair, Reader, Size, bytes_of, count, random_ids, weight_bytes
-from torch import nn
-from turns import AT_MOST, Clock, Turns, command, interval, made_aim, rounds
+from torch import Tensor, nn
+from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, rounds
 
 from graftlm.backbone import Site, Tap
 from graftlm.evaluation import Aim, Interval, Results, Row
@@ -26,10 +27,9 @@ from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 
 NAME = "bench-composition"
-LENGTHS = (128, 256, 512, 1024)
-ROWS: dict[str, tuple[str, tuple[str, float] | None]] = {  # row id -> label, aim
+ROWS = {  # row id -> label, aim
     "decode_step": ("a decode step, over the sum of both parents'", (AT_MOST, 1.1)),
-    **{f"recompute_{n}": (f"a token behind {n} recomputed, over one with the cache", None) for n in LENGTHS},
+    "generate_256_vs_recompute": ("256 tokens recomputed at every token, over 256 with the cache", (AT_LEAST, 10.0)),
     "train_step": ("a training step, over both parents' forward and the anchor's backward", None),
     "memory": ("weights and caches, over the sum of both parents'", None),
 }
@@ -37,8 +37,10 @@ HOW = {
     "decode_step": "seconds of a forward pass of one token behind a cached context; each parent has its own cache and "
     "output layer. bound: weights read by a composed step (without the augmenting model's output layer) over those "
     "read by both parents",
-    "recompute_N": "one sequence: a pass of one token behind N tokens in the cache, and a pass of both models over all "
-    "N + 1 tokens without a cache, as in the public code; the output layer reads the last token alone",
+    "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
+    "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
+    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. "
+    "generate_behind_the_context: the same, behind the context of decode_step for a prompt",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
@@ -68,21 +70,46 @@ def weight_bound(pair: Pair) -> float:
     return (parents - unread + count(pair.graft)) / parents
 
 
-def measure_recomputing(pair: Pair, size: Size, length: int) -> Turns:
-    """Seconds of a token behind `length` others: `cached`, and `recomputed` without a cache."""
-    ids = random_ids(size, 1, length + 1, pair.composed.device)
-    reader = Reader(pair.composed.model, ids[:, :length])
+def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
+    """Seconds of a generation: `cached`, and `recomputed` without a cache."""
+    ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
+    lengths = sampled_lengths(size)
 
-    def cached() -> float:
-        step_seconds = pair.seconds(lambda: reader.step(ids[:, length:], size.steps)) / size.steps
+    @torch.inference_mode()
+    def recompute(so_far: Tensor) -> None:
+        mask = torch.ones_like(so_far)
+        pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
+
+    def one_token(reader: Reader, n: int) -> float:
+        if missing := n - 1 - reader.cache.get_seq_length():
+            reader.read(ids[:, n - 1 - missing : n - 1])
+        step_seconds = pair.seconds(lambda: reader.step(ids[:, n - 1 : n], size.steps)) / size.steps
         reader.cache.crop(-size.steps)
         return step_seconds
 
-    @torch.inference_mode()
-    def recompute() -> None:
-        pair.composed.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+    measured: Turns = {"cached": [], "recomputed": []}
+    step_seconds: Turns = {}
+    for _ in range(size.generate_rounds):
+        step_seconds = {"cached": [], "recomputed": []}
+        readers: list[Reader] = []
+        start = pair.seconds(lambda readers=readers: readers.append(Reader(pair.composed.model, ids[:, : size.prompt])))
+        for n in lengths:
+            step_seconds["cached"].append(one_token(readers[0], n))
+            step_seconds["recomputed"].append(pair.seconds(lambda n=n: recompute(ids[:, :n])))
+        for name, values in step_seconds.items():
+            measured[name].append(start + summed(lengths, values, size))
+    return measured, {"lengths": lengths, "seconds_by_length": step_seconds}
 
-    return rounds({"cached": cached, "recomputed": lambda: pair.seconds(recompute)}, size.recompute_rounds)
+
+def sampled_lengths(size: Size) -> list[int]:
+    """The text lengths at which a pass is timed, the first and the last included."""
+    last = size.prompt + size.new_tokens - 1
+    return [*range(size.prompt + 1, last, size.every), last]
+
+
+def summed(lengths: list[int], step_seconds: list[float], size: Size) -> float:
+    """The seconds of all passes after the prompt, by linear interpolation between the timed lengths."""
+    return float(np.interp(range(size.prompt + 1, size.prompt + size.new_tokens), lengths, step_seconds).sum())
 
 
 class TrainableVector(Graft):
@@ -158,14 +185,15 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     composed, both = (float(sum(memory[side].values())) for side in ("composed", "parents"))
     training, of_training = measure_training(pair, size)
     measured["train_step"] = ratio_row("train_step", training["composed"], training["bound"])
-    recomputing = {}
-    for name, length in zip((name for name in ROWS if name.startswith("recompute")), size.lengths, strict=True):
-        recomputing[name] = measure_recomputing(pair, size, length)
-        measured[name] = ratio_row(name, recomputing[name]["recomputed"], recomputing[name]["cached"])
+    generation, of_generation = measure_generation(pair, size)
+    longer, of_longer = measure_generation(pair, replace(size, prompt=size.context))
+    measured["generate_256_vs_recompute"] = ratio_row(
+        "generate_256_vs_recompute", generation["recomputed"], generation["cached"]
+    )
     measured["memory"] = ratio_row("memory", [composed], [both])
     load.append(os.getloadavg()[0])
     details = {
-        "size": asdict(size) | {"lengths": list(size.lengths)},
+        "size": asdict(size),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "clock": clock,
@@ -178,7 +206,9 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         },
         "how": HOW,
         "decode_step": of_decoding | {"seconds": decoding},
-        "recompute": recomputing,
+        "generate_256_vs_recompute": of_generation | {"seconds": generation},
+        "generate_behind_the_context": of_longer
+        | {"seconds": longer, "ratio": ratios(longer["recomputed"], longer["cached"]).model_dump()},
         "train_step": of_training | {"seconds": training},
         "memory": {"bytes": memory},
     }

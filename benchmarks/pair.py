@@ -40,12 +40,12 @@ class Size:
     """Decode steps per turn."""
     prompt: int = 16
     new_tokens: int = 256
-    lengths: tuple[int, ...] = (128, 256, 512, 1024)
-    """Texts behind which a token is recomputed."""
+    every: int = 32
+    """Of the lengths of a generation, every so-many-th is timed."""
     rows: int = 2
     length: int = 128
     decode_rounds: int = 21
-    recompute_rounds: int = 3
+    generate_rounds: int = 3
     train_rounds: int = 5
 
 
@@ -57,7 +57,7 @@ QUICK = Size(
     context=16,
     prompt=4,
     new_tokens=16,
-    lengths=(4, 8, 12, 16),
+    every=4,
     length=16,
     decode_rounds=3,
     train_rounds=3,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "distillation": ["step", "memory"],
-    "composition": ["decode_step", *(f"recompute_{n}" for n in (128, 256, 512, 1024)), "train_step", "memory"],
+    "composition": ["decode_step", "generate_256_vs_recompute", "train_step", "memory"],
     "token_routing": [
         "decode_vs_one_lora",
         "vs_published_merge",
@@ -37,7 +37,7 @@ ROWS = {
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
     "distillation": [],
-    "composition": ["ratio"],
+    "composition": ["ratio"] * 2,
     "token_routing": [*["ratio"] * 5, "ratio_top2"],
     "block_state": [*["ratio"] * 3, "value", "value"],
     "conditional_tasks": ["ratio"] * 2,

@@ -76,10 +76,14 @@ FIGURES = {
         "2.934": "ie_selected_grafted.abstract_nll",
     },
     "neutral_residues": {
-        "0.030": "neutral-residues.forgotten",
-        "0.274": "lora.forgotten",
-        "0.176": "neutral-residues.bible - backbone.bible",
-        "0.320": "lora.bible - backbone.bible",
+        "0.075": "neutral-residues.forgotten_unlike",
+        "0.260": "none-l1-low.forgotten_unlike",
+        "0.312": "relu-open-low.forgotten_unlike",
+        "0.282": "lora.forgotten_unlike",
+        "1.282": "neutral-residues.learned",
+        "1.266": "none-l1-low.learned",
+        "1.263": "relu-open-low.learned",
+        "1.285": "lora.learned",
     },
     "composition_language": {
         "2.162": "composition.new_bpb",
