@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone
     ids = {row.id for row in results.rows}
     assert {"backbone", *METHODS} <= ids
     assert {"neutral-residues-alpha100", "lora-p0", "none-l1-low-c0.4"} <= ids
-    assert len({len(losses) for losses in results.details["search"].values()}) == 1, "equal searches"
+    search: Any = results.details["search"]
+    assert len({len(losses) for losses in search.values()}) == 1, "equal searches"
     for row in results.rows:
         if row.id != "backbone":
             learned = value_of(results.row("backbone").metrics["new"]) - value_of(row.metrics["new"])
