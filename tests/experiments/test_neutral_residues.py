@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import Options, reproduce
-from experiments.neutral_residues.run import FACTORS, METHODS
+from experiments.neutral_residues.run import FACTORS, FILES, METHODS
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 
@@ -27,12 +27,12 @@ def novels(words: list[str], count: int, characters: int, seed: int) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, tiny_backbone) -> Path:
     data = tmp_path / "data"
-    for name in ("lm_text/tinyshakespeare", "parallel/bible", "models"):
+    for name in ("lm_text/tinyshakespeare", "lm_text/wikitext2_valid_test", "parallel/bible", "models"):
         (data / name).mkdir(parents=True)
     english = novels(WORDS, 24, 3_000, 0) + novels(WORDS, 1, 200_000, 1)
     (data / "lm_text" / "eltec_eng.jsonl").write_text(english, encoding="utf-8")
     (data / "lm_text" / "eltec_fra.jsonl").write_text(novels(MOTS, 31, 3_000, 2), encoding="utf-8")
-    for name in ("lm_text/tinyshakespeare/input.txt", "parallel/bible/BSB.txt"):
+    for name in FILES[2:]:
         (data / name).write_text(" ".join(WORDS * 50), encoding="utf-8")
     return data
 
