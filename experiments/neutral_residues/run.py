@@ -18,7 +18,7 @@ from experiments.parents import ENGLISH, FRENCH
 from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds, published, training_config
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Aim, Interval, Results, Row, combine_seeds
+from graftlm.evaluation import Aim, Results, Row, combine_seeds
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.grafts import graft_config
@@ -107,16 +107,13 @@ class NeutralResiduesStudy(Study):
     def search(self) -> None:
         """Choose every row's setting on validation text."""
         some = slice(2, 3) if self.options.quick else slice(None)
-        runs = {
-            name: {self.run(name, values, search=True).id: values for values in method.settings[some]}
+        tried = {
+            name: {(run := self.run(name, values, search=True)).id: (run, values) for values in method.settings[some]}
             for name, method in METHODS.items()
         }
-        candidates = {
-            name: [self.run(name, values, search=True) for values in settings.values()]
-            for name, settings in runs.items()
-        }
+        candidates = {name: [run for run, _ in by_id.values()] for name, by_id in tried.items()}
         chosen = self.choose(candidates, ("old", "new"), "the settings")
-        self.settings = {name: runs[name][run.id] for name, run in chosen.items()}
+        self.settings = {name: tried[name][run.id][1] for name, run in chosen.items()}
 
     def run(
         self,
@@ -209,14 +206,18 @@ def run(options: Options) -> Results:
             for factor, (row, other) in FACTORS.items()
         }
     if "frontier" in tables:
-        details["at_equal_learning"] = at_equal_learning(study, groups)
+        alphas = [f"alpha{values['alpha']:g}" for values in FRONTIER]
+        details["gate_at_equal_alpha"] = {
+            alpha: differences(study, runs[f"{NAME}-{alpha}"], runs[f"{UNGATED}-{alpha}"]) for alpha in alphas
+        }
+        details["at_equal_learning"] = at_equal_learning(study, runs)
     details |= {"settings": {name: dict(values) for name, values in study.settings.items()}, "seconds": study.seconds}
     details |= study.evidence(runs)
     return study.write(
         NAME,
         rows,
         aims=aims(rows, details),
-        paper=published(__file__),
+        paper=published(__file__, runs),
         details=details,
         plots=_plots(rows, study, runs),
     )
@@ -246,7 +247,7 @@ def differences(study: Study, ours: Sequence[GraftRun], theirs: Sequence[GraftRu
     }
 
 
-def at_equal_learning(study: Study, groups: Mapping[str, tuple[str, list[GraftRun]]]) -> dict[str, Any]:
+def at_equal_learning(study: Study, runs: Mapping[str, Sequence[GraftRun]]) -> dict[str, Any]:
     """Forgotten with the gate minus without it, where both have learned the same; by seed, then with an interval.
 
     Each row is a path over alpha. The point of comparison is the middle of what both paths reach; between two alphas
@@ -258,8 +259,8 @@ def at_equal_learning(study: Study, groups: Mapping[str, tuple[str, list[GraftRu
         for index in range(len(study.seeds[:3])):
             paths = []
             for row in (NAME, UNGATED):
-                runs = [group[index] for key, (_, group) in groups.items() if key.startswith(f"{row}-alpha")]
-                points = sorted(tuple(metric(study.measured[r.id], n) for n in ("learned", quantity)) for r in runs)
+                path = [of_row[index] for name, of_row in runs.items() if name.startswith(f"{row}-alpha")]
+                points = sorted(tuple(metric(study.measured[r.id], n) for n in ("learned", quantity)) for r in path)
                 paths.append(np.array(points).T)
             low, high = max(path[0, 0] for path in paths), min(path[0, -1] for path in paths)
             if low < high:
@@ -273,12 +274,18 @@ def at_equal_learning(study: Study, groups: Mapping[str, tuple[str, list[GraftRu
 def _row(study: Study, name: str, label: str, runs: Sequence[GraftRun], bare: Measurement) -> Row:
     """A row over its seeds, with what it forgot of texts unlike the replay, and how flat its gating matrices are."""
     measurements = [study.measured[run.id] for run in runs]
+    losses: dict[str, list[float]] = {}
     for measurement in measurements:
         lost = {f"forgotten_{text}": metric(measurement, text) - metric(bare, text) for text in UNLIKE}
-        measurement.add_metrics(lost | {"forgotten_unlike": sum(lost.values()) / len(UNLIKE)})
+        lost["forgotten_unlike"] = sum(lost.values()) / len(UNLIKE)
+        measurement.add_metrics(lost)
+        for quantity, value in lost.items():
+            losses.setdefault(quantity, []).append(value)
         spectra = measurement.details.get("statistics", {}).get("spectrum", {})
         measurement.add_metrics({f"flatness_{of}": float(np.mean(values)) for of, values in spectra.items()})
-    return over_seeds(measurements, name, label)
+    row = over_seeds(measurements, name, label)
+    intervals = {quantity: combine_seeds(values) for quantity, values in losses.items()} if len(runs) > 1 else {}
+    return row.model_copy(update={"metrics": dict(row.metrics) | intervals})
 
 
 def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:
@@ -303,7 +310,7 @@ def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:
 
 def _plots(rows: Sequence[Row], study: Study, runs: Mapping[str, Sequence[GraftRun]]) -> dict[str, Any]:
     """Figure 1, and Figure 3: the gating matrices' spectra of backbone, gates and adapters."""
-    shown = [_drawn(row) for row in rows if row.id in METHODS]
+    shown = [row for row in rows if row.id in METHODS]
     figures = {"learn-against-forget": learn_against_forget(shown)} if shown else {}
     spectra: dict[str, Any] = {}
     for name in (NAME, PUBLISHED, UNGATED, "adapter"):
@@ -313,10 +320,3 @@ def _plots(rows: Sequence[Row], study: Study, runs: Mapping[str, Sequence[GraftR
     if spectra:
         figures["spectrum"] = spectrum_plot(spectra)
     return figures
-
-
-def _drawn(row: Row) -> Row:
-    """The row with what it forgot of unlike text as forgotten."""
-    value = row.metrics["forgotten_unlike"]
-    interval = value if isinstance(value, Interval) else Interval(mean=value, low=value, high=value)
-    return row.model_copy(update={"metrics": dict(row.metrics) | {"forgotten": interval}})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graftlm.backbone import Backbone
-from graftlm.testing.laws import attach_graft
+from graftlm.testing.laws import attach_graft, logits
 from tiny import tiny_ids, tiny_model
 
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -24,7 +24,10 @@ def test_what_trains(tied: bool, embeddings: bool) -> None:
         optimiser = torch.optim.SGD(trained.values(), lr=0.1)
         model(input_ids=ids, labels=ids).loss.backward()
         optimiser.step()
+        wanted = logits(model, ids)
+        merged = model.grafts["graft"].merged(backbone)  # type: ignore[operator]  # it is Exportable
         after = {name.removeprefix("model."): tensor for name, tensor in trained.items()}
     assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.model.named_parameters())
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == names - (set() if embeddings else ENDS)
+    torch.testing.assert_close(logits(merged, ids), wanted)

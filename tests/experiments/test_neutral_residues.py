@@ -47,15 +47,16 @@ def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone
     ids = {row.id for row in results.rows}
     assert {"backbone", *METHODS} <= ids
     assert {"neutral-residues-alpha100", "lora-p0", "none-l1-low-c0.4"} <= ids
-    search: Any = results.details["search"]
-    assert len({len(losses) for losses in search.values()}) == 1, "equal searches"
+    details: Any = results.details
+    assert len({len(losses) for losses in details["search"].values()}) == 1, "equal searches"
+    assert set(details["factors"]) == set(FACTORS)
+    assert {paper.id for paper in results.paper} <= ids
     for row in results.rows:
         if row.id != "backbone":
             learned = value_of(results.row("backbone").metrics["new"]) - value_of(row.metrics["new"])
             assert value_of(row.metrics["learned"]) == pytest.approx(learned, abs=1e-6)
             unlike = [value_of(row.metrics[name]) for name in ("forgotten_shakespeare", "forgotten_bible")]
             assert value_of(row.metrics["forgotten_unlike"]) == pytest.approx(sum(unlike) / 2, abs=1e-6)
-    assert set(results.details["factors"]) == set(FACTORS)  # type: ignore[arg-type]
     assert (out / "learn-against-forget.png").exists()
 
 

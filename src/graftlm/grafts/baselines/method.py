@@ -76,12 +76,10 @@ class FineTuning(TrainsCopy, Exportable):
     def __init__(self, config: FineTuningConfig, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        ends = (backbone.model.get_input_embeddings(), backbone.model.get_output_embeddings())
-        kept = (
-            [] if config.embeddings else [id(tensor) for end in ends if end is not None for tensor in end.parameters()]
-        )
-        named = backbone.model.named_parameters()
-        self.copy_weights(backbone.model, [name for name, tensor in named if id(tensor) not in kept])
+        model = backbone.model
+        ends = [] if config.embeddings else [model.get_input_embeddings(), model.get_output_embeddings()]
+        frozen = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+        self.copy_weights(model, [name for name, weight in model.named_parameters() if id(weight) not in frozen])
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
         trained = self.tensors()
