@@ -37,6 +37,13 @@ RATE_SETTINGS = tuple({"learning_rate": rate} for rate in (3e-4, 1e-3, 2e-3, 3e-
 LOW_RATE_SETTINGS = tuple({"learning_rate": rate} for rate in (1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 3e-3))
 FRONTIER = tuple({"learning_rate": 3e-3, "alpha": alpha} for alpha in (1.0, 10.0, 100.0))
 SHARES, CAPACITIES = (0.0, 0.01, 0.02, 0.05, 0.2), (0.05, 0.1, 0.4)
+GATE_LABELS = {"none": "no gate", "relu-open": "open gate", "relu-random": "random gate"}
+INIT_LABELS = {"low": "low variance", "he": "He"}
+USUAL_LABELS = {
+    NAME: "neutral residues",
+    "adapter": "plain adapters",
+    "relu-random-l1-low": "neutral residues, random gate",
+}
 UNGATED, PUBLISHED = "none-l1-low", "relu-random-l1-low"
 
 
@@ -58,9 +65,11 @@ def factorial() -> dict[str, FactorialRow]:
     for (gate, fields), loss, init in product(gates.items(), ("l1", "none"), ("low", "he")):
         name = "-".join(part for part in (gate, loss if loss == "l1" else "", init) if part)
         graft = fields | {"local_loss": loss, "init": "low-variance" if init == "low" else "he"}
-        label = f"{gate.replace('-', ', ')}; {'local loss' if loss == 'l1' else 'no loss'}; {graft['init']}"
+        loss_label = "local loss" if loss == "l1" else "no local loss"
+        label = f"{GATE_LABELS[gate]}, {loss_label}, {INIT_LABELS[init]}"
         settings = LOSS_SETTINGS if loss == "l1" else RATE_SETTINGS
-        methods[names.get(name, name)] = FactorialRow(label, {"kind": NAME, **graft}, settings)
+        name = names.get(name, name)
+        methods[name] = FactorialRow(USUAL_LABELS.get(name, label), {"kind": NAME, **graft}, settings)
     return methods
 
 
@@ -87,6 +96,7 @@ FACTORS = {
     "all, over adapters": (NAME, "adapter"),
     "no gate, over LoRA": (UNGATED, "lora"),
 }
+DRAWN = (NAME, PUBLISHED, UNGATED, "relu-open-low", "adapter", "lora", "finetune")
 # Rows of as many seeds as the options name; the others have the first three of them.
 FIVE_SEEDS = {"lora", "adapter", *(name for name, row in METHODS.items() if row.graft.get("local_loss") == "l1")}
 
@@ -310,7 +320,7 @@ def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:
 
 def _plots(rows: Sequence[Row], study: Study, runs: Mapping[str, Sequence[GraftRun]]) -> dict[str, Any]:
     """Figure 1, and Figure 3: the gating matrices' spectra of backbone, gates and adapters."""
-    shown = [row for row in rows if row.id in METHODS]
+    shown = [row for row in rows if row.id in DRAWN]
     figures = {"learn-against-forget": learn_against_forget(shown)} if shown else {}
     spectra: dict[str, Any] = {}
     for name in (NAME, PUBLISHED, UNGATED, "adapter"):
