@@ -35,7 +35,7 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
     assert "composition" in trained.out
     results = Results.read(home / "runs/composed")
     own = results.row("composition").metrics["trainable_parameters"]
-    assert own == 3 * (48 * 48 + 4 * 48 * 48)
+    assert own == 3 * (48 * 48 + 4 * 48 * 48 + 4 * 48)  # matrices, gains and biases
 
     text = graft("generate", "runs/composed/graft", "le renard", "--max-new-tokens", "5", "--num-beams", "2")
     assert (text.code, text.err) == (0, "")
@@ -43,7 +43,7 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
 
     inspected = graft("inspect", "runs/composed/graft")
     assert inspected.code == 0, inspected.err
-    for shown in ("french: pairs of layers 0 to 0, 1 to 1", "french attention here, new", "french: parameters 23,040"):
+    for shown in ("french: pairs of layers 0 to 0, 1 to 1", "french attention here, new", "french: parameters 23,424"):
         assert shown in " ".join(inspected.out.split()), shown
 
     inspected = graft("inspect", "runs/composed/graft", "--backbone", "llama", "--text", "new/test.txt")
@@ -51,7 +51,7 @@ def test_composed_from_recipe_to_text(home: Path, recipe: str, graft: Graft) -> 
     for shown in (
         "french: pairs of layers 0 to 0, 1 to 1",
         "stranger: pairs of layers 0 to 1",
-        "french: parameters 23,040",
+        "french: parameters 23,424",
         "paper's n(D_A D_B + 3 D_B^2) 18,432",
         "french attention here",
         "stranger written",

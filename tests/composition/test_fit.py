@@ -20,6 +20,8 @@ from graftlm.grafts.composition import Composition
 from graftlm.grafts.composition.method import CompositionConfig, pairs_of
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
 
+PAPER = {"norm": "none", "positions": "none"}
+
 
 def values(folder: Any, **more: Any) -> dict[str, Any]:
     return {"kind": "composition", "stride": 1, "augmenting": {"one": {"name": str(folder)}}} | more
@@ -58,7 +60,7 @@ def test_the_papers_stride() -> None:
 
 def test_parameters_are_those_of_the_formula() -> None:
     anchor, augmenting = live("llama"), live("phi", 1)
-    graft = composition(anchor, {"one": augmenting})
+    graft = composition(anchor, {"one": augmenting}, **PAPER)
     d_A, d_B, n = 64, 48, 2
     shown = graft.describe(anchor)
     formula, output = shown["one: paper's n(D_A D_B + 3 D_B^2)"], shown["one: and W_O's n D_B^2"]
@@ -71,7 +73,7 @@ def test_the_augmenting_model_is_referenced_and_not_saved(tmp_path: Path, tiny_b
     anchor = live("llama")
     moved = tiny_backbone("gpt2")
     folder = save_tiny_backbone(tmp_path / "one", "gpt2")
-    save_graft(build_graft(graft_config(values(folder)), anchor), anchor, tmp_path / "graft")
+    save_graft(build_graft(graft_config(values(folder, **PAPER)), anchor), anchor, tmp_path / "graft")
     manifest = read_manifest(tmp_path / "graft")
     assert manifest.frozen_models["one"].name == str(folder)
     config: Any = manifest.config

@@ -39,7 +39,8 @@ def weights_of(graft: Composition, name: str, number: int) -> reference.PairWeig
     gains = [getattr(norm, "weight", None) for norm in (block.norm_q, block.norm_kv)]
     matrices = [linear.weight.T for linear in (block.project, block.w_q, block.w_k, block.w_v, block.w_o)]
     biases = [0.0 if linear.bias is None else linear.bias for linear in (block.w_q, block.w_k)]
-    return reference.PairWeights(*matrices, *gains, *biases)
+    heads = [getattr(norm, "weight", None) for norm in (block.norm_head_q, block.norm_head_k)]
+    return reference.PairWeights(*matrices, *gains, *biases, *heads)
 
 
 class Slow:
@@ -89,8 +90,8 @@ class Slow:
 
     def _row(self, layer: int, b: int, hidden: Tensor) -> Tensor:
         total = torch.zeros_like(hidden)
-        for name, chosen in self.graft.config.augmenting.items():
-            for number, (i, j) in enumerate(chosen.pairs or ()):
+        for name in self.graft.config.augmenting:
+            for number, (i, j) in enumerate(self.graft.pairs(name)):
                 if j == layer:
                     weights = weights_of(self.graft, name, number)
                     tokens, visible = self.plan[name][b]
@@ -166,6 +167,15 @@ def test_one_tokenizer(family: str, norm: str, padding: str, positions: str) -> 
     mask = MASKS[padding]
     plan = {"one": by_position(IDS, mask), "two": by_position(IDS, mask)}
     compare(anchor, graft, Slow(anchor, graft, plan, anchor.sites.config.num_attention_heads), IDS, mask)
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary", "local"])
+def test_heads_that_are_normalised(positions: str) -> None:
+    anchor, augmenting = live("llama"), live("llama", 1)
+    double(anchor, augmenting)
+    graft = composition(anchor, {"one": augmenting}, positions=positions, qk_norm=True).double()
+    plan = {"one": by_position(IDS, None)}
+    compare(anchor, graft, Slow(anchor, graft, plan, anchor.sites.config.num_attention_heads), IDS, None)
 
 
 class SlowTwoTokenizers(Slow):

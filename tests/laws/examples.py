@@ -86,11 +86,12 @@ class Example:
         return [] if default else [pytest.mark.exhaustive]
 
 
-_PACKED, _CROPPED, _SAVED, _WAITS = (
+_PACKED, _CROPPED, _SAVED, _WAITS, _RECOMPUTED = (
     "packed_documents_do_not_meet",
     "speculative_decoding_crops_the_cache",
     "only_the_trained_tensors_are_saved",
     "decode_step_waits_for_no_accelerator",
+    "recomputed_activations_change_no_gradient",
 )
 _WAITS_FAMILIES = ("llama", "gemma3", "gpt2")
 FAMILY_EXCEPTIONS = {
@@ -115,6 +116,7 @@ _WHOLE = "its tensors are the whole model's: DESIGN's exception"
 _OTHER_TOKENIZER = "tokens of two tokenizers are aligned in causal order only, so a GraftError says so"
 _READS_TEXT = "characters are aligned on the host, which docs/what-it-needs.md says"
 _RECOMPUTES = "the host decides whether to compute the cache again, which docs/what-it-needs.md says"
+_NEXT_TOKENS = ("llama", "gemma3", "gpt2", "block-state", "llama+int8", "qwen3+adapted", "llama+bfloat16")
 _NOT_CROPPED = "tokens of another tokenizer can't be cropped one by one, so a GraftError says so"
 
 
@@ -180,6 +182,29 @@ EXAMPLES: dict[str, list[Example]] = {
             name="two-tokenizers",
             spread=0.05,
             exceptions={"encoders": _OTHER_TOKENIZER, _CROPPED: _NOT_CROPPED, _WAITS: _READS_TEXT},
+        ),
+        Example(
+            "composition",
+            {
+                "stride": 1,
+                "qk_norm": True,
+                "readout": "mixture",
+                "augmenting": {
+                    "one": {"name": augmenting_folder("llama")},
+                    "two": {"name": augmenting_folder("gpt2")},
+                },
+            },
+            name="mixture",
+            spread=0.05,
+            hosts=_NEXT_TOKENS,
+        ),
+        Example(
+            "composition",
+            {"cross": False, "readout": "mixture", "augmenting": {"one": {"name": augmenting_folder("gemma3")}}},
+            name="readout-alone",
+            spread=0.05,
+            hosts=_NEXT_TOKENS,
+            exceptions={_RECOMPUTED: "no gradient passes a layer, so none is recomputed"},
         ),
     ],
     # The local losses weigh as much as the language-modelling loss, so that a mistake in them shows.

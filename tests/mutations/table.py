@@ -38,7 +38,7 @@ SUITES = {
     ),
     "composition": Suite(
         ("tests/composition/test_initialisation.py", "tests/composition/test_reference.py", "tests/composition"),
-        "(Test_composition or Test_two_models) and llama",
+        "(Test_composition or Test_two_models or Test_mixture) and llama",
     ),
     "routing": Suite(
         ("tests/token_routing/test_reference.py", "tests/token_routing/test_experts.py", "tests/token_routing"),
@@ -80,6 +80,7 @@ SUITES = {
 
 _NEUTRAL = "grafts/neutral_residues/method.py"
 _ATTENTION = "grafts/composition/attention.py"
+_READOUT = "grafts/composition/readout.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
 _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
@@ -120,12 +121,22 @@ MUTATIONS = [
         ("scores without 1/sqrt(K)", "composition", _ATTENTION, "attn_mask=mask, is_causal=causal)", "attn_mask=mask, is_causal=causal, scale=1.0)"),
         ("attention not causal", "composition", _ATTENTION, "causal = mask is None and q_BHTK.shape[2] > 1", "causal = False"),
         ("empty masks attend everywhere", "composition", _ATTENTION, "return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)", "return out_BTD"),
-        ("queries without their norm", "composition", _ATTENTION, "self.w_q(self.norm_q(anchor_BTD))", "self.w_q(anchor_BTD)"),
+        ("queries without their norm", "composition", _ATTENTION, "self.norm_head_q, self.norm_q(anchor_BTD))", "self.norm_head_q, anchor_BTD)"),
         ("keys without their norm", "composition", _ATTENTION, "self.norm_kv(self.project(states_BSA))", "self.project(states_BSA)"),
         ("keys rotated by one position more", "composition", _ATTENTION, "k = rotate(k, positions.augmenting)", "k = rotate(k, positions.augmenting + 1)"),
         ("rotary base 1,000", "composition", _ATTENTION, "_ROTARY_BASE = 10_000.0", "_ROTARY_BASE = 1_000.0"),
         ("local heads of bias 1", "composition", _ATTENTION, "_LOCAL_BIAS = 4.0", "_LOCAL_BIAS = 1.0"),
         ("norm's epsilon is 0.1", "composition", _ATTENTION, "self.norm_q = nn.RMSNorm(width, eps=1e-6)", "self.norm_q = nn.RMSNorm(width, eps=1e-1)"),
+        ("keys of heads without their norm", "composition", _ATTENTION, "self._heads(self.w_k, self.norm_head_k, projected)", "self._heads(self.w_k, None, projected)"),
+        ("heads normalised with their biases", "composition", _ATTENTION, "heads_BHTK = norm(self._split(functional.linear(x_BTD, linear.weight)))", "return norm(self._split(linear(x_BTD)))"),
+        ("gate reads states of any size", "composition", _READOUT, "functional.rms_norm(states, states.shape[-1:], eps=1e-6) for states in last", "states for states in last"),
+        ("gate is not zero at zero", "composition", _READOUT, "torch.expm1(", "torch.exp("),
+        ("closed gate without a gradient", "composition", _READOUT, "_LEAK = 0.1", "_LEAK = 0.0"),
+        ("shares do not add up to 1", "composition", _READOUT, "return shares_BKN / shares_BKN.sum(-1, keepdim=True)", "return shares_BKN"),
+        ("closed gate gives log-probabilities", "composition", _READOUT, "torch.where(closed_BK1, same_BKV, mixed_BKV)", "mixed_BKV"),
+        ("tokens that a model lacks are likely", "composition", _READOUT, 'value=float("-inf")', "value=0.0"),
+        ("exponents without a floor", "composition", _READOUT, "_FLOOR = -80.0", "_FLOOR = -1e9"),
+        ("first tokens for the last ones", "composition", "grafts/composition/method.py", "].last[:, -columns:]", "].last[:, :columns]"),
         ("states of pairs in another order", "composition", "grafts/composition/augmenting.py", '["states", layer] for layer in self._layers]', '["states", layer] for layer in sorted(self._layers)]'),
         # Token routing
         ("cosines times temperature", "routing", _POLICY, "cosines / config.temperature", "cosines * config.temperature"),

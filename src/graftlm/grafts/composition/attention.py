@@ -9,7 +9,8 @@ heads, K = D / H the width of a head.
 
 The paper's attention has no positions: it distinguishes tokens only by content. Rotary positions rotate Q and K by
 the position of each token in its document. Local positions also add biases b_Q and b_K before the rotation, which
-initially make half of the heads attend to the most recent token.
+initially make half of the heads attend to the most recent token. With `qk_norm`, an RMS norm with a gain normalises
+each head of h_B W_Q and f_proj(h_A) W_K before biases and rotation, so that their size can't saturate the softmax.
 """
 
 from __future__ import annotations
@@ -76,10 +77,19 @@ class CrossAttention(nn.Module):
         norm: `pre` applies an RMS norm with a gain to the query's input and to the projected states.
         init: `zero` sets W_O = 0, so that the output is zero; `paper` draws all matrices alike.
         positions: `local` gives queries and keys biases.
+        qk_norm: normalises each head of the queries and keys; the gains are shared by the heads.
     """
 
     def __init__(
-        self, width: int, augmenting_width: int, heads: int, norm: Norm, init: Init, positions: Positions = "none"
+        self,
+        width: int,
+        augmenting_width: int,
+        heads: int,
+        norm: Norm,
+        init: Init,
+        positions: Positions = "none",
+        *,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -90,6 +100,8 @@ class CrossAttention(nn.Module):
         self.w_o = nn.Linear(width, width, bias=False)
         self.norm_q = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
         self.norm_kv = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
+        self.norm_head_q = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
+        self.norm_head_k = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
         self._initialise(init)
 
     @torch.no_grad()
@@ -120,7 +132,7 @@ class CrossAttention(nn.Module):
             cache: keeps keys and values between passes.
             attention_weights: if given, the weights (B, H, T, S) are appended.
         """
-        q_BHTK = self._split(self.w_q(self.norm_q(anchor_BTD)))
+        q_BHTK = self._heads(self.w_q, self.norm_head_q, self.norm_q(anchor_BTD))
         if positions is not None:
             q_BHTK = rotate(q_BHTK, positions.anchor)
         k_BHSK, v_BHSK = self._keys_and_values(states_BSA, positions, cache)
@@ -141,10 +153,17 @@ class CrossAttention(nn.Module):
             assert cache.values is not None
             return cache.keys, cache.values
         projected = self.norm_kv(self.project(states_BSA))
-        k, v = self._split(self.w_k(projected)), self._split(self.w_v(projected))
+        k, v = self._heads(self.w_k, self.norm_head_k, projected), self._split(self.w_v(projected))
         if positions is not None:
             k = rotate(k, positions.augmenting)
         return (k, v) if cache is None else cache.update(k, v)
+
+    def _heads(self, linear: nn.Linear, norm: nn.RMSNorm | None, x_BTD: Tensor) -> Tensor:
+        """(B, H, T, K) queries or keys."""
+        if norm is None:
+            return self._split(linear(x_BTD))
+        heads_BHTK = norm(self._split(functional.linear(x_BTD, linear.weight)))
+        return heads_BHTK if linear.bias is None else heads_BHTK + linear.bias.view(self.heads, 1, -1)
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)

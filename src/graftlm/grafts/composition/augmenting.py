@@ -31,6 +31,7 @@ class AugmentingStates:
         caches: per pair, the cache layer of its cross-attention; None without a cache.
         is_empty: no augmenting token was read so far.
         positions: of the anchor's tokens and of the new augmenting tokens; None for attention without positions.
+        last: the new last hidden states (B, S, A), which the model's output layer reads.
     """
 
     states: list[Tensor] | None
@@ -38,6 +39,7 @@ class AugmentingStates:
     caches: Sequence[CacheLayerMixin] | None
     is_empty: bool
     positions: AttentionPositions | None
+    last: Tensor | None
 
 
 class _UncroppableLayer(DynamicLayer):
@@ -98,6 +100,11 @@ class AugmentingModel:
         self._has_positions = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
         self._alignment = choose_alignment(name, backbone, anchor, config)
+        if config.readout != "none" and isinstance(self._alignment, CharacterAlignment):
+            raise GraftError(
+                f"The tokenizer of {name} is not the backbone's, and readout: mixture mixes probabilities of the same "
+                "tokens: set readout to none, or name a model with the backbone's tokenizer."
+            )
         self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers  # in the generation's cache
         taps = [Tap(Site("layer", layer), "after", "replace", partial(_record, layer)) for layer in sorted(set(layers))]
         self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, lambda call: None)
@@ -119,7 +126,8 @@ class AugmentingModel:
                 "generate without prefill_chunk_size, or set refresh: every."
             )
         own_cache, caches, state = self._cache_layers(call.cache)
-        cached = int(caches[0].get_seq_length()) if caches else 0
+        counting: Any = caches or (own_cache.layers if own_cache else ())  # without pairs, the model's own layers
+        cached = int(counting[0].get_seq_length()) if counting else 0
         if past and (not cached if state is None else state.keys is None):
             raise GraftError(
                 f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
@@ -127,13 +135,20 @@ class AugmentingModel:
                 "see."
             )
         aligned = self._alignment.align(call, past, state, cached)
-        states = self._run(aligned, own_cache)
+        states, last = self._run(aligned, own_cache)
         positions = aligned.positions if self._has_positions else None
-        return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions)
+        return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions, last)
 
-    def _run(self, aligned: AlignedInputs, own_cache: Cache | None) -> list[Tensor] | None:
+    @torch.no_grad()
+    def logits(self, last: Tensor) -> Tensor:
+        """The output layer's logits of last hidden states."""
+        head: Any = self.backbone.model.get_output_embeddings()
+        return head(last)
+
+    def _run(self, aligned: AlignedInputs, own_cache: Cache | None) -> tuple[list[Tensor] | None, Tensor | None]:
+        """The states of each pair, and the last ones; None if there is nothing new to read."""
         if aligned.inputs is None:
-            return None
+            return None, None
         self._check_length(aligned.inputs, own_cache)
         inputs = aligned.inputs | {"past_key_values": own_cache, "use_cache": own_cache is not None}
         mask, model = inputs["attention_mask"], self.backbone.model
@@ -141,8 +156,8 @@ class AugmentingModel:
             lowest = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=mask.device)
             inputs["attention_mask"] = torch.where(mask, lowest.new_zeros(()), lowest)  # only SDPA takes booleans
         with torch.no_grad(), self._tap_hooks.announce(attention_mask=None) as calls:  # its taps read no padding
-            model.base_model(**inputs)
-        return [calls[0].scratch["states", layer] for layer in self._layers]
+            last = model.base_model(**inputs)[0]
+        return [calls[0].scratch["states", layer] for layer in self._layers], last
 
     def _check_length(self, inputs: dict[str, Any], own_cache: Cache | None) -> None:
         config = self.backbone.sites.config

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import nn
 
 from graftlm.config import Config
 from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.composition.attention import Init, Norm, Positions
+from graftlm.grafts.composition.readout import ReadoutKind
 
 Pair = tuple[int, int]
 """(layer of the augmenting model, layer of the anchor), counted from 0."""
@@ -47,6 +48,10 @@ class CompositionConfig(GraftConfig):
             rotary, and half of the heads initially attend to the most recent token.
         refresh: what the augmenting models read: `every` token, or only the `prompt`, as encoders.
         alignment: matching of tokens: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`.
+        qk_norm: RMS norms of each head's queries and keys, so that attention can't saturate.
+        cross: whether there are cross-attentions; without them, the readout alone is trained.
+        readout: `mixture`: a gate mixes the next-token distributions of the anchor and of the augmenting models, which
+            share a tokenizer. `none`: the anchor's alone.
     """
 
     kind: Literal["composition"] = "composition"
@@ -54,10 +59,13 @@ class CompositionConfig(GraftConfig):
     stride: int = Field(4, ge=1)
     heads: int | None = Field(None, ge=1)
     init: Init = "zero"
-    norm: Norm = "none"
-    positions: Positions = "rotary"
+    norm: Norm = "pre"
+    positions: Positions = "local"
     refresh: Literal["every", "prompt"] = "every"
     alignment: Literal["auto", "position", "characters"] = "auto"
+    qk_norm: bool = False
+    cross: bool = True
+    readout: ReadoutKind = "none"
 
     @field_validator("augmenting")
     @classmethod
@@ -68,3 +76,11 @@ class CompositionConfig(GraftConfig):
                     f"the augmenting model's name {name!r} can't be used: use letters, digits, - and _, such as french"
                 )
         return value
+
+    @model_validator(mode="after")
+    def _check_readout(self) -> Self:
+        if not self.cross and self.readout == "none":
+            raise ValueError("cross: false and readout: none leave nothing to train: set readout to mixture")
+        if self.readout != "none" and self.refresh == "prompt":
+            raise ValueError("readout: mixture needs augmenting models that read every token: set refresh to every")
+        return self

@@ -4,8 +4,8 @@ After a layer j of the anchor (the backbone) that is paired with layer i of an a
 
     H'_Bj = H_Bj + sum over augmenting models of f_cross(f_proj(H_Ai), H_Bj)
 
-Only f_proj and f_cross (`attention.py`) are trained. Position t of the anchor sees what the augmenting model has read
-up to t (`alignment.py`).
+Only f_proj and f_cross (`attention.py`) are trained, and the gate of a readout (`readout.py`). Position t of the anchor
+sees what the augmenting model has read up to t (`alignment.py`).
 
 Shape suffixes: B rows, T anchor tokens, S augmenting tokens, D the anchor's width, H heads.
 """
@@ -24,7 +24,8 @@ from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, GraftConfig, ReadsModels
 from graftlm.grafts.composition.attention import CrossAttention
 from graftlm.grafts.composition.augmenting import AugmentingModel, AugmentingStates, load_augmenting
-from graftlm.grafts.composition.config import CompositionConfig, Pair
+from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig, Pair
+from graftlm.grafts.composition.readout import MixtureGate, mix, output_width
 
 
 class Composition(Graft, ReadsModels):
@@ -55,30 +56,38 @@ class Composition(Graft, ReadsModels):
         check_heads(heads, sites.width, even=config.positions != "none")
         self._models: dict[str, AugmentingModel] = {}
         self.blocks = nn.ModuleDict()
-        resolved = {}
+        resolved: dict[str, AugmentingConfig] = {}
         for name, model_config in config.augmenting.items():
             model = (augmenting or {}).get(name) or load_augmenting(name, model_config, backbone.device)
-            pairs = check_pairs(name, model_config.pairs or pairs_of(config, name, model, backbone), model, backbone)
+            resolved[name] = with_pairs(config, name, model, backbone) if config.cross else model_config
+            pairs = list(resolved[name].pairs or ()) if config.cross else []
             self._models[name] = AugmentingModel(name, model, [i for i, _ in pairs], backbone, config)
-            width = model.sites.width
-            self.blocks[name] = nn.ModuleList(
-                CrossAttention(sites.width, width, heads, config.norm, config.init, config.positions) for _ in pairs
-            )
-            resolved[name] = model_config.model_copy(update={"pairs": pairs})
+            block = partial(CrossAttention, norm=config.norm, init=config.init, positions=config.positions)
+            blocks = [block(sites.width, model.sites.width, heads, qk_norm=config.qk_norm) for _ in pairs]
+            self.blocks[name] = nn.ModuleList(blocks)
+        self.readout: MixtureGate | None = None
+        if config.readout == "mixture":
+            widths = [output_width(f"The augmenting model {name}", m.backbone) for name, m in self._models.items()]
+            self.readout = MixtureGate([output_width("The backbone", backbone), *widths])
         self.config = config.model_copy(update={"augmenting": resolved})
         self.to(backbone.device)
+
+    def pairs(self, name: str) -> list[Pair]:
+        """The pairs of an augmenting model that have a cross-attention."""
+        return list(self.config.augmenting[name].pairs or ()) if self.config.cross else []
 
     def frozen_models(self) -> Mapping[str, Backbone]:
         return {name: model.backbone for name, model in self._models.items()}
 
     def taps(self) -> list[Tap]:
         sources: dict[int, list[tuple[str, int]]] = {}  # anchor layer -> (augmenting model, number of its pair)
-        for name, model_config in self.config.augmenting.items():
-            for number, (_, layer) in enumerate(model_config.pairs or ()):
+        for name in self._models:
+            for number, (_, layer) in enumerate(self.pairs(name)):
                 sources.setdefault(layer, []).append((name, number))
-        return [
+        taps = [
             Tap(Site("layer", layer), "after", "add", partial(self._add, sources[layer])) for layer in sorted(sources)
         ]
+        return taps if self.readout is None else [*taps, Tap(Site("head"), "after", "replace", self._read_out)]
 
     def prepare(self, call: Call) -> None:
         for name, model in self._models.items():
@@ -105,37 +114,61 @@ class Composition(Graft, ReadsModels):
             call.scratch[self, "statistics", name, number] = statistics(anchor_BTD, update, weights[0], call.token_mask)
         return update
 
+    def _read_out(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Log-probabilities of the mixture for the last tokens, as many as the output layer has logits for."""
+        assert self.readout is not None
+        columns = outputs.shape[1]
+        last = {name: call.scratch[self, name].last[:, -columns:] for name in self._models}
+        dtype = call.working_dtype(self)
+        shares = self.readout([states.to(dtype) for states in (inputs, *last.values())])
+        if call.observing:
+            real = slice(None) if call.token_mask is None else call.token_mask[:, -columns:]
+            call.scratch[self, "shares"] = shares[real].flatten(0, -2).mean(0)
+        return mix(outputs, [model.logits(last[name]) for name, model in self._models.items()], shares)
+
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Per augmenting model, `<name>_<quantity>` with one value per pair.
+        """Per augmenting model, `<name>_<quantity>` with one value per pair, and `<name>_gate` with one value.
 
         `written`: norm of the update over the norm of the anchor's states. `attention_here`: attention mass on the last
         visible token. `attention_before`: mass on the earlier tokens. `attention_bits`: entropy of the weights.
+        `gate`: the mean share of its distribution in the readout's mixture.
         """
         means: dict[str, Tensor] = {}
-        for name, model_config in self.config.augmenting.items():
-            pairs = [call.scratch.get((self, "statistics", name, n), {}) for n in range(len(model_config.pairs or ()))]
+        for index, name in enumerate(self._models):
+            pairs = [call.scratch.get((self, "statistics", name, n), {}) for n in range(len(self.pairs(name)))]
             for quantity in pairs[0] if pairs else ():
                 means[f"{name}_{quantity}"] = torch.stack([pair[quantity] for pair in pairs if pair])
+            if (self, "shares") in call.scratch:
+                means[f"{name}_gate"] = call.scratch[self, "shares"][index + 1 : index + 2]
         return means
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """The pairs, and the number of parameters beside the paper's formula, which omits W_O."""
         description: dict[str, Any] = {}
         d = backbone.sites.width
-        for name, model_config in self.config.augmenting.items():
-            pairs, width = model_config.pairs or [], self._models[name].backbone.sites.width
+        for name in self._models:
+            pairs, width = self.pairs(name), self._models[name].backbone.sites.width
             description |= {
                 f"{name}: pairs of layers": ", ".join(f"{i} to {j}" for i, j in pairs),
                 f"{name}: parameters": sum(p.numel() for p in self.blocks[name].parameters()),
                 f"{name}: paper's n(D_A D_B + 3 D_B^2)": len(pairs) * (width * d + 3 * d * d),
                 f"{name}: and W_O's n D_B^2": len(pairs) * d * d,
             }
+        if self.readout is not None:
+            description["readout: parameters"] = sum(p.numel() for p in self.readout.parameters())
         return description
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for model in self._models.values():  # not submodules, but they move with the graft
             model.backbone.model._apply(fn)
         return super()._apply(fn, recurse)
+
+
+def with_pairs(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> AugmentingConfig:
+    """A model's config with the pairs that are listed there, or result from strides."""
+    own = config.augmenting[name]
+    pairs = check_pairs(name, own.pairs or pairs_of(config, name, augmenting, anchor), augmenting, anchor)
+    return own.model_copy(update={"pairs": pairs})
 
 
 def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> list[Pair]:

@@ -5,7 +5,11 @@
     head_k = softmax(Q_k K_k^T / sqrt(D / H)) V_k,    Q_k = H_Bj W_Qk,  K_k, V_k = f_proj(H_Ai) W_Kk, f_proj(H_Ai) W_Vk
 
 The paper leaves the mask open. Here token t of the anchor attends to the augmenting tokens in `visible[t]`, which hold
-only text up to t. A token that sees none has a zero update. Nothing here calls the fast path.
+only text up to t. A token that sees none has a zero update. A readout mixes next-token distributions:
+
+    p = (p_B + sum_m (e^r_m - 1) p_m) / (1 + sum_m (e^r_m - 1)),   r_m = min(max(0, a_m), 30)
+
+Nothing here calls the fast path.
 
 Shape suffixes: T anchor tokens, S augmenting tokens, D the anchor's width, A the augmenting model's, K = D / heads.
 """
@@ -26,7 +30,10 @@ MAX_WORD = 48
 
 @dataclass(frozen=True)
 class PairWeights:
-    """One pair, as matrices that multiply from the right: `project` (A, D), the others (D, D); gains, biases (D,)."""
+    """One pair, as matrices that multiply from the right: `project` (A, D), the others (D, D); gains, biases (D,).
+
+    The gains of heads are (K,).
+    """
 
     project: Tensor
     w_q: Tensor
@@ -37,6 +44,8 @@ class PairWeights:
     gain_kv: Tensor | None = None
     bias_q: Tensor | float = 0.0
     bias_k: Tensor | float = 0.0
+    gain_head_q: Tensor | None = None
+    gain_head_k: Tensor | None = None
 
 
 def rms_norm(x_D: Tensor, gain_D: Tensor | None) -> Tensor:
@@ -57,6 +66,12 @@ def rotate(x_K: Tensor, position: int | None) -> Tensor:
     return rotated_K
 
 
+def heads_of(x_D: Tensor, gain_K: Tensor | None, bias_D: Tensor | float, width: int) -> list[Tensor]:
+    """The heads of a query or key, each normalised if there is a gain; the bias comes last."""
+    heads = [rms_norm(x_D[start : start + width], gain_K) for start in range(0, len(x_D), width)]
+    return list((torch.cat(heads) + bias_D).split(width))
+
+
 def cross(
     anchor_TD: Tensor,
     states_SA: Tensor,
@@ -70,23 +85,48 @@ def cross(
     projected = [rms_norm(state_A @ weights.project, weights.gain_kv) for state_A in states_SA]
     rows = []
     for t, anchor_D in enumerate(anchor_TD):
-        query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q + weights.bias_q
+        query_D = rms_norm(anchor_D, weights.gain_q) @ weights.w_q
+        queries = heads_of(query_D, weights.gain_head_q, weights.bias_q, width)
         outputs = []
         for head in range(heads):
             part = slice(head * width, (head + 1) * width)
             if not visible[t]:
                 outputs.append(torch.zeros(width, dtype=anchor_TD.dtype))
                 continue
-            query = rotate(query_D[part], positions[0][t] if positions else None)
+            query = rotate(queries[head], positions[0][t] if positions else None)
+            keys_D = {s: projected[s] @ weights.w_k for s in visible[t]}
             keys = [
-                rotate((projected[s] @ weights.w_k + weights.bias_k)[part], positions[1][s] if positions else None)
-                for s in visible[t]
+                rotate(
+                    heads_of(key_D, weights.gain_head_k, weights.bias_k, width)[head],
+                    positions[1][s] if positions else None,
+                )
+                for s, key_D in keys_D.items()
             ]
             values = [(projected[s] @ weights.w_v)[part] for s in visible[t]]
             shares = torch.softmax(torch.stack([(query * key).sum() / width**0.5 for key in keys]), 0)
             outputs.append(sum(share * value for share, value in zip(shares, values, strict=True)))
         rows.append(torch.cat(outputs) @ weights.w_o)
     return torch.stack(rows)
+
+
+def mixture(logits: Sequence[Tensor], last: Sequence[Tensor], weight_MW: Tensor, bias_M: Tensor) -> Tensor:
+    """Log-probabilities (V,) of one token's mixture.
+
+    Args:
+        logits: of the anchor and of each augmenting model, (V,).
+        last: the states that gave them, (width,).
+        weight_MW: of the gate, on all last states side by side, each divided by its root mean square.
+        bias_M: of the gate.
+    """
+    normed = torch.cat([h / torch.sqrt((h * h).mean() + 1e-6) for h in last])
+    p, total = torch.softmax(logits[0], 0), torch.ones((), dtype=logits[0].dtype)
+    for m in range(len(bias_M)):
+        a = (weight_MW[m] * normed).sum() + bias_M[m]
+        if a < 0 or a > 30:
+            a = torch.clamp(a.detach(), 0, 30) + 0.1 * (a - a.detach())  # a tenth of the gradient
+        opened = torch.exp(a) - 1
+        p, total = p + opened * torch.softmax(logits[m + 1], 0), total + opened
+    return torch.log(p / total)
 
 
 def visible_by_position(
