@@ -269,10 +269,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         self._set_router(router | {"whitener": whitener, "variance": variance})
 
     def _fit_whitener(self, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(K, d) and the number a t; no rows, which change no vector, where no vector is whitened.
-
-        By default none is where no expert has two examples.
-        """
+        """(K, d) and a t; no rows, which change no vector, where no vector is whitened."""
         for name, group in zip(self.names, groups, strict=True):
             if self.config.policy == "discriminant" and len(group) < 2:
                 raise GraftError(
@@ -372,12 +369,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     def _router_names(self) -> list[str]:
         """The names of the tensors that the config's routes need."""
-        needless = {
-            "whitener": not self.config.whitens,
-            "variance": self.config.policy != "discriminant",
-            "owners": self.config.embedder.centroids == 1,
-        }
-        return [name for name in _ROUTER if not needless.get(name)]
+        config = self.config
+        needs = [True, True, config.whitens, config.policy == "discriminant", config.embedder.centroids != 1]
+        return [name for name, need in zip(_ROUTER, needs, strict=True) if need]
 
     def _saved_factors(self) -> dict[str, Tensor]:
         tensors = {}

@@ -23,6 +23,7 @@ Linear discriminant scores of centroids c_j, with equal priors, are products of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,6 @@ MINIMUM_SHRINKAGE = 1e-3
 """Lower bound of a. Without it, directions absent from the examples would count without bound."""
 TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}
 """Where the config has none."""
-MAXIMUM_STEPS = 100
-"""Of k-means."""
 
 
 def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
@@ -61,11 +60,7 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
 
 
 def scores_of(
-    centroids_Md: Tensor,
-    vectors: Tensor,
-    centre_d: Tensor,
-    whitener_Kd: Tensor | None = None,
-    variance: Tensor | None = None,
+    centroids_Md: Tensor, vectors: Tensor, centre_d: Tensor, whitener_Kd: Tensor | None = None, variance: Any = None
 ) -> Tensor:
     """(..., M) cosines of vectors (..., d) to the centroids, or with a variance a t their linear discriminant scores.
 
@@ -95,20 +90,18 @@ def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
     It starts from the vector that is nearest to the mean, and then each time from the one that is farthest from all
     chosen ones, so that it needs no random numbers. Equal vectors give one centroid.
     """
-    if count == "all" or count == 1:
-        return vectors_Nd if count == "all" else vectors_Nd.mean(0, keepdim=True)
+    if not isinstance(count, int):
+        return vectors_Nd
     points = vectors_Nd.double()
-    chosen = [int((points - points.mean(0)).norm(dim=1).argmin())]
-    while len(chosen) < int(count):
-        distances = torch.cdist(points, points[chosen]).amin(1)
-        if distances.max() < 1e-9:
-            break
-        chosen.append(int(distances.argmax()))
-    centroids = points[chosen]
-    for _ in range(MAXIMUM_STEPS):
+    centroids = points.mean(0, keepdim=True)
+    if count > 1:
+        centroids = points[(points - centroids).norm(dim=1).argmin()][None]
+    while len(centroids) < count and (distances := torch.cdist(points, centroids).amin(1)).max() > 1e-9:
+        centroids = torch.cat([centroids, points[int(distances.argmax())][None]])
+    for _ in range(100 if count > 1 else 0):
         nearest = torch.cdist(points, centroids).argmin(1)
-        means = torch.stack([points[nearest == k].mean(0) for k in range(len(centroids)) if (nearest == k).any()])
-        if means.shape == centroids.shape and torch.allclose(means, centroids, rtol=0, atol=1e-12):
+        means = torch.stack([points[nearest == k].mean(0) for k in nearest.unique()])
+        if torch.equal(means, centroids):
             break
         centroids = means
     return centroids.to(vectors_Nd.dtype)
