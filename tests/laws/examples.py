@@ -232,7 +232,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
     ],
     "token-routing": [
-        Example("token-routing", {"experts": EXPERTS, "prompt": "causal"}, exceptions=_ROUTING),
+        Example("token-routing", {"experts": EXPERTS, "prompt": "causal", "temperature": 0.1}, exceptions=_ROUTING),
         Example(
             "token-routing",
             {"experts": EXPERTS, "prompt": "causal", "every": 3, "window": 4, "policy": "nearest", "top": 1},
@@ -241,13 +241,19 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example(
             "token-routing",
-            {"experts": EXPERTS, "prompt": "causal", "cache": "recompute"},
+            {"experts": EXPERTS, "prompt": "causal", "cache": "recompute", "temperature": 0.1},
             name="recomputing",
             exceptions=_ROUTING | {_WAITS: _RECOMPUTES} | _FIRST_SHOWS,
         ),
         Example(
             "token-routing",
-            {"experts": EXPERTS, "prompt": "causal", "every": 3, "embedder": {"layers": 1, "whiten": True}},
+            {
+                "experts": EXPERTS,
+                "prompt": "causal",
+                "every": 3,
+                "temperature": 0.1,
+                "embedder": {"layers": 1, "whiten": True, "centroids": "all"},
+            },
             name="by-states",
             exceptions=_ROUTING,
         ),

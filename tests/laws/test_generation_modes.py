@@ -170,7 +170,7 @@ def test_what_is_no_prompt_is_refused(ids: Any) -> None:
 
 
 READS_PROMPT: dict[str, dict[str, Any]] = {
-    "token routing": {"kind": "token-routing", "experts": EXPERTS, "prompt": "whole", "every": 2},
+    "token routing": {"kind": "token-routing", "experts": EXPERTS, "prompt": "whole", "every": 2, "temperature": 0.1},
     "composition": {
         "kind": "composition",
         "stride": 1,

@@ -109,6 +109,12 @@ def test_invalid_configs() -> None:
     experts = {"a": {"rank": 1, "targets": ["ffn"]}}
     with pytest.raises(RecipeError, match="reads: prompt uses one route for the whole prompt"):
         graft_config({"kind": "token-routing", "experts": experts, "reads": "prompt", "prompt": "causal"})
+    for more, message in (
+        ({"threshold": 0.2}, "threshold is a cosine, and policy: discriminant has none: leave threshold out"),
+        ({"embedder": {"whiten": False}}, "discriminant divides by the covariance of the examples: leave whiten out"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            graft_config({"kind": "token-routing", "experts": experts, "policy": "discriminant", **more})
     config = graft_config({"kind": "token-routing", "experts": {"a": {"rank": 1, "targets": ["qproj"]}}})
     with pytest.raises(GraftError, match=r"has no such module: name attention, ffn, embedding, or one of down_proj"):
         build_graft(config, backbone("llama"))
@@ -126,6 +132,14 @@ def test_centroids_that_are_missing_or_have_no_direction() -> None:
             graft.fit({})
         with pytest.raises(error, match=message), GraftedModel(backbone("llama"), {"graft": graft}) as model:
             model(tiny_ids())
+
+
+def test_a_discriminant_needs_several_examples_of_each_expert() -> None:
+    texts = {"a": ["fox", "dog"], "b": ["def f():"]}
+    experts = {name: {"rank": 1, "targets": ["ffn"], "texts": each} for name, each in texts.items()}
+    config = graft_config({"kind": "token-routing", "experts": experts, "policy": "discriminant"})
+    with pytest.raises(GraftError, match="discriminant needs several examples of each expert, but b has one: give it"):
+        build_graft(config, backbone("llama")).fit({})  # type: ignore[attr-defined]  # of routing
 
 
 def test_peft_reads_a_written_expert(tmp_path: Path) -> None:

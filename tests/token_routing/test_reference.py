@@ -17,7 +17,7 @@ from graftlm.grafts.token_routing import TokenRouting, reference
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
-from graftlm.grafts.token_routing.policy import expert_weights
+from graftlm.grafts.token_routing.policy import best_scores, cluster, expert_weights, fit_whitener, scores_of
 from graftlm.grafts.token_routing.routing_state import route_spans
 from tiny import SPECIAL, tiny_ids, tiny_model
 from token_routing.tools import backbone
@@ -25,11 +25,15 @@ from token_routing.tools import backbone
 EXPERTS = {
     "one": {"rank": 2, "targets": ["attention"], "texts": ["The quick brown fox jumps over the lazy dog", "thin fox"]},
     "two": {"rank": 1, "targets": ["ffn"], "texts": ["Le renard brun saute", "par-dessus le chien paresseux"]},
-    "three": {"rank": 3, "targets": ["ffn"], "texts": ["def forward(self, hidden_states): return self.down"]},
+    "three": {
+        "rank": 3,
+        "targets": ["ffn"],
+        "texts": ["def forward(self, hidden_states): return self.down", "self.up(x)", "lazy forward"],
+    },
 }
 CONFIGS = st.fixed_dictionaries(
     {
-        "policy": st.sampled_from(["softmax", "nearest"]),
+        "policy": st.sampled_from(["softmax", "nearest", "discriminant"]),
         "temperature": st.sampled_from([0.05, 0.3]),
         "top": st.sampled_from([None, 1, 2]),
         "threshold": st.sampled_from([None, -0.2, 0.3]),
@@ -39,13 +43,21 @@ CONFIGS = st.fixed_dictionaries(
         "prompt": st.sampled_from(["whole", "causal"]),
         "cache": st.sampled_from(["keep", "recompute"]),
         "embedder": st.fixed_dictionaries(
-            {"layers": st.sampled_from([0, 1, -1]), "centre": st.booleans(), "whiten": st.booleans()}
+            {
+                "layers": st.sampled_from([0, 1, -1]),
+                "centre": st.booleans(),
+                "whiten": st.booleans(),
+                "centroids": st.sampled_from([1, 2, "all"]),
+            }
         ),
     }
 ).filter(lambda config: (config["reads"], config["prompt"]) != ("prompt", "causal"))
+DISCRIMINANT = {"policy": "discriminant", "temperature": 20.0, "threshold": None}
 
 
 def graft_of(settings: dict[str, Any]) -> TokenRouting:
+    if settings.get("policy") == "discriminant":
+        settings = {**settings, **DISCRIMINANT, "embedder": {**settings.get("embedder", {}), "whiten": True}}
     config = graft_config({"kind": "token-routing", "experts": EXPERTS, **settings})
     graft = build_graft(config, backbone("llama"))
     assert isinstance(graft, TokenRouting)
@@ -84,7 +96,8 @@ def literal(graft: TokenRouting, tokens: list[int], prompt: int) -> torch.Tensor
     for i in range(len(tokens)):
         columns = reference.route_columns(i, prompt, graft.config)
         vector = reference.embed(tokens[columns], vectors[columns], range(len(SPECIAL)))
-        rows.append(reference.weights(vector, reference.centroids(examples), graft.config, whitening))
+        own = [reference.clusters(group, embedder.centroids) for group in examples]
+        rows.append(reference.weights(vector, own, graft.config, whitening))
     return torch.tensor(rows)
 
 
@@ -94,6 +107,46 @@ def test_centroids_are_the_mean_of_the_examples(layers: int) -> None:
     graft.fit({})
     expected = torch.stack(reference.centroids(embedded_examples(layers)))
     torch.testing.assert_close(graft.centroids, expected, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.sampled_from([2, 3, 9]),
+    st.integers(0, 99),
+)
+def test_clusters_are_lloyds(kinds: list[int], width: int, count: int, seed: int) -> None:
+    points = torch.randn(6, width, generator=torch.Generator().manual_seed(seed))[kinds]  # with equal ones
+    actual, expected = cluster(points, count), reference.clusters(list(points.double()), count)
+    torch.testing.assert_close(actual, torch.stack(expected).float(), rtol=1e-4, atol=1e-5)
+    distinct = len(set(kinds))
+    assert len(actual) == min(count, distinct)
+    assert torch.equal(cluster(points, "all"), points)
+
+
+def test_discriminant_scores_are_log_posteriors_up_to_what_experts_share() -> None:
+    groups = [
+        torch.randn(200, 3, generator=torch.Generator().manual_seed(n)) * torch.tensor([3.0, 1, 0.3]) for n in (0, 1)
+    ]
+    groups[1] = groups[1] + torch.tensor([2.0, 0.5, 0.2])
+    whitener, variance = fit_whitener(groups)
+    centroids, v = torch.stack([group.mean(0) for group in groups]), torch.tensor([[0.5, 0.1, 0.4], [2.0, 0.0, -0.1]])
+    actual = scores_of(centroids, v, centroids.mean(0), whitener, variance)
+    covariance = reference.whitening([list(group.double()) for group in groups]).inverse().matrix_power(2)
+    normal = [torch.distributions.MultivariateNormal(c.double(), covariance).log_prob(v.double()) for c in centroids]
+    torch.testing.assert_close(actual.softmax(-1), torch.stack(normal, -1).softmax(-1).float(), rtol=1e-3, atol=1e-4)
+
+
+def test_an_expert_has_the_score_of_its_best_centroid() -> None:
+    scores, owners = torch.tensor([[-3.0, -1, -2, -5]]), torch.tensor([0, 1, 0, 1])
+    assert best_scores(scores, owners, 2).tolist() == [[-2.0, -1.0]]
+
+
+def test_temperatures_by_default() -> None:
+    for policy, temperature in (("softmax", 0.03), ("discriminant", 1.0)):
+        config = TokenRoutingConfig.model_validate({"experts": EXPERTS, "policy": policy})
+        scores = torch.tensor([0.03, 0.06, 0.0])
+        torch.testing.assert_close(expert_weights(scores, config)[:3], (scores / temperature).softmax(-1))
 
 
 @given(CONFIGS, st.integers(1, 9), st.integers(10, 16), st.integers(0, 99))

@@ -32,7 +32,9 @@ EXPERTS = {
 
 
 def graft_of(host: Backbone, **settings: Any) -> TokenRouting:
-    graft = build_graft(graft_config({"kind": "token-routing", "experts": EXPERTS, **settings}), host)
+    graft = build_graft(
+        graft_config({"kind": "token-routing", "experts": EXPERTS, "temperature": 0.1, **settings}), host
+    )
     assert isinstance(graft, TokenRouting)
     generator = torch.Generator().manual_seed(0)
     for parameter in graft.parameters():
@@ -167,7 +169,7 @@ def test_whitening_equals_the_reference_up_to_a_factor(counts: list[int], width:
     groups = [torch.randn(max(2, count), width, generator=generator) * scales + 3 for count in counts]
     v = torch.randn(5, width, generator=generator)
     actual, expected = (
-        whiten(v, fit_whitener(groups)),
+        whiten(v, fit_whitener(groups)[0]),
         v.double() @ reference.whitening([list(group.double()) for group in groups]),
     )
     cosines = torch.cosine_similarity(actual, expected.float(), dim=-1)
@@ -177,7 +179,7 @@ def test_whitening_equals_the_reference_up_to_a_factor(counts: list[int], width:
 
 def test_directions_of_high_variance_count_less() -> None:
     noise = torch.randn(200, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 1, 1])
-    whitener = fit_whitener([noise[:100], noise[100:] + torch.tensor([0.0, 5, 0])])
+    whitener = fit_whitener([noise[:100], noise[100:] + torch.tensor([0.0, 5, 0])])[0]
     loud, quiet, _ = whiten(torch.eye(3), whitener).norm(dim=-1).tolist()
     assert loud * 7 < quiet
 
@@ -204,9 +206,14 @@ def test_vectors_of_the_backbone_are_whitened_by_default_where_examples_differ()
 # The artefact
 
 
-def test_an_artefact_keeps_the_whitener(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "centroids", "lost"),
+    [("softmax", 1, "whitener"), ("discriminant", 2, "variance"), ("nearest", "all", "owners")],
+)
+def test_an_artefact_keeps_what_routes_need(policy: str, centroids: Any, lost: str, tmp_path: Path) -> None:
     host, ids = backbone("llama"), tiny_ids()
-    graft = graft_of(host, prompt="causal", embedder={"layers": -1, "whiten": True})
+    embedder = {"layers": -1, "whiten": True, "centroids": centroids}
+    graft = graft_of(host, prompt="causal", policy=policy, embedder=embedder)
     with torch.no_grad(), GraftedModel(host, {"graft": graft}) as model:
         expected = model(ids).logits
         save_graft(graft, host, tmp_path / "graft")
@@ -222,7 +229,7 @@ def test_an_artefact_keeps_the_whitener(tmp_path: Path) -> None:
             model(ids)
     file = tmp_path / "graft" / "graft.safetensors"
     tensors = load_file(file)
-    del tensors["whitener"]
+    del tensors[lost]
     save_file(tensors, file)
     with pytest.raises(ArtifactError, match="lacks centroids, probe or whitener"):
         load_graft(tmp_path / "graft", host)

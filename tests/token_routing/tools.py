@@ -107,7 +107,7 @@ def routing(family: str, folders: Mapping[str, str], **more: Any) -> GraftedMode
         name: {"path": folder, "texts": [texts[number % 3] + " " * (number // 3)]}
         for number, (name, folder) in enumerate(folders.items())
     }
-    config = graft_config({"kind": "token-routing", "experts": experts, "prompt": "causal", **more})
+    config = graft_config({"kind": "token-routing", "experts": experts, "prompt": "causal", "temperature": 0.1, **more})
     return GraftedModel(backbone(family), {"graft": build_graft(config, backbone(family))})
 
 

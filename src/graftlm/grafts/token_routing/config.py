@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, field_validator, model_validator
 
@@ -62,6 +62,8 @@ class EmbedderConfig(Config):
             where an expert has several examples.
         centre: subtract the mean of all centroids before comparing. Default: only for `backbone`, whose vectors share
             one dominant direction.
+        centroids: number of centroids of each expert, by k-means of its examples; `all`: every example is one. The
+            score of an expert is that of its best centroid.
         trust_remote_code: run code that comes with a sentence-transformers model.
     """
 
@@ -69,6 +71,7 @@ class EmbedderConfig(Config):
     layers: int = 0
     whiten: bool | None = None
     centre: bool | None = None
+    centroids: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -90,8 +93,9 @@ class TokenRoutingConfig(GraftConfig):
         experts: the experts by name.
         embedder: the model that embeds the text.
         policy: `softmax`: softmax of the cosines over `temperature`. `nearest`, the paper's: the largest cosine is
-            multiplied by `boost` before a softmax.
-        temperature: of the `softmax` policy.
+            multiplied by `boost` before a softmax. `discriminant`: softmax of linear discriminant scores over
+            `temperature`; every expert needs several examples.
+        temperature: of `softmax`, by default 0.03, and of `discriminant`, by default 1.
         boost: of the `nearest` policy.
         top: number of largest weights to keep. Default: all.
         threshold: minimum cosine. Below it no expert is used, and the bare backbone predicts.
@@ -112,8 +116,8 @@ class TokenRoutingConfig(GraftConfig):
     kind: Literal["token-routing"] = "token-routing"
     experts: dict[str, ExpertConfig] = Field(min_length=1)
     embedder: EmbedderConfig = EmbedderConfig()
-    policy: Literal["softmax", "nearest"] = "softmax"
-    temperature: float = Field(0.1, gt=0)
+    policy: Literal["softmax", "nearest", "discriminant"] = "softmax"
+    temperature: float | None = Field(None, gt=0)
     boost: float = Field(4.0, ge=1)
     top: int | None = Field(None, ge=1)
     threshold: float | None = Field(None, ge=-1, le=1)
@@ -134,7 +138,16 @@ class TokenRoutingConfig(GraftConfig):
             raise ValueError(f"fixed names {name}, and there is no such expert{did_you_mean(name, self.experts)}")
         if sum((self.fixed or {}).values()) > 1 + 1e-6:
             raise ValueError("the weights of fixed add up to more than 1: lower them")
+        if self.policy == "discriminant" and self.threshold is not None:
+            raise ValueError("threshold is a cosine, and policy: discriminant has none: leave threshold out")
+        if self.policy == "discriminant" and self.embedder.whiten is False:
+            raise ValueError("policy: discriminant divides by the covariance of the examples: leave whiten out")
         return self
+
+    @property
+    def whitens(self) -> bool:
+        """Whether vectors are whitened, where the examples allow it."""
+        return self.policy == "discriminant" or self.embedder.whitens
 
     @field_validator("experts")
     @classmethod

@@ -3,12 +3,12 @@
 At token i, let e(i) be the embedding of the text that its route depends on (`routing_state.py`), and c_j the centroid
 of expert j's examples. The weights are
 
-    w(i) = policy(cos(e(i), c_1), ..., cos(e(i), c_E))                      (`policy.py`)
+    w(i) = policy(score(e(i), c_1), ..., score(e(i), c_E))                  (`policy.py`)
 
 and every module that experts change returns W x + sum over j of w_j(i) s_j B_j A_j x   (`mixture.py`).
 
-Shape suffixes: B rows, T tokens of this pass, E experts, d embedding width. Weights have E + 1 entries, the last being
-the bare backbone's.
+Shape suffixes: B rows, T tokens of this pass, E experts, M centroids, d embedding width. Weights have E + 1
+entries, the last being the bare backbone's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, read_adapter, write_adapter
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
-from graftlm.grafts.token_routing.policy import cosines_to, expert_weights, fit_whitener
+from graftlm.grafts.token_routing.policy import best_scores, cluster, expert_weights, fit_whitener, scores_of
 from graftlm.grafts.token_routing.routing_state import (
     Recompute,
     RouteSpans,
@@ -56,6 +56,7 @@ from graftlm.grafts.token_routing.routing_state import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_ROUTER = ("centroids", "probe", "whitener", "variance", "owners")
 BARE = "none"
 """The label of the bare backbone in traces."""
 
@@ -79,6 +80,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     centroids: Tensor
     probe: Tensor
     whitener: Tensor
+    variance: Tensor
+    owners: Tensor
 
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -101,7 +104,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
         self._build_mixtures(factors)
-        for name in ("centroids", "probe", "whitener"):
+        for name in _ROUTER:
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
 
     def _build_mixtures(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
@@ -207,11 +210,17 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         if not len(self.centroids):
             self.fit({})
         vectors = self._need_embedder().prefixes(call, spans, running_sum)
-        whitener = self.whitener if self.config.embedder.whitens else None
-        cosines = cosines_to(self.centroids, vectors, self._centre(self.centroids), whitener)
+        scores = self._scores(vectors)
         if call.training:
-            return nn.functional.one_hot(cosines.argmax(-1), experts + 1).to(cosines.dtype)
-        return expert_weights(cosines, self.config)
+            return nn.functional.one_hot(scores.argmax(-1), experts + 1).to(scores.dtype)
+        return expert_weights(scores, self.config)
+
+    def _scores(self, vectors: Tensor) -> Tensor:
+        """(..., E) each expert's score for vectors (..., d)."""
+        whitener = self.whitener if self.config.whitens else None
+        variance = self.variance if self.config.policy == "discriminant" else None
+        scores = scores_of(self.centroids, vectors, self._centre(self.centroids), whitener, variance)
+        return scores if self.config.embedder.centroids == 1 else best_scores(scores, self.owners, len(self.names))
 
     def _fixed_weights(self) -> list[float] | None:
         """The experts' weights, if they are the same for all texts."""
@@ -236,7 +245,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return {name: expert.sources for name, expert in self.config.experts.items() if expert.sources}
 
     def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
-        """Set every expert's centroid to the mean embedding of its examples: the given ones and those of the config.
+        """Set every expert's centroids from the embeddings of its examples: the given ones and those of the config.
 
         Raises:
             RecipeError: an expert has no examples.
@@ -253,35 +262,51 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                     f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
             groups.append(embedder.texts(examples))
-        whitener = self._fit_whitener(groups) if self.config.embedder.whitens else None
-        self._set_centroids(torch.stack([group.mean(0) for group in groups]), embedder.texts([PROBE])[0], whitener)
+        whitener, variance = self._fit_whitener(groups)
+        clusters = [cluster(group, self.config.embedder.centroids) for group in groups]
+        owners = torch.tensor([n for n, group in enumerate(clusters) for _ in group])
+        router = {"centroids": torch.cat(clusters), "owners": owners, "probe": embedder.texts([PROBE])[0]}
+        self._set_router(router | {"whitener": whitener, "variance": variance})
 
-    def _fit_whitener(self, groups: Sequence[Tensor]) -> Tensor:
-        """(K, d); no rows, which change no vector, where whitening is the default and no expert has two examples."""
-        if self.config.embedder.whiten is None and max(map(len, groups)) < 2:
-            return groups[0].new_zeros(0, groups[0].shape[1])
+    def _fit_whitener(self, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(K, d) and a t; no rows, which change no vector, where no vector is whitened."""
+        for name, group in zip(self.names, groups, strict=True):
+            if self.config.policy == "discriminant" and len(group) < 2:
+                raise GraftError(
+                    f"policy: discriminant needs several examples of each expert, but {name} has one: give it more, or "
+                    "use policy: softmax."
+                )
+        if not self.config.whitens or (self.config.embedder.whiten is None and max(map(len, groups)) < 2):
+            return groups[0].new_zeros(0, groups[0].shape[1]), groups[0].new_ones(())
         return fit_whitener(groups)
 
-    def _set_centroids(self, centroids_Ed: Tensor, probe_d: Tensor, whitener_Kd: Tensor | None) -> None:
+    def _set_router(self, router: Mapping[str, Tensor]) -> None:
         device = self._backbone[0].device
-        centroids_Ed = centroids_Ed.to(device, torch.float32)
-        if len(centroids_Ed):
-            norms = (centroids_Ed - self._centre(centroids_Ed)).norm(dim=-1)
-            for name, norm in zip(self.names, norms.tolist(), strict=True):
+        for name in _ROUTER:
+            if name in router:
+                setattr(self, name, router[name].to(device, torch.long if name == "owners" else torch.float32))
+        if self.config.embedder.centroids == 1:
+            self.owners = torch.arange(len(self.centroids), device=device)
+        if len(self.centroids):
+            norms = (self.centroids - self._centre(self.centroids)).norm(dim=-1)
+            for number, norm in zip(self.owners.tolist(), norms.tolist(), strict=True):
                 if not norm > 1e-6:
+                    name, self.centroids = self.names[number], self.centroids[:0]
                     raise GraftError(
                         f"The centroid of the expert {name} has no direction (its norm is {norm:.1g}): give it "
                         "examples that differ from those of the other experts."
                     )
-        self.centroids, self.probe = centroids_Ed, probe_d.to(device, torch.float32)
-        if whitener_Kd is not None:
-            self.whitener = whitener_Kd.to(device, torch.float32)
 
-    def _centre(self, centroids_Ed: Tensor) -> Tensor:
-        """(d,) the vector that is subtracted from all vectors."""
+    def _centre(self, centroids_Md: Tensor) -> Tensor:
+        """(d,) the vector that is subtracted from all vectors: the mean over experts of their centroids' means."""
         embedder = self.config.embedder
         centred = embedder.name == "backbone" if embedder.centre is None else embedder.centre
-        return centroids_Ed.mean(0) if centred and len(centroids_Ed) > 1 else torch.zeros_like(centroids_Ed[0])
+        if not centred or len(self.names) < 2:
+            return torch.zeros_like(centroids_Md[0])
+        if embedder.centroids == 1:
+            return centroids_Md.mean(0)
+        own_EM = nn.functional.one_hot(self.owners, len(self.names)).T.to(centroids_Md.dtype)
+        return (own_EM @ centroids_Md / own_EM.sum(1, keepdim=True)).mean(0)
 
     def _need_embedder(self) -> Embedder:
         """The embedder, loaded on first use and checked against the one that the centroids were made with."""
@@ -337,11 +362,16 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return write_adapter(self.factors(name), Path(folder), self._backbone[0])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Centroids, the whitener if used, and the factors of new or bundled experts."""
+        """What routes need, and the factors of new or bundled experts."""
         if not len(self.centroids):
             self.fit({})  # from the config's own examples
-        whitener = {"whitener": self.whitener} if self.config.embedder.whitens else {}
-        return {"centroids": self.centroids, "probe": self.probe} | whitener | self._saved_factors()
+        return {name: getattr(self, name) for name in self._router_names()} | self._saved_factors()
+
+    def _router_names(self) -> list[str]:
+        """The names of the tensors that the config's routes need."""
+        config = self.config
+        needs = [True, True, config.whitens, config.policy == "discriminant", config.embedder.centroids != 1]
+        return [name for name, need in zip(_ROUTER, needs, strict=True) if need]
 
     def _saved_factors(self) -> dict[str, Tensor]:
         tensors = {}
@@ -354,7 +384,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         tensors = dict(tensors)
-        router = {name: tensors.pop(name) for name in ("centroids", "probe", "whitener") if name in tensors}
+        router = {name: tensors.pop(name) for name in _ROUTER if name in tensors}
         self._check_router(router)
         self._restore_bundled(tensors)
         own = self._saved_factors()
@@ -362,15 +392,16 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         with torch.no_grad():
             for key, value in own.items():
                 value.copy_(tensors[key])
-        self._set_centroids(router["centroids"], router["probe"], router.get("whitener"))
+        self._set_router(router)
         self._embedder_checked = False
 
     def _check_router(self, router: Mapping[str, Tensor]) -> None:
-        """Raise `ArtifactError` unless the centroids fit the experts, and probe and whitener fit the centroids."""
-        expected = {"centroids", "probe"} | ({"whitener"} if self.config.embedder.whitens else set())
-        count = len(router.get("centroids", ()))
-        fits = router.keys() == expected and count in (0, len(self.names))
-        if not fits or (count and len({tensor.shape[-1] for tensor in router.values()}) > 1):
+        """Raise `ArtifactError` unless the centroids fit the experts, and the other tensors fit the centroids."""
+        experts, centroids = range(len(self.names)), router.get("centroids", torch.zeros(0))
+        owners = router.get("owners", torch.arange(len(experts)))
+        fits = router.keys() == set(self._router_names()) and len(centroids) in (0, len(owners))
+        widths = {router[name].shape[-1] for name in ("centroids", "probe", "whitener") if name in router}
+        if not fits or (len(centroids) and (len(widths) > 1 or set(owners.tolist()) != set(experts))):
             raise ArtifactError(
                 "The graft's tensor file lacks centroids, probe or whitener, or has them for other experts: it is "
                 "damaged or of another config; copy or build the graft again."

@@ -1,6 +1,6 @@
-"""From embeddings to expert weights: whitening, cosines, policy.
+"""From embeddings to expert weights: centroids, whitening, scores, policy.
 
-Shape suffixes: E experts, d embedding width, N examples, K directions that the examples span.
+Shape suffixes: E experts, M centroids, d embedding width, N examples, K directions that the examples span.
 
 Whitening divides vectors by the within-domain covariance of the examples. x_m are the N example vectors, each minus the
 mean of its own domain:
@@ -14,11 +14,16 @@ a is the shrinkage coefficient of Ledoit and Wolf (2004), with a lower bound:
 
 V has one row sqrt(1 - f_k) u_k per direction u_k that the examples span. s_k is the variance along u_k, and
 f_k = sqrt(a t / (a t + (1 - a) s_k)). So only K x d numbers are stored, not d x d.
+
+Linear discriminant scores of centroids c_j, with equal priors, are products of whitened vectors:
+
+    c_j^T C^-1 v - 1/2 c_j^T C^-1 c_j = (w_j . w - 1/2 w_j . w_j) / (a t)   for whitened c_j and v
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +33,20 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 MINIMUM_SHRINKAGE = 1e-3
 """Lower bound of a. Without it, directions absent from the examples would count without bound."""
+TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}
+"""Where the config has none."""
 
 
 def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
-    """(..., E) cosines to (..., E + 1) weights that sum to one; the last weight is the bare backbone's.
+    """(..., E) scores to (..., E + 1) weights that sum to one; the last weight is the bare backbone's.
 
-    `softmax`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost` before a softmax; a
-    negative one is divided by it, so that the nearest expert never becomes the last. `top` breaks ties by order.
+    `softmax` and `discriminant`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost`
+    before a softmax; a negative one is divided by it, so that the nearest expert never becomes the last. `top` breaks
+    ties by order.
     """
     best = cosines.amax(-1, keepdim=True)
-    if config.policy == "softmax":
-        scores = cosines / config.temperature
+    if config.policy != "nearest":
+        scores = cosines / (config.temperature or TEMPERATURES[config.policy])
     else:
         boosted = torch.where(best > 0, best * config.boost, best / config.boost)
         nearest = torch.zeros_like(cosines, dtype=torch.bool).scatter(-1, cosines.argmax(-1, keepdim=True), True)
@@ -51,17 +59,52 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     return torch.cat([weights * (1 - bare), bare], dim=-1)
 
 
-def cosines_to(centroids_Ed: Tensor, vectors: Tensor, centre_d: Tensor, whitener_Kd: Tensor | None = None) -> Tensor:
-    """(..., E) cosines of vectors (..., d) to the centroids; 0 for a zero vector, which stands for an empty text.
+def scores_of(
+    centroids_Md: Tensor, vectors: Tensor, centre_d: Tensor, whitener_Kd: Tensor | None = None, variance: Any = None
+) -> Tensor:
+    """(..., M) cosines of vectors (..., d) to the centroids, or with a variance a t their linear discriminant scores.
 
-    `centre_d` is subtracted from both sides. With a whitener, both sides are whitened.
+    A zero vector, which stands for an empty text, has the score 0. `centre_d` is subtracted from both sides, which
+    shifts all discriminant scores alike. With a whitener, both sides are whitened.
     """
     empty = (vectors == 0).all(-1, keepdim=True)
-    vectors, centroids_Ed = vectors - centre_d, centroids_Ed - centre_d
+    vectors, centroids_Md = vectors - centre_d, centroids_Md - centre_d
     if whitener_Kd is not None:
-        vectors, centroids_Ed = whiten(vectors, whitener_Kd), whiten(centroids_Ed, whitener_Kd)
-    cosines = nn.functional.normalize(vectors, dim=-1) @ nn.functional.normalize(centroids_Ed, dim=-1).T
-    return cosines.masked_fill(empty, 0.0)
+        vectors, centroids_Md = whiten(vectors, whitener_Kd), whiten(centroids_Md, whitener_Kd)
+    if variance is None:
+        scores = nn.functional.normalize(vectors, dim=-1) @ nn.functional.normalize(centroids_Md, dim=-1).T
+    else:
+        scores = (vectors @ centroids_Md.T - centroids_Md.square().sum(-1) / 2) / variance
+    return scores.masked_fill(empty, 0.0)
+
+
+def best_scores(scores: Tensor, owners_M: Tensor, experts: int) -> Tensor:
+    """(..., E) the largest of each expert's scores, from (..., M); `owners_M` are the centroids' experts."""
+    least = scores.new_full((*scores.shape[:-1], experts), -torch.inf)
+    return least.scatter_reduce(-1, owners_M.expand_as(scores), scores, "amax")
+
+
+def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
+    """(at most count, d) centroids by k-means; for `all` the vectors themselves.
+
+    It starts from the vector that is nearest to the mean, and then each time from the one that is farthest from all
+    chosen ones, so that it needs no random numbers. Equal vectors give one centroid.
+    """
+    if not isinstance(count, int):
+        return vectors_Nd
+    points = vectors_Nd.double()
+    centroids = points.mean(0, keepdim=True)
+    if count > 1:
+        centroids = points[(points - centroids).norm(dim=1).argmin()][None]
+    while len(centroids) < count and (distances := torch.cdist(points, centroids).amin(1)).max() > 1e-9:
+        centroids = torch.cat([centroids, points[int(distances.argmax())][None]])
+    for _ in range(100 if count > 1 else 0):
+        nearest = torch.cdist(points, centroids).argmin(1)
+        means = torch.stack([points[nearest == k].mean(0) for k in nearest.unique()])
+        if torch.equal(means, centroids):
+            break
+        centroids = means
+    return centroids.to(vectors_Nd.dtype)
 
 
 def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
@@ -69,8 +112,8 @@ def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
     return vectors - (vectors @ whitener_Kd.T) @ whitener_Kd
 
 
-def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
-    """(K, d) float32 matrix V, from the example vectors (n, d) of each domain."""
+def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(K, d) float32 matrix V and the number a t, from the example vectors (n, d) of each domain."""
     from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
 
     centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
@@ -85,4 +128,4 @@ def fit_whitener(groups: Sequence[Tensor]) -> Tensor:
         )
     a = max(MINIMUM_SHRINKAGE, ledoit_wolf_shrinkage(centred_Nd.cpu().numpy(), assume_centered=True))
     f_K = (a * t / (a * t + (1 - a) * s_K)).sqrt()
-    return ((1 - f_K).sqrt()[:, None] * u_Kd).float().contiguous()
+    return ((1 - f_K).sqrt()[:, None] * u_Kd).float().contiguous(), (a * t).float()

@@ -56,6 +56,28 @@ def centroids(examples: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [sum(group[1:], group[0]) / len(group) for group in examples]
 
 
+def clusters(examples: Sequence[Tensor], count: int | str) -> list[Tensor]:
+    """The centroids of one expert's examples: their mean, all of them, or Lloyd's k-means.
+
+    K-means starts from the example nearest to the mean, then each time from the one farthest from those chosen.
+    """
+    if count == "all":
+        return list(examples)
+    mean = sum(examples[1:], examples[0]) / len(examples)
+    chosen = [min(examples, key=lambda x: float((x - mean).norm()))] if count != 1 else [mean]
+    while len(chosen) < int(count):
+        far = max(examples, key=lambda x: min(float((x - c).norm()) for c in chosen))
+        if min(float((far - c).norm()) for c in chosen) < 1e-9:
+            return chosen
+        chosen.append(far)
+    for _ in range(100 if count != 1 else 0):
+        groups: list[list[Tensor]] = [[] for _ in chosen]
+        for x in examples:
+            groups[min(range(len(chosen)), key=lambda k: float((x - chosen[k]).norm()))].append(x)
+        chosen = [sum(group[1:], group[0]) / len(group) for group in groups if group]
+    return chosen
+
+
 def whitening(examples: Sequence[Sequence[Tensor]]) -> Tensor:
     """(d, d) C^(-1/2), from the embeddings of each expert's examples; C as in `policy.py`."""
     means = centroids(examples)
@@ -71,22 +93,33 @@ def whitening(examples: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def weights(
-    vector: Tensor, centroids: Sequence[Tensor], config: TokenRoutingConfig, whitening_dd: Tensor | None = None
+    vector: Tensor,
+    centroids: Sequence[Sequence[Tensor]],
+    config: TokenRoutingConfig,
+    whitening_dd: Tensor | None = None,
 ) -> list[float]:
-    """The experts' weights, then the bare backbone's."""
+    """The experts' weights, then the bare backbone's; each expert has its own list of centroids."""
     is_empty = not vector.any()
     centred = config.embedder.centre is True or (config.embedder.centre is None and config.embedder.name == "backbone")
-    if centred:
-        centre = sum(centroids[1:], centroids[0]) / len(centroids)
-        vector, centroids = vector - centre, [centroid - centre for centroid in centroids]
-    if whitening_dd is not None:
-        vector, centroids = whitening_dd @ vector, [whitening_dd @ centroid for centroid in centroids]
-    scores = [0.0 if is_empty else _cosine(vector, centroid) for centroid in centroids]
+    if centred and config.policy != "discriminant":
+        means = [sum(own[1:], own[0]) / len(own) for own in centroids]
+        centre = sum(means[1:], means[0]) / len(means)
+        vector, centroids = vector - centre, [[c - centre for c in own] for own in centroids]
+    if config.policy == "discriminant":
+        assert whitening_dd is not None
+        inverse = whitening_dd @ whitening_dd  # of the covariance
+        own_scores = [[float(c @ inverse @ vector - c @ inverse @ c / 2) for c in own] for own in centroids]
+    else:
+        if whitening_dd is not None:
+            vector, centroids = whitening_dd @ vector, [[whitening_dd @ c for c in own] for own in centroids]
+        own_scores = [[_cosine(vector, c) for c in own] for own in centroids]
+    scores = [0.0 if is_empty else max(own) for own in own_scores]
     best = max(range(len(scores)), key=lambda e: scores[e])
     if config.threshold is not None and scores[best] < config.threshold:
         return [0.0] * len(scores) + [1.0]
-    if config.policy == "softmax":
-        scores = [score / config.temperature for score in scores]
+    if config.policy != "nearest":
+        default = 0.03 if config.policy == "softmax" else 1.0
+        scores = [score / (config.temperature or default) for score in scores]
     else:
         scores[best] *= config.boost if scores[best] > 0 else 1 / config.boost
     exponentials = [math.exp(score - max(scores)) for score in scores]
