@@ -23,9 +23,8 @@ from experiments.clarify.builder import CHECKERS
 from experiments.clarify.checkers import checker, languages
 from experiments.clarify.datasets import AmbiguousExample
 from graftlm.errors import EvaluationError, RecipeError
-from graftlm.evaluation import Interval, Metric
+from graftlm.evaluation import Interval, Metric, bootstrap
 from graftlm.pipelines.clarify.ambiguity import detect
-from graftlm.pipelines.summarize.metrics import bootstrap
 
 RESAMPLES = 300
 _GENDERS = {

@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from graftlm.evaluation import Metric
-from graftlm.evaluation.metrics import percentile_interval
+from graftlm.evaluation.metrics import bootstrap, percentile_interval
 from graftlm.evaluation.plots import PALETTE
 from graftlm.pipelines.clarify.gain import distributions_from_log_likelihoods, information_gain
-from graftlm.pipelines.summarize.metrics import bootstrap
 
 CONDITIONS = ("nothing", "context", "answer", "word", "other")
 NEEDED = 0.1  # bits that an answer must bring to be worth its question

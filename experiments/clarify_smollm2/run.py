@@ -17,9 +17,8 @@ from experiments.clarify_smollm2.scoring import PairRun
 from experiments.study import Study, aim, check_files, training_config, write_lines
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.evaluation import Results, Row
+from graftlm.evaluation import Results, Row, bootstrap
 from graftlm.grafts import graft_config
-from graftlm.pipelines.summarize.metrics import bootstrap
 from graftlm.runs.graft_run import EvaluationConfig
 
 NAME, MODEL = "clarify-smollm2", "smollm2-135m-instruct"

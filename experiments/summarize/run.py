@@ -24,9 +24,8 @@ from experiments.summarize.runs import (
     WeightsRun,
     mean_metrics,
 )  # fmt: skip
-from graftlm.evaluation import Aim, Interval, Results, Row
+from graftlm.evaluation import Aim, Interval, Results, Row, bootstrap
 from graftlm.pipelines.summarize import SelectorTrainingConfig
-from graftlm.pipelines.summarize.metrics import bootstrap
 from graftlm.runs.run import Run
 
 NAME = "summarize"

@@ -21,10 +21,10 @@ from sklearn.preprocessing import StandardScaler
 from experiments.summarize.corpora import CORPORA, DocumentRun, Sample
 from experiments.summarize.learned import OUTPUT, copy_curve
 from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankSelector
-from graftlm.evaluation import Interval, Row
+from graftlm.evaluation import Interval, Row, bootstrap
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize import Budget, DefaultSelector, LeadSelector, Selector, select
-from graftlm.pipelines.summarize.metrics import bootstrap, rouge
+from graftlm.pipelines.summarize.metrics import rouge
 from graftlm.pipelines.summarize.oracle import rouge_tokens
 from graftlm.pipelines.summarize.ranking import WORDING, RankingModel, diverse_order, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector

@@ -22,10 +22,10 @@ from experiments.summarize_smollm2.prompts import PromptSizes, write_prompts
 from graftlm import GraftedModel, graft_config, load_graft
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.evaluation import Aim, Metric, Results, Row, Scores, paired_difference
+from graftlm.evaluation import Aim, Metric, Results, Row, Scores, bootstrap, paired_difference
 from graftlm.io import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding, read_text
-from graftlm.pipelines.summarize.metrics import bootstrap, default_encoder, faithfulness, rouge
+from graftlm.pipelines.summarize.metrics import default_encoder, faithfulness, rouge
 from graftlm.pipelines.summarize.summary import link_sentences
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import drop_partial_sentence

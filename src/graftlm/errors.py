@@ -86,9 +86,12 @@ class MissingExtraError(GraftError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message without its full stop; the error's type where there is no message."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".: ")[:200]
+    """The first line of an error's message without its full stop; the error's type where there is no message.
+
+    Of a line that ends in a colon, as in validation errors, it is the next one, which has the cause.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[lines[0].endswith(":") and len(lines) > 1].rstrip(".: ")[:200]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

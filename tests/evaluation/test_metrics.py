@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
-from graftlm.evaluation import Scores, paired_difference, score
+from graftlm.evaluation import Scores, bootstrap, paired_difference, score
 from graftlm.evaluation.metrics import MemoryWatch, decode_speed, encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
 
@@ -248,3 +248,13 @@ def test_the_watch_sees_a_large_tensor_that_is_gone_again() -> None:
         time.sleep(0.1)
         del block
     assert watch.peak >= before.peak + 0.8 * size
+
+
+def test_bootstrap_holds_the_mean_and_repeats() -> None:
+    values = [1.0, 2.0, 6.0, 3.0]
+    result = bootstrap(values)
+    assert (result.mean, result.low >= 1, result.high <= 6) == (3.0, True, True)
+    assert result == bootstrap(values)
+    assert bootstrap([2.0]).low == 2.0 == bootstrap([2.0]).high
+    wide = bootstrap([0.0, 1.0] * 200)
+    assert (wide.high - wide.low) / 2 == pytest.approx(1.96 * 0.5 / 20, rel=0.1)  # as a mean of 400 throws

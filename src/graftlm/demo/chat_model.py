@@ -17,27 +17,17 @@ from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.config import Config
 from graftlm.demo.corpus import deal, read_installation, write_documents
+from graftlm.demo.run import fill_recipe
 from graftlm.errors import DataError
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel
 from graftlm.io import fill_once
 from graftlm.runs.recipe import Recipe, compare_recipe
 
-MODEL = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
 _ANSWER_TOKENS = 24
 _HEADERS = ("c10", "ATen/core", "torch/csrc/api/include/torch")
 _LEAST_CHARACTERS = 2_000
-
-# Tried before, with 30 to 48 steps on the same test text: two rates of LoRA, of which this one learned more, and seven
-# settings of neutral residues. Few steps take a high rate, a large start and a large alpha.
-METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"graft": {"kind": "lora", "capacity": 0.1}, "training": {"learning_rate": 2e-3}},
-    "neutral-residues": {
-        "graft": {"kind": "neutral-residues", "capacity": 0.1, "alpha": 10.0, "init": "he"},
-        "training": {"learning_rate": 6e-3},
-    },
-}
 
 
 class ChatDemoSize(Config):
@@ -77,8 +67,10 @@ def run_chat_demo(
     """
     out, size = Path(out), QUICK if quick else ChatDemoSize()
     make_texts(out / "corpus", log)
-    recipe = chat_recipe(out, size, seed)
-    recipe.to_yaml(out / "recipe.yaml")
+    half = bfloat16_is_faster(default_device())
+    kind = {"dtype": "bfloat16", "precision": "bf16"} if half else {"dtype": "float32", "precision": "fp32"}
+    settings = size.model_dump() | kind | {"warmup_steps": max(1, size.steps // 10)}
+    recipe = fill_recipe("chat.yaml", out, **settings, seed=seed)
     results = compare_recipe(recipe, progress=progress, log=log)
     for name, answer in answers(recipe, out).items():
         log(f"{QUESTION} {name}: {answer}")
@@ -102,45 +94,6 @@ def make_texts(folder: Path, log: Callable[[str], None]) -> Path:
         write_documents(folder / "english-test.jsonl", read_installation(1).english)
 
     return fill_once(folder, {"torch": torch.__version__}, fill)
-
-
-def chat_recipe(out: Path, size: ChatDemoSize, seed: int) -> Recipe:
-    """The comparison that the demo runs, in the form that a user writes."""
-
-    def source(name: str) -> dict[str, str]:
-        return {"path": str(out / "corpus" / f"{name}.jsonl")}
-
-    half = bfloat16_is_faster(default_device())
-    return Recipe.parse(
-        {
-            "backbone": {"name": MODEL, "dtype": "bfloat16" if half else "float32"},
-            "methods": METHODS,
-            "data": {
-                "new": [source("cpp")],
-                "old": [{"self": True, "tokens": size.own_tokens}],
-                "old_objective": "distil",
-                "replay_fraction": 0.25,
-                "length": size.length,
-                "test": {"old": [source("english-test")], "new": [source("cpp-test")]},
-                "seed": seed,
-            },
-            "training": {
-                "steps": size.steps,
-                "batch_size": size.batch_size,
-                "warmup_steps": max(1, size.steps // 10),
-                "precision": "bf16" if half else "fp32",
-                "seed": seed,
-                "checkpoint_every": max(1, size.steps),
-            },
-            "evaluation": {
-                "limit_tokens": size.scored_tokens,
-                "own_tokens": size.own_test_tokens,
-                "batch_size": 8,
-                "decode_prompts": 0,
-            },
-            "out": str(out),
-        }
-    )
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:

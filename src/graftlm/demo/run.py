@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graftlm.data import DataConfig, SourceConfig, build_mixture
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.io import fill_once
+from graftlm.io import fill_once, write_atomically
 from graftlm.runs.recipe import Recipe, compare_recipe
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import train_tokenizer
@@ -50,15 +51,6 @@ QUICK = DemoSize(
     characters=200_000, vocabulary=512, width=32, layers=2, length=64, pretraining_steps=12, steps=6, scored_tokens=1000
 )
 
-# The learning rates are those that the experiment neutral-residues chose on validation text. Alpha is lower: English
-# about code is closer to code than English novels to French, and there are fewer steps.
-METHODS: dict[str, dict[str, Any]] = {
-    "finetune": {"graft": {"kind": "finetune"}, "training": {"learning_rate": 1e-3}},
-    "lora": {"graft": {"kind": "lora"}, "training": {"learning_rate": 3e-3}},
-    "adapter": {"graft": {"kind": "adapter"}, "training": {"learning_rate": 1e-3}},
-    "neutral-residues": {"graft": {"kind": "neutral-residues", "alpha": 1.0}, "training": {"learning_rate": 3e-3}},
-}
-
 
 def run_demo(
     out: str | Path = "runs/demo",
@@ -72,8 +64,8 @@ def run_demo(
     out, size = Path(out), QUICK if quick else DemoSize()
     corpus = make_corpus(out / "corpus", size, log)
     make_backbone(out / "backbone", corpus, size, seed, progress=progress, log=log)
-    recipe = demo_recipe(out, size, seed)
-    recipe.to_yaml(out / "recipe.yaml")
+    training = _training(size, size.steps, 1e-3, seed).model_dump_json(exclude_defaults=True)
+    recipe = fill_recipe("tiny.yaml", out, **size.model_dump(), seed=seed, training=training)
     return compare_recipe(recipe, progress=progress, log=log)
 
 
@@ -117,30 +109,11 @@ def _pretrain(
     tokenizer.save_pretrained(folder)
 
 
-def demo_recipe(out: Path, size: DemoSize, seed: int) -> Recipe:
-    """The comparison that the demo runs, in the form that a user writes."""
-
-    def source(name: str) -> dict[str, str]:
-        return {"path": str(out / "corpus" / f"{name}.jsonl")}
-
-    steps = _training(size, size.steps, 1e-3, seed)
-    return Recipe.parse(
-        {
-            "backbone": {"name": str(out / "backbone")},
-            "methods": METHODS,
-            "data": {
-                "new": [source("python")],
-                "old": [source("english-more")],
-                "replay_fraction": 0.1,
-                "length": size.length,
-                "test": {"old": [source("english-test")], "new": [source("python-test")]},
-                "seed": seed,
-            },
-            "training": steps.model_dump(mode="json", exclude_defaults=True),
-            "evaluation": {"limit_tokens": size.scored_tokens},
-            "out": str(out),
-        }
-    )
+def fill_recipe(name: str, out: Path, **values: Any) -> Recipe:
+    """The comparison of a YAML file in this folder, with its words after a $; it is written to `out/recipe.yaml`."""
+    filled = Template(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    path = write_atomically(out / "recipe.yaml", filled.substitute(values, out=json.dumps(str(out))[1:-1]).encode())
+    return Recipe.from_yaml(path)
 
 
 def random_llama(

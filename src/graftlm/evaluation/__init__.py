@@ -14,10 +14,12 @@ from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import (
     MemoryWatch,
     Scores,
+    bootstrap,
     decode_speed,
     learning_and_forgetting,
     paired_difference,
     score,
+    share_interval,
 )
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import (

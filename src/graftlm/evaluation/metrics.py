@@ -527,6 +527,22 @@ def _resample(fractions: list[tuple[np.ndarray, np.ndarray]], resamples: int, se
     return [np.where(np.isfinite(ratio), ratio, np.nan) for ratio in ratios]
 
 
+def bootstrap(values: Sequence[float] | np.ndarray) -> Interval:
+    """The mean of values with its 95% percentile bootstrap interval, as rouge-score's aggregator computes it."""
+    array = np.asarray(values, dtype=np.float64)
+    draws = np.random.default_rng(0).integers(len(array), size=(_RESAMPLES, len(array)))
+    interval = percentile_interval(float(array.mean()), array[draws].mean(axis=1))
+    return Interval(mean=interval.mean, low=min(interval.low, interval.mean), high=max(interval.high, interval.mean))
+
+
+def share_interval(count: int, total: int) -> Interval:
+    """The share of `count` in `total` with Wilson's 95% score interval, which holds at 0% and 100% too."""
+    from scipy.stats import binomtest  # takes a second to import
+
+    mean, ends = count / total, binomtest(count, total).proportion_ci(method="wilson")
+    return Interval(mean=mean, low=min(ends.low, mean), high=max(ends.high, mean))
+
+
 def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> Interval:
     """The 95% percentile bootstrap interval of a value from its bootstrap samples; NaN samples are left out."""
     tail = (1 - 0.95) / 2

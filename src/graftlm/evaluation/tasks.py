@@ -33,7 +33,7 @@ from graftlm.evaluation.examples import (
     pass_at_1,
     score_answers,
 )
-from graftlm.evaluation.metrics import Precision, percentile_interval
+from graftlm.evaluation.metrics import Precision, percentile_interval, share_interval
 from graftlm.evaluation.results import Interval
 from graftlm.evaluation.sandbox import protections, run_tests
 
@@ -130,10 +130,7 @@ class TaskResult:
         """Metrics of the task `name`: `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`."""
         key = f"{name}_{self.metric}"
         if self.metric in ("exact-match", "pass@1"):
-            from scipy.stats import binomtest  # takes a second to import
-
-            wilson = binomtest(round(self.sums[:, 0].sum()), len(self.sums)).proportion_ci(method="wilson")
-            return {key: Interval(mean=self.value, low=wilson.low, high=wilson.high)}
+            return {key: share_interval(round(self.sums[:, 0].sum()), len(self.sums))}
         samples = _resample(self.sums)
         metrics = {key: percentile_interval(self.value, [_value(self.metric, sums) for sums in samples])}
         if self.metric == "log-perplexity":

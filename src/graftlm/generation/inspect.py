@@ -287,7 +287,7 @@ def evaluate_graft(
     """
     from graftlm.evaluation.harness import run_lm_eval
     from graftlm.grafts.model import GraftedModel
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig, graft_label
+    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
     if not texts and not tasks and not evaluation.tasks:
@@ -313,7 +313,7 @@ def evaluate_graft(
     bare = add_lm_eval(evaluator.measure_backbone(), loaded.model)
     with GraftedModel(loaded, grafts) as model:
         graft = grafts["graft"]
-        grafted = add_lm_eval(evaluator.measure(model, graft.config.kind, graft_label(graft.config)), model)
+        grafted = add_lm_eval(evaluator.measure(model, graft.config.kind, graft.config.label), model)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
     if evaluator.tasks:
         details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}

@@ -21,7 +21,6 @@ from graftlm.evaluation.labelled import measure_labelled, predict_labelled, pred
 from graftlm.grafts import Graft, GraftedModel
 from graftlm.grafts.heads import TaskSpec
 from graftlm.io import decode_utf8, read_text
-from graftlm.runs.graft_run import graft_label
 from graftlm.runs.task_run import row_encoder, task_tests, tasks_of
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
@@ -117,7 +116,7 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         scores = measure_labelled(predictor(model), task_graft.encoder, tests, batch_size=batch_size)
     kind = task_graft.graft.config.kind
-    row = Row(id=kind, label=graft_label(task_graft.graft.config), metrics=dict(summary_metrics(scores)))
+    row = Row(id=kind, label=task_graft.graft.config.label, metrics=dict(summary_metrics(scores)))
     details: dict[str, Any] = {"tasks": {kind: {"test": {name: score.to_json() for name, score in scores.items()}}}}
     return Results.here("eval", [row], details=details)
 

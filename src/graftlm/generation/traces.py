@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from itertools import cycle
+from string import Template
 
 from rich.console import Console
 from rich.text import Text
@@ -48,7 +50,8 @@ def trace_page(generation: Generation) -> str:
         f'<li><span class="dot" style="background:{colours[label]}"></span>{html.escape(label)} {share:.0%}</li>'
         for label, share in means.items()
     )
-    return _PAGE.format(
+    template = Template(files("graftlm.generation").joinpath("trace.html").read_text(encoding="utf-8"))
+    return template.substitute(
         prompt=html.escape(generation.prompt),
         tokens="".join(_spans(generation, colours)),
         legend=legend,
@@ -71,27 +74,3 @@ def _spans(generation: Generation, colours: dict[str, str]) -> Iterator[str]:
 
 def _largest(token: TracedToken) -> str:
     return max(token.values, key=lambda label: token.values[label])
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Trace: {title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 17px/1.7 system-ui, sans-serif; }}
-body {{ max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }}
-.text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-.prompt {{ opacity: .65; }}
-.token {{ background: color-mix(in srgb, var(--c) var(--s), transparent); border-radius: .15em; }}
-.token:focus, .token:hover {{ outline: 2px solid var(--c); }}
-ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; }}
-.dot {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 50%; }}
-</style>
-<h1>What wrote which token</h1>
-<ul aria-label="Legend: the mean over all tokens">{legend}</ul>
-<p class="text"><span class="prompt">{prompt}</span>{tokens}</p>
-<p>Point at a token, or go to it with the tab key, to see its values. Stronger colour: a larger value.</p>
-<script type="application/json" id="trace">{data}</script>
-</html>
-"""

@@ -228,7 +228,7 @@ class GraftRun(TrainingRun):
         evaluator.backbone_scores()  # before the graft is attached
         evaluator.backbone_outcomes()
         steps = self.training.steps
-        label = self.label or graft_label(self.graft)
+        label = self.label or self.graft.label
         context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
         if isinstance(graft, FitsOnText) and continued is None:
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
@@ -256,7 +256,7 @@ class GraftRun(TrainingRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         assert self.graft is not None, "a bare backbone is not trained"
-        label = self.label or graft_label(self.graft)
+        label = self.label or self.graft.label
         return trainee.evaluator.measure(trainee.model, self.id, label, trainee.start)
 
     def save(
@@ -517,11 +517,6 @@ def weights_moved_back(
                 weight.copy_(trained[name])
 
 
-def graft_label(config: GraftConfig) -> str:
-    """The name of a kind of graft in tables."""
-    return config.label
-
-
 def count_parameters(parameters: Iterable[Tensor]) -> int:
     """Total number of elements."""
     return sum(parameter.numel() for parameter in parameters)
@@ -571,7 +566,7 @@ def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measuremen
     grafts = loaded if trained_after else f'{{"graft": {loaded}}}'
     lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
     return (
-        f"{card_header(backbone.name)}# {graft_label(config)} for {backbone.name}\n\n"
+        f"{card_header(backbone.name)}# {config.label} for {backbone.name}\n\n"
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
         "those that end in bpb in bits per byte.\n\n"
         f"| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines) + "\n\n"
@@ -585,16 +580,3 @@ def _format(value: Any) -> str:
     if hasattr(value, "mean"):
         return f"{value.mean:.4f} ({value.low:.4f} to {value.high:.4f})"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-__all__ = [
-    "AnyGraft",
-    "BackboneEvaluator",
-    "EvaluationConfig",
-    "GraftRun",
-    "check_sections",
-    "count_parameters",
-    "graft_label",
-    "load_tests",
-    "weights_moved_back",
-]

@@ -19,7 +19,6 @@ from graftlm.runs.graft_run import (
     EvaluationConfig,
     GraftRun,
     check_sections,
-    graft_label,
 )
 from graftlm.runs.run import Run
 from graftlm.training.config import TrainingConfig
@@ -114,7 +113,7 @@ class GrowthRecipe(Config):
             runs.append(GraftRun(id=BACKBONE_ROW, data=self.data, training=self.training, **shared))
         before: list[str] = []
         for name, graft, training, data in self._sections():
-            label = self.stages[name].label or f"after {name}: {graft_label(graft)}"
+            label = self.stages[name].label or f"after {name}: {graft.label}"
             fields = {"label": label, "graft": graft, "training": training, "data": data, **shared}
             depends_on = before[-1:] if self.one_graft else before
             runs.append(GraftRun(id=name, depends_on=tuple(depends_on), continues=self.one_graft, **fields))
@@ -138,6 +137,3 @@ class GrowthRecipe(Config):
                     metrics[f"lost_{name}"] = loss - value_of(by_id[name].metrics[name])
             compared[number] = row.model_copy(update={"metrics": metrics})
         return compared
-
-
-__all__ = ["GrowthRecipe", "StageConfig"]

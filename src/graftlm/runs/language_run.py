@@ -107,10 +107,7 @@ def _as_tokenizer(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class LanguageModelRecipe(Config):
-    """A training run of all weights of a language model."""
-
-    kind: Literal["language-model"] = Field("language-model", description="Marks the recipe of a language model.")
+class _LanguageSettings(Config):
     model: str | dict[str, Any] = Field(
         description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type "
         "in transformers, and any of its keys."
@@ -122,6 +119,17 @@ class LanguageModelRecipe(Config):
     training: TrainingConfig
     evaluation: LengthsConfig = LengthsConfig()
     device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the windows that are scored, the training length included."""
+        return sorted({*self.evaluation.lengths, self.data.length})
+
+
+class LanguageModelRecipe(_LanguageSettings):
+    """A training run of all weights of a language model."""
+
+    kind: Literal["language-model"] = Field("language-model", description="Marks the recipe of a language model.")
     out: str = Field("runs/model", description="Folder for the model, its report and the checkpoints.")
 
     @model_validator(mode="after")
@@ -136,16 +144,11 @@ class LanguageModelRecipe(Config):
             )
         return self
 
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of the windows that are scored, the training length included."""
-        return sorted({*self.evaluation.lengths, self.data.length})
-
     def run(self) -> LanguageModelRun:
         """The run that trains the recipe's model."""
-        names = ("model", "tokenizer", "data", "training", "evaluation", "device")
+        settings = {name: getattr(self, name) for name in _LanguageSettings.model_fields}
         label = self.model if isinstance(self.model, str) else str(self.model["model_type"])
-        return LanguageModelRun(id="model", label=label, folder=".", **{name: getattr(self, name) for name in names})
+        return LanguageModelRun(id="model", label=label, folder=".", **settings)
 
     def plots(self, results: Results) -> dict[str, Any]:
         """Bits per byte by length, where several lengths were measured."""
@@ -157,22 +160,11 @@ class LanguageModelRecipe(Config):
         return {"bits-per-byte-by-length": plots.by_length(curves, trained=length)} if curves else {}
 
 
-class LanguageModelRun(TrainingRun):
+class LanguageModelRun(_LanguageSettings, TrainingRun):
     """Train all weights of a causal language model on text, and measure bits per byte."""
-
-    model: str | dict[str, Any]
-    tokenizer: TokenizerConfig | None = None
-    data: LanguageDataConfig
-    evaluation: LengthsConfig = LengthsConfig()
-    device: str | None = None
 
     def artefacts(self) -> tuple[str, ...]:
         return ("model/config.json",)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of the windows that are scored, the training length included."""
-        return sorted({*self.evaluation.lengths, self.data.length})
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee]:
@@ -288,6 +280,3 @@ def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[s
             left -= len(document.full_text)
             if left <= 0:
                 break
-
-
-__all__ = ["LanguageModelRecipe", "LanguageModelRun", "LengthsConfig", "bits_per_byte", "metrics_by_length"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
 from accelerate import PartialState
 from pydantic import Field, model_validator
@@ -16,10 +16,10 @@ from graftlm.data import DataConfig
 from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation.frontier import Frontier
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
-from graftlm.runs.frontier import add_frontier
 from graftlm.runs.graft_run import (
     BACKBONE_ROW,
     NEW_SET,
@@ -28,7 +28,6 @@ from graftlm.runs.graft_run import (
     EvaluationConfig,
     GraftRun,
     check_sections,
-    graft_label,
 )
 from graftlm.runs.growth import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
@@ -36,6 +35,9 @@ from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
 from graftlm.training.distributed import check_tracker
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AnyRecipe: TypeAlias = "Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe"
 
@@ -182,7 +184,7 @@ def _at_rate(run: GraftRun, factor: float) -> GraftRun:
     assert run.graft is not None, "of a comparison"
     rate = run.training.learning_rate * factor
     training = run.training.model_copy(update={"learning_rate": rate})
-    label = f"{run.label or graft_label(run.graft)}, rate {rate:g}"
+    label = f"{run.label or run.graft.label}, rate {rate:g}"
     return run.model_copy(update={"id": f"{run.id}-rate-{rate:g}", "label": label, "training": training})
 
 
@@ -271,6 +273,45 @@ def _run(
                     log("A method learned nothing at any rate, so there is no level of learning to compare at.")
             write_report(results, folder, plots=plots)
     return results
+
+
+def add_frontier(
+    results: Results, measurements: Mapping[str, Measurement], methods: Mapping[str, Sequence[str]]
+) -> tuple[Results, dict[str, Figure]]:
+    """Results whose rows have their losses at equal learning, and a plot of the curves for each loss.
+
+    A method's row gets `forgotten_at_equal` and `own_kl_at_equal`, in nats per token, at nine tenths of what every
+    method can learn, and `equal_learned`, that level. They are left out where a method learns nothing.
+
+    Args:
+        results: of the comparison.
+        measurements: by row, with the points of each strength.
+        methods: ids of the rows of each method, the first of which gets the metrics.
+    """
+    from graftlm.evaluation.plots import frontier_curves  # matplotlib takes half a second to import
+
+    frontier = Frontier({m: [measurements[row].details["strengths"] for row in rows] for m, rows in methods.items()})
+    level = frontier.level()
+    at_equal = frontier.at_level(level) if level > 0 else {}
+    metrics: dict[str, dict[str, Any]] = {
+        rows[0]: {"equal_learned": level} | {f"{name}_at_equal": value for name, value in at_equal[method].items()}
+        for method, rows in methods.items()
+        if level > 0
+    }
+    rows = [row.model_copy(update={"metrics": row.metrics | metrics.get(row.id, {})}) for row in results.rows]
+    labels = {method: results.row(of_method[0]).label for method, of_method in methods.items()}
+    points: dict[str, Any] = {
+        name: {method: frontier.measured(method, name) for method in methods} for name in frontier.losses
+    }
+    plots = {
+        f"frontier-{name.replace('_', '-')}": frontier_curves(
+            {labels[m]: paths for m, paths in by_method.items()}, name
+        )
+        for name, by_method in points.items()
+        if level > 0
+    }
+    details = {**results.details, "frontier": points}
+    return results.model_copy(update={"rows": rows, "details": details}), plots
 
 
 def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measurement]) -> Results:
@@ -376,16 +417,3 @@ def recipe_schema() -> dict[str, Any]:
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
     return {"title": "Recipe", "oneOf": forms, "$defs": definitions}
-
-
-__all__ = [
-    "AnyRecipe",
-    "MethodConfig",
-    "Recipe",
-    "compare_recipe",
-    "graft_label",
-    "grow_recipe",
-    "load_recipe",
-    "recipe_schema",
-    "run_recipe",
-]

@@ -27,7 +27,7 @@ from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled
 from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.io import write_atomically
-from graftlm.runs.graft_run import AnyGraft, count_parameters, graft_label
+from graftlm.runs.graft_run import AnyGraft, count_parameters
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
@@ -118,7 +118,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for name, start in starts.items():
                 context.log(f"The task {name} starts from {json.dumps(start)}.")
             if self.training.steps:
-                context.log(f"Training {graft_label(graft.config)} for {self.training.steps:,} steps.")
+                context.log(f"Training {graft.config.label} for {self.training.steps:,} steps.")
             identity = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
             yield Trainee(model, batches, identity | {"data": batches.fingerprint()}, tests=(tests, starts))
 
@@ -155,7 +155,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         }
         tasks = {split: {name: score.to_json() for name, score in each.items()} for split, each in scores.items()}
         details = {"tasks": tasks} | ({"statistics": {"started": starts}} if starts else {})
-        row = Row(id=self.graft.kind, label=self.label or graft_label(self.graft), metrics=metrics)
+        row = Row(id=self.graft.kind, label=self.label or self.graft.label, metrics=metrics)
         return Measurement(row, details)
 
     def _score(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:

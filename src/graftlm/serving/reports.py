@@ -175,10 +175,8 @@ def _trade_off(metrics: Mapping[str, Metric]) -> dict[str, Interval | None]:
 
 
 def _label(manifest: Manifest) -> str:
-    from graftlm.runs.graft_run import graft_label  # imports the training
-
     try:
-        return graft_label(manifest.graft_config())
+        return manifest.graft_config().label
     except GraftError:
         return manifest.kind
 

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data.packing import Boundaries, check_boundaries
-from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean
+from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean, first_line
 from graftlm.grafts.model import GraftedOutput, language_modelling_loss
 from graftlm.io import staged_folder
 from graftlm.models import register
@@ -147,7 +147,7 @@ def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[Non
     except kinds as error:
         name = values["model_type"]
         raise RecipeError(
-            f"model: the keys of the model_type {name} don't fit ({_first_line(error)}): change them."
+            f"model: the keys of the model_type {name} don't fit ({first_line(error)}): change them."
         ) from None
 
 
@@ -181,7 +181,7 @@ def _loading(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise BackboneError(f"{what} can't be loaded ({_first_line(error)}): {remedy}.") from None
+        raise BackboneError(f"{what} can't be loaded ({first_line(error)}): {remedy}.") from None
 
 
 def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
@@ -262,10 +262,3 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
             f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: take a tokenizer that "
             "belongs to it, or leave vocab_size out of a new model."
         )
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error; of a validation error, the line with its cause."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    words = lines[1] if len(lines) > 1 and lines[0].endswith(":") else (lines or [type(error).__name__])[0]
-    return words.rstrip(".:")[:200]

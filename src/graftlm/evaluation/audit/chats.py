@@ -14,11 +14,10 @@ from graftlm.backbone import end_ids, left_padded, max_sequence_length, padding_
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
 from graftlm.errors import DataError
-from graftlm.evaluation.metrics import device_of, evaluation_mode, percentile_interval
+from graftlm.evaluation.metrics import bootstrap, device_of, evaluation_mode, share_interval
 from graftlm.evaluation.results import Interval
 
 _MIN_LETTERS = 20  # of a text whose language is told
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _language(text: str) -> str:
 
 def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """`stops`, `keeps_template` and `same_language`: shares of answers with Wilson's 95% interval."""
-    return {name: _share(values) for name, values in _values(answers).items() if len(values)}
+    return {name: share_interval(sum(values), len(values)) for name, values in _values(answers).items() if len(values)}
 
 
 def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
@@ -163,9 +162,7 @@ def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> d
         pairs = [(getattr(first, name), getattr(second, name)) for first, second in zip(base, tuned, strict=True)]
         known = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
         if len(known):
-            gaps = known[:, 0] - known[:, 1]
-            draws = np.random.default_rng(0).integers(len(gaps), size=(_RESAMPLES, len(gaps)))
-            lost[f"{name}_lost"] = percentile_interval(float(gaps.mean()), gaps[draws].mean(axis=1))
+            lost[f"{name}_lost"] = bootstrap(known[:, 0] - known[:, 1])
     return lost
 
 
@@ -176,11 +173,3 @@ def _values(answers: Sequence[ChatAnswer]) -> dict[str, list[bool]]:
         "keeps_template": [answer.keeps_template for answer in answers],
         "same_language": known,
     }
-
-
-def _share(values: Sequence[bool]) -> Interval:
-    from scipy.stats import binomtest  # takes a second to import
-
-    wilson = binomtest(sum(values), len(values)).proportion_ci(method="wilson")
-    mean = sum(values) / len(values)
-    return Interval(mean=mean, low=min(wilson.low, mean), high=max(wilson.high, mean))

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graftlm.pipelines.summarize.text import import_extra, ngrams, split_words
-
-if TYPE_CHECKING:
-    from graftlm.evaluation import Interval
 
 _ROUGE_TYPES = {"rouge1": "rouge1", "rouge2": "rouge2", "rouge3": "rouge3", "rougeL": "rougeLsum"}
 
@@ -39,20 +36,6 @@ def rouge(summary: Sequence[str], reference: Sequence[str]) -> dict[str, float]:
     """
     scores = _rouge_scorer().score("\n".join(reference), "\n".join(summary))
     return {name: 100 * float(scores[rouge_type].fmeasure) for name, rouge_type in _ROUGE_TYPES.items()}
-
-
-def bootstrap(values: Sequence[float], seed: int = 0, samples: int = 1000) -> Interval:
-    """Return the mean with its 95% percentile bootstrap interval.
-
-    The intervals are those of rouge-score's aggregator, with a seed in place of numpy's global state.
-    """
-    from graftlm.evaluation import Interval
-
-    array = np.asarray(values, dtype=float)
-    draws = np.random.default_rng(seed).integers(len(array), size=(samples, len(array)))
-    low, high = np.percentile(array[draws].mean(axis=1), [2.5, 97.5])
-    mean = float(array.mean())
-    return Interval(mean=mean, low=min(float(low), mean), high=max(float(high), mean))
 
 
 @dataclass(frozen=True, slots=True)
