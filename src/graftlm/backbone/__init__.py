@@ -1,5 +1,4 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.backbone.cache import GrowingLayer, StateLayer, slots
 from graftlm.backbone.families import FAMILIES, Family, Site, Sites, Sublayer, register_family
@@ -19,3 +18,34 @@ from graftlm.backbone.load import (
     padding_id,
 )
 from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, may_read
+
+__all__ = [
+    "FAMILIES",
+    "UNLIMITED",
+    "Backbone",
+    "BackboneKind",
+    "Call",
+    "Family",
+    "Fingerprint",
+    "GenerationPrompt",
+    "GrowingLayer",
+    "Site",
+    "Sites",
+    "StateLayer",
+    "Sublayer",
+    "Tap",
+    "TapHooks",
+    "TokenCount",
+    "default_device",
+    "end_ids",
+    "fingerprint",
+    "leading_bos",
+    "left_padded",
+    "load_backbone",
+    "max_sequence_length",
+    "may_read",
+    "need_backbone",
+    "padding_id",
+    "register_family",
+    "slots",
+]

@@ -1,5 +1,22 @@
 """Sources of text, packed into rows of tokens and mixed into training batches by fixed shares."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.data.packing import NEW, OLD, Batch, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture, pack
 from graftlm.data.sources import DataConfig, Document, SelfSourceConfig, SourceConfig, build_documents, read_documents
+
+__all__ = [
+    "NEW",
+    "OLD",
+    "Batch",
+    "DataConfig",
+    "Document",
+    "Mixture",
+    "RowPacker",
+    "SelfSourceConfig",
+    "SourceConfig",
+    "StreamingBlocks",
+    "TokenBlocks",
+    "build_documents",
+    "build_mixture",
+    "pack",
+    "read_documents",
+]

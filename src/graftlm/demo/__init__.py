@@ -1,5 +1,6 @@
 """The demos: the main job on a real chat model, and on a toy model from nothing; their texts are on every machine."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.demo.chat_model import run_chat_demo
 from graftlm.demo.run import run_demo
+
+__all__ = ["run_chat_demo", "run_demo"]

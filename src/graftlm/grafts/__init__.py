@@ -1,5 +1,4 @@
 """Grafts: the contract, the grafted model, the registry, and one package for each method."""
-# ruff: noqa: F401  # the names of this package
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,29 @@ from graftlm.grafts.registry import build_graft, default_config, graft_class, gr
 
 if TYPE_CHECKING:
     from graftlm.grafts.model import GraftedModel, GraftedOutput
+
+__all__ = [
+    "Exportable",
+    "ExportedAdapter",
+    "ExportsAdapter",
+    "FitsOnText",
+    "Graft",
+    "GraftConfig",
+    "GraftedModel",
+    "GraftedOutput",
+    "HasHeads",
+    "HasTensors",
+    "ReadsModels",
+    "ReplacesModel",
+    "Trace",
+    "Traceable",
+    "build_graft",
+    "default_config",
+    "graft_class",
+    "graft_config",
+    "kinds",
+    "register_graft",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -417,3 +417,16 @@ def recipe_schema() -> dict[str, Any]:
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
     return {"title": "Recipe", "oneOf": forms, "$defs": definitions}
+
+
+__all__ = [
+    "AnyRecipe",
+    "MethodConfig",
+    "Recipe",
+    "compare_recipe",
+    "graft_label",
+    "grow_recipe",
+    "load_recipe",
+    "recipe_schema",
+    "run_recipe",
+]

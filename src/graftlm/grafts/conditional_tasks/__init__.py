@@ -1,4 +1,5 @@
 """Conditional tasks (see README.md in this folder)."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.grafts.conditional_tasks.method import ConditionalTasks, ConditionalTasksConfig
+
+__all__ = ["ConditionalTasks", "ConditionalTasksConfig"]

@@ -1,5 +1,4 @@
 """Neutral residues (see README.md in this folder)."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.grafts.neutral_residues.method import (
     GatedAdapter,
@@ -10,3 +9,13 @@ from graftlm.grafts.neutral_residues.method import (
     spectrum,
     width_for,
 )
+
+__all__ = [
+    "GatedAdapter",
+    "NeutralResidues",
+    "NeutralResiduesConfig",
+    "VanillaAdapter",
+    "VanillaAdapterConfig",
+    "spectrum",
+    "width_for",
+]

@@ -9,3 +9,5 @@ AutoConfig.register(BlockStateConfig.model_type, BlockStateConfig, exist_ok=True
 AutoModel.register(BlockStateConfig, BlockStateModel, exist_ok=True)
 AutoModelForCausalLM.register(BlockStateConfig, BlockStateForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(BlockStateConfig, BlockStateForSequenceClassification, exist_ok=True)
+
+__all__ = ["BlockStateConfig", "BlockStateForCausalLM", "BlockStateForSequenceClassification", "BlockStateModel"]
