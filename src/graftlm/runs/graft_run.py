@@ -589,7 +589,6 @@ __all__ = [
     "GraftRun",
     "check_sections",
     "count_parameters",
-    "graft_label",
     "load_tests",
     "weights_moved_back",
 ]

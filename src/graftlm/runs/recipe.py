@@ -424,7 +424,6 @@ __all__ = [
     "MethodConfig",
     "Recipe",
     "compare_recipe",
-    "graft_label",
     "grow_recipe",
     "load_recipe",
     "recipe_schema",
