@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from baselines.reference import expand
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, TapConflictError, TapError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.baselines.block_expansion import copied_layers
-from graftlm.grafts.baselines.reference import expand
 from graftlm.testing.laws import attach_graft, logits, randomise, state_of
 from laws.examples import backbone
 from tiny import tiny_ids, tiny_model, tiny_tokenizer

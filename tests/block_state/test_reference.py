@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from block_state import tools
-from graftlm.models.block_state import reference
+from block_state import reference, tools
 
 LENGTHS = [1, 3, 4, 5, 11]
 

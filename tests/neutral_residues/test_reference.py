@@ -13,7 +13,8 @@ from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.neutral_residues import NeutralResidues, NeutralResiduesConfig, reference
+from graftlm.grafts.neutral_residues import NeutralResidues, NeutralResiduesConfig
+from neutral_residues import reference
 from tiny import tiny_ids, tiny_model
 
 IDS = tiny_ids(2, 10)

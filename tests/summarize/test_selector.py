@@ -13,7 +13,7 @@ from torch import nn
 
 from cli.tools import invoke
 from graftlm.errors import ArtifactError, DataError, RecipeError
-from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig, reference
+from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.models.sentence_selector.model import _sinusoids
 from graftlm.pipelines.summarize import (
     Budget,
@@ -26,6 +26,7 @@ from graftlm.pipelines.summarize import (
     selector_example,
     train_selector,
 )  # fmt: skip
+from summarize import selector_reference as reference
 from summarize.tools import TEA
 
 pytest.importorskip("sentencex")
