@@ -18,6 +18,7 @@ from graftlm.evaluation.metrics import bootstrap, device_of, evaluation_mode, sh
 from graftlm.evaluation.results import Interval
 
 _MIN_LETTERS = 20  # of a text whose language is told
+_BEHAVIOUR = ("stops", "keeps_template", "same_language")
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def _language(text: str) -> str:
 
 def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """`stops`, `keeps_template` and `same_language`: shares of answers with Wilson's 95% interval."""
-    return {name: share_interval(sum(values), len(values)) for name, values in _values(answers).items() if len(values)}
+    values = {name: [value for each in answers if (value := getattr(each, name)) is not None] for name in _BEHAVIOUR}
+    return {name: share_interval(sum(known), len(known)) for name, known in values.items() if known}
 
 
 def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
@@ -158,18 +160,9 @@ def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> d
     For the language only those questions count at which both answers are long enough to tell.
     """
     lost = {}
-    for name in ("stops", "keeps_template", "same_language"):
+    for name in _BEHAVIOUR:
         pairs = [(getattr(first, name), getattr(second, name)) for first, second in zip(base, tuned, strict=True)]
         known = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
         if len(known):
             lost[f"{name}_lost"] = bootstrap(known[:, 0] - known[:, 1])
     return lost
-
-
-def _values(answers: Sequence[ChatAnswer]) -> dict[str, list[bool]]:
-    known = [answer.same_language for answer in answers if answer.same_language is not None]
-    return {
-        "stops": [answer.stops for answer in answers],
-        "keeps_template": [answer.keeps_template for answer in answers],
-        "same_language": known,
-    }

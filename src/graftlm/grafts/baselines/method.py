@@ -52,12 +52,9 @@ class LoRABaseline(PeftGraft):
 def rank_for(capacity: float, backbone: Backbone) -> int:
     """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
     weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
-    shapes = [getattr(module, name).shape for module, name in _ffn_weights(backbone)]
+    layers = map(backbone.sites.ffn_weights, range(backbone.sites.n_layers))
+    shapes = [getattr(module, name).shape for weights in layers for module, name in weights]
     return max(1, round(weights / sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)))
-
-
-def _ffn_weights(backbone: Backbone) -> list[tuple[Any, str]]:
-    return [weight for layer in range(backbone.sites.n_layers) for weight in backbone.sites.ffn_weights(layer)]
 
 
 class FineTuningConfig(GraftConfig):
