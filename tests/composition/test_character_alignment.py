@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from composition import reference
 from composition.tools import OTHER_TOKENS
 from graftlm.backbone import Call, StateLayer
-from graftlm.grafts.composition import reference
 from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment
 from tiny import BOS, EOS, TEXT, TOKENS, tiny_tokenizer
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from composition import reference
 from composition.test_reference import IDS, MASKS, Slow, by_position, double, position_ids
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, RecipeError
 from graftlm.grafts import graft_config
-from graftlm.grafts.composition import Composition, reference
+from graftlm.grafts.composition import Composition
 from graftlm.grafts.composition.readout import MixtureGate, mix
 from tiny import tiny_ids
 

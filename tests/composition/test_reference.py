@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from composition import reference
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.backbone import Backbone
-from graftlm.grafts.composition import Composition, reference
+from graftlm.grafts.composition import Composition
 from graftlm.testing.laws import positions_of
 from tiny import tiny_ids
 

@@ -13,13 +13,14 @@ from transformers import DynamicCache
 
 from graftlm.backbone import Call
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.token_routing import TokenRouting, reference
+from graftlm.grafts.token_routing import TokenRouting
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import best_scores, cluster, expert_weights, fit_whitener, scores_of
 from graftlm.grafts.token_routing.routing_state import route_spans
 from tiny import SPECIAL, tiny_ids, tiny_model
+from token_routing import reference
 from token_routing.tools import backbone
 
 EXPERTS = {
