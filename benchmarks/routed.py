@@ -14,7 +14,7 @@ from pair import Shape, random_llama
 from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, DynamicCache, PreTrainedTokenizerFast
 from turns import Clock, Turns, rounds, seconds
 
 from graftlm.backbone import Backbone, Call
@@ -22,6 +22,7 @@ from graftlm.grafts import GraftedModel
 from graftlm.grafts.token_routing import TokenRouting, TokenRoutingConfig
 
 SHAPE, QUICK_SHAPE = Shape(1024, 2816, 24, 16), Shape(64, 128, 4, 4)
+ENCODER, QUICK_ENCODER = Shape(384, 1536, 6, 12), Shape(32, 64, 2, 2)
 SPECIAL = {"eos_token": "<eos>", "unk_token": "<unk>"}
 
 
@@ -36,7 +37,10 @@ class Size:
     low_rank: int = 16
     """Of each of many experts."""
     context: int = 128
-    longer: int = 256
+    lengths: tuple[int, ...] = (128, 256, 512, 1024)
+    """Of the text behind which peers are timed."""
+    encoder: Shape = ENCODER
+    """Of the published embedder, MiniLM."""
     longest: int = 512
     rows: int = 16
     short: int = 32
@@ -56,7 +60,8 @@ QUICK = Size(
     rank=8,
     low_rank=2,
     context=16,
-    longer=32,
+    lengths=(16, 24, 32, 48),
+    encoder=QUICK_ENCODER,
     longest=64,
     short=16,
     decode_rounds=3,
@@ -136,6 +141,18 @@ class RoutingBenchmark:
         adapters = {str(n): str(folder) for n, folder in enumerate(self.adapters)}
         config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=self.size.shape.width, adapters=adapters)
         return get_peft_model(model, config, autocast_adapter_dtype=False).to(self.dtype).eval()
+
+    def encoder(self) -> Any:
+        """A random BERT of the published embedder's size."""
+        shape = self.size.encoder
+        config = BertConfig(
+            vocab_size=30_522,
+            hidden_size=shape.width,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+        )
+        return BertModel(config).to(self.device, self.dtype).eval()  # type: ignore[arg-type]  # hidden by a wrapper
 
     def ids(self, rows: int, length: int, seed: int = 3) -> Tensor:
         """Random tokens."""

@@ -32,9 +32,15 @@ from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 
 NAME = "bench-token-routing"
 COUNTS = (2, 8, 32, 128)
+LENGTHS = (128, 256, 512, 1024)
+READ = 256  # tokens of a text that MiniLM reads
 ROWS = {  # row id -> label, aim of its ratio
     "decode_vs_one_lora": ("decoding speed with four experts, over PEFT's with one unmerged adapter", (AT_LEAST, 0.9)),
-    "vs_published_merge": ("decoding speed, over the published merge of adapters for every token", (AT_LEAST, 20.0)),
+    **{
+        f"published_step_{n}": (f"decoding speed behind {n} tokens, over the published procedure's", None)
+        for n in LENGTHS
+    },
+    **{f"recompute_{n}": (f"decoding speed behind {n} tokens, over a pass without a cache", None) for n in LENGTHS},
     "vs_xlora": ("decoding speed, over PEFT's X-LoRA, which has no cache", None),
     "routing_share": ("routing's share of a decode step", (AT_MOST, 0.03)),
     "batch16_mixed": ("decoding speed of rows with a mixture each, over rows with one mixture", (AT_LEAST, 0.95)),
@@ -51,12 +57,13 @@ HOW = {
     "second token. bound: what the weights that are read would make of the ratio. ratio_top2: with top: 2, over the "
     "one adapter. ratio_over_bare: over the bare backbone. ratio_over_four: over PEFT with all four adapters active, "
     "each added in full",
-    "vs_published_merge": "the peer: add_weighted_adapter('linear') of the four adapters, then a pass over the whole "
-    "text without a cache, for one token. Not counted: its embedding of the text, its new pipeline, its way through "
-    "text, and deleting the adapter merged before. As many of its tokens are timed as there are rounds, all of one "
-    "length of text, behind which our steps are timed as well: the context's, and in ratio_longer the longer one",
-    "vs_xlora": "the peer reads the whole text twice for a token, the first time to find its scalings; otherwise as "
-    "above",
+    "published_step": "the peer, for one token: the text from its tokens; its embedding by a random encoder of "
+    "MiniLM's size, which reads at most 256 tokens; weights by the cosines; add_weighted_adapter('linear') of the four "
+    "adapters; tokens from the text; a pass over all of them without a cache. Not counted: its new pipeline, and "
+    "deleting the adapter merged before",
+    "recompute": "the peer: the pass without a cache alone, with one adapter",
+    "vs_xlora": "the peer reads the whole text twice for a token, the first time to find its scalings; behind the "
+    "shortest text",
     "routing_share": "seconds inside the graft's prepare, where text is embedded and weighed and routes are "
     "remembered, over those of the whole step, by one clock around each. ratio_longer: behind the longest text. "
     "ratio_every_1: a new route for each token. ratio_prompt: the prompt's route for all",
@@ -70,7 +77,7 @@ HOW = {
     "memory": "bytes. experts: the four of rank 64, here and in PEFT. routes: beside the keys and values of the "
     "context",
 }
-MERGED, PAPERS_WEIGHTS = "merged", [0.668, 0.122, 0.110, 0.100]
+MERGED = "merged"
 
 Metrics = dict[str, Metric]
 Routed = Mapping[str, tuple[Any, Clocked]]
@@ -101,35 +108,44 @@ def measure_decoding(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str,
 
 
 def measure_peers(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
-    """Seconds of a token of ours, by the published merge, and by X-LoRA; and both rows."""
+    """Seconds of a token of ours, as published, by recomputation, and by X-LoRA, behind each length; and the rows."""
     size = bench.size
-    peft, xlora = bench.peft(size.experts), bench.xlora()
-    taken = {}
-    for name, length in (("context", size.context), ("longer", size.longer)):
+    peft, xlora, encoder = bench.peft(size.experts), bench.xlora(), bench.encoder()
+    taken: dict[str, Turns] = {}
+    rows: dict[str, Metrics] = {}
+    for name, length in zip(LENGTHS, size.lengths, strict=True):
         text = bench.ids(1, length + 1)
         reader = Reader(routed["routed"][0], text[:, :-1])
-        turns = {"routed": partial(bench.step, reader), "published": partial(merge_and_read, bench, peft, text)}
-        if name == "context":
+        turns = {
+            "routed": partial(bench.step, reader),
+            "published": partial(published_step, bench, peft, encoder, text),
+            "recompute": partial(bench.seconds, partial(read_whole, peft.get_base_model(), text)),
+        }
+        if name == LENGTHS[0]:
             turns["xlora"] = partial(bench.seconds, partial(read_whole, xlora, text))
-        taken[name] = rounds(turns, size.peer_rounds)
-    context, longer = taken["context"], taken["longer"]
-    return taken, {
-        "vs_published_merge": {
-            "ratio": ratios(context["published"], context["routed"]),
-            "ratio_longer": ratios(longer["published"], longer["routed"]),
-        },
-        "vs_xlora": {"ratio": ratios(context["xlora"], context["routed"])},
-    }
+        of_length = taken[str(name)] = rounds(turns, size.peer_rounds)
+        rows[f"published_step_{name}"] = {"ratio": ratios(of_length["published"], of_length["routed"])}
+        rows[f"recompute_{name}"] = {"ratio": ratios(of_length["recompute"], of_length["routed"])}
+    first = taken[str(LENGTHS[0])]
+    return taken, rows | {"vs_xlora": {"ratio": ratios(first["xlora"], first["routed"])}}
 
 
-def merge_and_read(bench: RoutingBenchmark, peft: PeftModel, text: Tensor) -> float:
+def published_step(bench: RoutingBenchmark, peft: PeftModel, encoder: Any, ids: Tensor) -> float:
     """Seconds of one token as published."""
     names = [str(n) for n in range(bench.size.experts)]
+    centroids = torch.randn(len(names), bench.size.encoder.width, device=bench.device, dtype=bench.dtype)
 
+    @torch.inference_mode()
     def token() -> None:
-        peft.add_weighted_adapter(names, PAPERS_WEIGHTS, MERGED, combination_type="linear")
+        text = bench.tokenizer.decode(ids[0])
+        vector = encoder(ids[:, :READ].clamp(max=30_000)).last_hidden_state.mean(1)
+        cosines = torch.cosine_similarity(vector, centroids)
+        cosines[cosines.argmax()] *= 4
+        weights = cosines.softmax(-1).tolist()
+        peft.add_weighted_adapter(names, weights, MERGED, combination_type="linear")
         peft.set_adapter(MERGED)
-        read_whole(peft.get_base_model(), text)
+        again = bench.tokenizer(text, return_tensors="pt")["input_ids"].to(bench.device)
+        read_whole(peft.get_base_model(), again)
 
     taken = bench.seconds(token)
     peft.set_adapter("0")
@@ -280,7 +296,7 @@ def measure(bench: RoutingBenchmark) -> Results:
         rows |= print_rows({f"experts_{number}": row})
     load.append(os.getloadavg()[0])
     details = {
-        "size": asdict(size),
+        "size": asdict(size) | {"lengths": list(size.lengths)},
         "dtype": str(bench.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "clock": bench.clock,

@@ -18,7 +18,8 @@ ROWS = {
     "composition": ["decode_step", "generate_256_vs_recompute", "train_step", "memory"],
     "token_routing": [
         "decode_vs_one_lora",
-        "vs_published_merge",
+        *(f"published_step_{length}" for length in (128, 256, 512, 1024)),
+        *(f"recompute_{length}" for length in (128, 256, 512, 1024)),
         "vs_xlora",
         "routing_share",
         "batch16_mixed",
@@ -38,7 +39,7 @@ AIMS = {
     "neutral_residues": ["ratio"] * 3,
     "distillation": [],
     "composition": ["ratio"] * 2,
-    "token_routing": [*["ratio"] * 5, "ratio_top2"],
+    "token_routing": [*["ratio"] * 4, "ratio_top2"],
     "block_state": [*["ratio"] * 3, "value", "value"],
     "conditional_tasks": ["ratio"] * 2,
     "summarize": ["ratio"],
