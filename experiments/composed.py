@@ -1,54 +1,55 @@
-"""What the compositions on real text share: trained rows and their rates, tasks with a prompt, and aims."""
+"""What the compositions on real text share: their rows, the search of rates, tasks with a prompt, and aims."""
 
 from __future__ import annotations
 
 import json
+import math
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoTokenizer
 
 from experiments import Options
 from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_texts
-from experiments.study import (
-    Study,
-    aim,
-    bars,
-    check_files,
-    metric,
-    numbers_of,
-    over_seeds,
-    published,
-    training_config,
-)
-from graftlm.backbone import load_backbone
+from experiments.study import Study, aim, bars, check_files, over_seeds, published, training_config
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.demo.corpus import write_documents
-from graftlm.evaluation import Aim, Interval, Results, Row
+from graftlm.evaluation import Results, Row, combine_seeds
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
 from graftlm.runs.run import Measurement, RunContext, Trainee
 from graftlm.training import TrainingConfig
 
-# Of the rows that compositions are trained on: English that the anchor has read.
-REPLAY_FRACTION = 0.2
-# Learning rates by kind of graft, chosen on validation text (composition_language/README.md).
-RATES = {"composition": 3e-3, "lora": 1e-2}
-
+REPLAY_FRACTION = 0.4
+"""Of the rows that are trained on: text of the anchor's own domains."""
+RATES = {"composition": (1e-3, 3e-3, 1e-2), "lora": (3e-3, 1e-2, 3e-2), "finetune": (3e-4, 1e-3, 3e-3)}
+"""Learning rates that are tried for every row, by kind of graft."""
+SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)
+"""Shares of the augmenting models that are tried for a mixture without a gate."""
 LABELS = {
     "m_b": "anchor m_B",
-    "composition": "composition",
+    "m_a": "specialist m_A",
+    "fixed_mixture": "fixed mixture of distributions",
+    "mixture": "gated mixture alone",
+    "cross": "cross-attentions alone",
+    "both": "cross-attentions and mixture",
+    "composition": "composition, as recommended (both)",
     "lora": "LoRA, equal parameters",
-    "vanilla_m_a": "with vanilla m_A",
-    "random_m_a": "with random m_A",
+    "skyline": "anchor fine-tuned",
+    "vanilla_m_a": "both, with vanilla m_A",
+    "random_m_a": "both, with random m_A",
 }
-# Texts of aims by metric, row, other row, and what the ratio stays below.
-Ratios = Mapping[tuple[str, str, str, float], str]
+MIXTURE = {"readout": "mixture", "cross": False}
+# Texts of aims by metric, row, the rows of which the better counts, and what the ratio to it stays below.
+Ratios = dict[tuple[str, str, tuple[str, ...], float], str]
 
 
 class PromptTask(Config):
@@ -111,6 +112,162 @@ class PromptedRun(GraftRun):
             measurement.add_metrics(task.measure(model, tokenizer))
 
 
+class FixedMixtureRun(PromptedRun):
+    """A mixture whose gate is not trained: every augmenting model has the same share of each token's distribution."""
+
+    share: float
+
+    @contextmanager
+    def build(self, context: RunContext) -> Iterator[Trainee]:
+        with super().build(context) as trainee:
+            gate = trainee.model.grafts["graft"].readout.linear
+            anchor = 1 - self.share * gate.out_features
+            with torch.no_grad():
+                gate.bias.fill_(math.log1p(self.share / anchor))
+            yield trainee
+
+
+class ComposedRow(NamedTuple):
+    """A row that is trained: a graft on the anchor, and its data."""
+
+    id: str
+    graft: Mapping[str, Any]
+    data: DataConfig
+
+
+class ComposedStudy(Study):
+    """Rows on one anchor: search, training, measurement and comparison.
+
+    Args:
+        options: of the experiment.
+        tables: rows by table.
+        labels: of models and rows.
+        anchor: the backbone of all rows.
+        steps: of each row; a search has a third of them.
+        batch_size: rows of a step.
+
+    Attributes:
+        wanted: rows of the chosen tables.
+        validation: tasks that choose, beside the test sets whose names begin with `validation`.
+        tasks: measured for all rows.
+        evaluation: of all rows.
+    """
+
+    validation: Sequence[PromptTask] = ()
+    tasks: Sequence[PromptTask] = ()
+    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
+
+    def __init__(
+        self,
+        options: Options,
+        tables: Mapping[str, Sequence[str]],
+        labels: Mapping[str, str],
+        anchor: BackboneConfig,
+        *,
+        steps: int,
+        batch_size: int,
+    ) -> None:
+        super().__init__(options)
+        self.wanted = {row for table in options.chosen(tuple(tables)) for row in tables[table]}
+        self.labels, self.anchor = dict(labels), anchor
+        self.steps, self.batch_size = (3, 2) if options.quick else (steps, batch_size)
+
+    def bare(self, name: str, backbone: BackboneConfig, data: DataConfig, **more: Any) -> PromptedRun:
+        """A model as it is; `more` are other fields of the run."""
+        fields = {"label": self.labels[name], "training": self._training(0, 1e-3, 0), "prompts": self.tasks} | more
+        tests = {text: sources for text, sources in data.test.items() if not text.startswith("validation")}
+        data = data.model_copy(update={"test": tests})
+        return PromptedRun(id=name, backbone=backbone, data=data, evaluation=self.evaluation, **fields)
+
+    def cell(self, row: ComposedRow, rate: float, seed: int) -> PromptedRun:
+        """A row at one rate, for one seed, measured on the test texts."""
+        more = {"graft": graft_config(dict(row.graft)), "training": self._training(self.steps, rate, seed)}
+        run = self.bare(row.id, self.anchor, row.data.model_copy(update={"seed": seed}), **more)
+        return run.model_copy(update={"id": f"{row.id}_lr{rate:g}_s{seed}"})
+
+    def search_run(self, row: ComposedRow, rate: float) -> PromptedRun:
+        """A row at one rate, with a third of the steps, measured on validation texts."""
+        run, steps = self.cell(row, rate, self.seeds[0]), max(1, self.steps // 3)
+        changes = {"id": f"search_{row.id}_lr{rate:g}", "training": self._training(steps, rate, self.seeds[0])}
+        return run.model_copy(update=changes | self._validated(row.data))
+
+    def fixed_runs(self, row: ComposedRow) -> list[FixedMixtureRun]:
+        """A fixed mixture at every share, measured on validation texts; `row` is the gated one."""
+        graft = graft_config(dict(row.graft))
+        models = len(row.graft["augmenting"])
+        bare = self.bare("fixed_mixture", self.anchor, row.data, graft=graft)
+        fields: dict[str, Any] = dict(bare) | self._validated(row.data)
+        return [FixedMixtureRun(**fields | {"id": f"search_fixed_{s:g}", "share": s / models}) for s in SHARES]
+
+    def _validated(self, data: DataConfig) -> dict[str, Any]:
+        tests = {name: sources for name, sources in data.test.items() if name.startswith("validation")}
+        return {"data": data.model_copy(update={"test": tests}), "prompts": tuple(self.validation)}
+
+    def _training(self, steps: int, rate: float, seed: int) -> TrainingConfig:
+        more: dict[str, Any] = {"warmup_steps": min(10, steps // 4), "checkpoint_every": max(1, steps)}
+        return training_config(steps, self.batch_size, rate, seed, precision="bf16", **more)
+
+    def measure(
+        self, models: Mapping[str, BackboneConfig], rows: Sequence[ComposedRow]
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """The rows of the chosen tables, and what stands beside them.
+
+        Args:
+            models: models that are measured as they are, the anchor `m_b` among them.
+            rows: of all tables, trained for every seed. `mixture` also gives the fixed mixture.
+        """
+        rows = [row for row in rows if row.id in self.wanted]
+        metrics = [*(name for name in rows[0].data.test if name.startswith("validation"))]
+        metrics += [task.name for task in self.validation]
+        candidates = {row.id: [self.search_run(row, rate) for rate in self._rates(row)] for row in rows}
+        if gated := next((row for row in rows if row.id == "mixture"), None):
+            candidates["fixed_mixture"] = list(self.fixed_runs(gated))
+        chosen = self.choose(candidates, metrics, "the search")
+        rates = {row.id: chosen[row.id].training.learning_rate for row in rows}
+        runs = {name: [self.bare(name, backbone, rows[0].data)] for name, backbone in models.items()}
+        if isinstance(fixed := chosen.get("fixed_mixture"), FixedMixtureRun):
+            tested: dict[str, Any] = {"data": runs["m_b"][0].data, "prompts": tuple(self.tasks), "id": "fixed_mixture"}
+            runs["fixed_mixture"] = [fixed.model_copy(update=tested)]
+        runs |= {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
+        self.execute([run for of_row in runs.values() for run in of_row], "the rows")
+        if "both" in runs:
+            runs["composition"] = runs["both"]
+        details = self.evidence(runs) | {
+            "rates": rates,
+            "statistics": {name: self.measured[of[0].id].details.get("statistics", {}) for name, of in runs.items()},
+            "seconds": self.seconds,
+        }
+        measured = {name: [self.measured[run.id] for run in of_row] for name, of_row in runs.items()}
+        return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
+
+    def _rates(self, row: ComposedRow) -> Sequence[float]:
+        rates = RATES[row.graft["kind"]]
+        return rates[1:2] if self.options.quick else rates
+
+    def report(
+        self, module: str, rows: Sequence[Row], ratios: Ratios, shown: Mapping[str, str], details: dict[str, Any]
+    ) -> Results:
+        """Write the results of an experiment's module, with its aims, published figures and bits per byte.
+
+        `details` get, for each aim, the ratio of every seed with its interval.
+        """
+        by_seed, aims = {name: list(runs.values()) for name, runs in details["by_seed"].items()}, []
+        for (name, row, others, limit), text in ratios.items():
+            if {row, *others} <= by_seed.keys():
+                over = [_of_seeds(by_seed[other], name, len(by_seed[row])) for other in others]
+                values = [
+                    values[name] / min(other)
+                    for values, other in zip(by_seed[row], zip(*over, strict=True), strict=True)
+                ]
+                interval = combine_seeds(values)
+                details.setdefault("ratios", {})[text] = interval.model_dump() | {"by_seed": values}
+                aims.append(aim(text, name, limit, interval.mean, operator.le))
+        plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
+        name = Path(module).parent.name.replace("_", "-")
+        paper = published(module) if Path(module).with_name("paper.yaml").exists() else []
+        return self.write(name, rows, plots=plots, details=details, aims=aims, paper=paper)
+
+
 class Amounts(Config):
     """How much of each text.
 
@@ -127,40 +284,19 @@ class Amounts(Config):
     examples: int
 
 
-class ComposedRow(NamedTuple):
-    """A row that is trained: a graft on the anchor, its data, `times` the study's steps, at the rate of its kind."""
-
-    id: str
-    graft: Mapping[str, Any]
-    data: DataConfig
-    times: int = 1
-    rate: float | None = None
-
-    def learning_rate(self) -> float:
-        """Its own, or that of its kind of graft."""
-        return self.rate or RATES[self.graft["kind"]]
-
-
-class ComposedStudy(Study):
-    """One experiment's parents, texts and tasks.
+class TextStudy(ComposedStudy):
+    """Compositions of the parents that experiments train on the spot.
 
     Args:
         options: of the experiment.
         tables: rows by table.
         labels: of models and rows.
         amounts: how much of each text.
-        default: tables of a run that names none; all when empty.
         files: of the data folder, beside those of the parents.
 
     Attributes:
-        wanted: rows of the chosen tables.
         texts: folder of the experiment's own texts.
-        validation: tasks that choose, measured for every run.
-        tasks: measured for all but variants.
     """
-
-    validation: Sequence[PromptTask] = ()
-    tasks: Sequence[PromptTask] = ()
 
     def __init__(
         self,
@@ -168,17 +304,22 @@ class ComposedStudy(Study):
         tables: Mapping[str, Sequence[str]],
         labels: Mapping[str, str],
         amounts: Amounts,
-        *,
-        default: Sequence[str] = (),
         files: Sequence[str] = (),
     ) -> None:
-        super().__init__(options)
-        self.wanted = {row for table in options.chosen(tuple(tables), default) for row in tables[table]}
+        self.options = options
+        options.chosen(tuple(tables))  # before the parents are trained
         check_files(options, (*FILES, *files))
         size = QUICK if options.quick else Size()
-        self.labels, self.amounts, self.length = labels, amounts, size.length
         self.parents, self.texts = make_parents(options, size), options.out / "texts"
+        self.amounts, self.length = amounts, size.length
         self.tokenizer = AutoTokenizer.from_pretrained(self.parents.anchor)
+        super().__init__(
+            options, tables, LABELS | dict(labels), self.model(self.parents.anchor), steps=60, batch_size=4
+        )
+
+    def model(self, folder: Path) -> BackboneConfig:
+        """A parent as a backbone."""
+        return BackboneConfig(name=str(folder), device=self.options.device)
 
     def write_parts(self, files: Mapping[str, str], *, cut: bool = False) -> dict[str, list[str]]:
         """Write texts that no model has read, the old share of English, and the start of every text of `files`.
@@ -204,7 +345,7 @@ class ComposedStudy(Study):
             write_documents(self.texts / f"{name}-part.jsonl", documents)
         return parts
 
-    def data(self, new: Sequence[str], old: str, tests: Mapping[str, str], boundaries: Any) -> DataConfig:
+    def data(self, new: Sequence[str], old: Sequence[str], tests: Mapping[str, str]) -> DataConfig:
         """What a row is trained and measured on, by names of texts; those that end with `-prompts` have prompts."""
 
         def source(name: str) -> SourceConfig:
@@ -213,112 +354,59 @@ class ComposedStudy(Study):
 
         return DataConfig(
             new=[source(name) for name in new],
-            old=[source(old)],
+            old=[source(name) for name in old],
             replay_fraction=REPLAY_FRACTION,
             length=self.length,
-            boundaries=boundaries,
+            boundaries="whole",
             test={name: [source(file)] for name, file in tests.items()},
         )
 
-    def training(self, rate: float = 1e-3, seed: int = 0, times: int = 1) -> TrainingConfig:
-        """The numbers of one run of so many times the study's steps."""
-        steps, batch_size = (3, 2) if self.options.quick else (400, 4)
-        more: dict[str, Any] = {"warmup_steps": max(1, min(10, times * steps // 4)), "checkpoint_every": steps}
-        return training_config(times * steps, batch_size, rate, seed, precision="bf16", **more)
+    def task(self, name: str, **more: Any) -> PromptTask:
+        """A task of the experiment's texts; `more` are other fields."""
+        return PromptTask(name=name, path=str(self.texts / f"task-{name}.jsonl"), **more)
 
-    def bare(self, name: str, folder: Path, data: DataConfig, **more: Any) -> PromptedRun:
-        """A model as it is; `more` are other fields of the run."""
-        fields = {"training": self.training(), "prompts": (*self.validation, *self.tasks)} | more
-        evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0)  # whole texts, whatever the tokenizer
-        backbone = BackboneConfig(name=str(folder), device=self.options.device)
-        return PromptedRun(id=name, backbone=backbone, data=data, evaluation=evaluation, **fields)
-
-    def cell(self, row: ComposedRow, seed: int, **more: Any) -> PromptedRun:
-        """One run of a row."""
-        rate, data = row.learning_rate(), row.data.model_copy(update={"seed": seed})
-        more |= {"label": self.labels[row.id], "graft": graft_config(dict(row.graft))}
-        more["training"] = self.training(rate, seed, row.times)
-        return self.bare(f"{row.id}_lr{rate:g}_s{seed}", self.parents.anchor, data, **more)
+    def setting(self) -> dict[str, Any]:
+        """What all rows share, for the details of results."""
+        numbers: dict[str, Any] = {"steps": self.steps, "batch_size": self.batch_size, "length": self.length}
+        numbers["rates"] = {kind: list(rates) for kind, rates in RATES.items()}
+        numbers |= {"replay_fraction": REPLAY_FRACTION, "amounts": self.amounts.model_dump()}
+        return numbers | {"parents": self.parents.summaries}
 
     def grafts(self, name: str, specialist: Path) -> dict[str, dict[str, Any]]:
-        """A composition with a specialist, and the grafts beside it.
-
-        LoRA has as many trainable parameters, up to the rounding of its rank.
-        """
-        pair, backbone = composition({name: specialist}), load_backbone(str(self.parents.anchor))
-        extra = count_parameters(build_graft(graft_config(pair), backbone).parameters())
-        return {
-            "composition": pair,
-            "lora": {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())},
-            "vanilla_m_a": composition({name: self.parents.vanilla}),
-            "random_m_a": composition({name: self.parents.random}),
-            "encoder_m_a": pair | {"refresh": "prompt"},
-        }
-
-    def measure(
-        self, models: Mapping[str, Path], rows: Sequence[ComposedRow], variants: Container[str] = ()
-    ) -> tuple[list[Row], dict[str, Any]]:
-        """The rows of the chosen tables, and what stands beside them.
-
-        Args:
-            models: folders of models that are measured as they are, the anchor `m_b` among them.
-            rows: of all tables, trained for every seed.
-            variants: rows trained with the first seed alone, and measured on the validation tasks alone.
-        """
-        wanted = [row for row in rows if row.id in self.wanted]
-        bare = self.execute([self.bare(name, folder, rows[0].data) for name, folder in models.items()], "the parents")
-        tried = [self.cell(row, self.seeds[0], prompts=self.validation) for row in wanted if row.id in variants]
-        validated = self.execute(tried, "variants") if tried else {}
-        wanted = [row for row in wanted if row.id not in variants]
-        cells = {row.id: [self.cell(row, seed) for seed in self.seeds] for row in wanted}
-        trained = self.execute([cell for of_row in cells.values() for cell in of_row], "the rows, every seed")
-        main = {name: [trained[cell.id] for cell in of_row] for name, of_row in cells.items()}
-        for measurement in trained.values():
-            if "forgotten" in measurement.row.metrics:
-                lost = metric(measurement, "old_bpb") - metric(bare["m_b"], "old_bpb")
-                measurement.add_metrics({"forgotten_bpb": Interval(mean=lost, low=lost, high=lost)})
-        first = {name: of_row[0].details for name, of_row in main.items()}
-        training = self.training().model_dump(mode="json", exclude={"learning_rate", "seed"})
-        rates = {kind: [rate] for kind, rate in RATES.items()}
-        setting = {"training": training, "rates": rates, "replay_fraction": REPLAY_FRACTION}
-        details = {
-            "rates": {row.id: row.learning_rate() for row in wanted},
-            "validation": {
-                name: {key: value for key, value in values.items() if key.startswith("validation")}
-                for name, values in numbers_of([measurement.row for measurement in validated.values()]).items()
-            },
-            "statistics": {name: of_row.get("statistics", {}) for name, of_row in first.items()},
-            "losses": {name: of_row.get("losses", []) for name, of_row in first.items()},
-            "setting": setting | {"amounts": self.amounts.model_dump(), "parents": self.parents.summaries},
-        }
-        measured = {name: [measurement] for name, measurement in bare.items()} | main
-        return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
-
-    def report(
-        self, module: str, rows: Sequence[Row], ratios: Ratios, shown: Mapping[str, str], details: Any
-    ) -> Results:
-        """Write the results of an experiment's module, with its aims, published figures and bits per byte."""
-        results: dict[str, Any] = {"aims": composition_aims(rows, ratios), "paper": published(module)}
-        plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
-        name = Path(module).parent.name.replace("_", "-")
-        return self.write(name, rows, plots=plots, details=details, **results)
+        """The rows on one specialist."""
+        parents = self.parents
+        others = {"vanilla_m_a": parents.vanilla, "random_m_a": parents.random}
+        rows = composed_rows({name: specialist}, load_backbone(str(parents.anchor)), stride=1)
+        return rows | {row: rows["both"] | {"augmenting": named({name: folder})} for row, folder in others.items()}
 
 
-def composition(augmenting: Mapping[str, Path]) -> dict[str, Any]:
-    """The graft section of a composition: every layer of the augmenting models with as many of the anchor's."""
-    models = {name: {"name": str(folder)} for name, folder in augmenting.items()}
-    return {"kind": "composition", "augmenting": models, "stride": 1, "positions": "local", "norm": "pre"}
+def named(augmenting: Mapping[str, Path]) -> dict[str, Any]:
+    """The key `augmenting` of a composition."""
+    return {name: {"name": str(folder)} for name, folder in augmenting.items()}
 
 
-def composition_aims(rows: Sequence[Row], ratios: Ratios) -> list[Aim]:
-    """The ratios whose rows are there, and that the composition forgets no more than LoRA."""
-    values = numbers_of(rows)
-    met = [
-        aim(text, name, limit, values[row][name] / values[other][name])
-        for (name, row, other, limit), text in ratios.items()
-        if {row, other} <= values.keys()
-    ]
-    if {"composition", "lora"} <= values.keys():
-        more = values["composition"]["forgotten"] - values["lora"]["forgotten"]  # either may have gained
-        met.append(aim("English forgotten beyond LoRA's, nats per token", "forgotten", 0.0, more, operator.le))
-    return met
+def composed_rows(augmenting: Mapping[str, Path], anchor: Backbone, **graft: Any) -> dict[str, dict[str, Any]]:
+    """The grafts of rows on the same augmenting models, and those without any.
+
+    LoRA has as many trainable parameters as the composition, up to the rounding of its rank.
+    """
+    cross = {"kind": "composition", "augmenting": named(augmenting), **graft}
+    both = cross | {"readout": "mixture"}
+    extra = count_parameters(build_graft(graft_config(both), anchor).parameters())
+    return {
+        "mixture": cross | MIXTURE,
+        "cross": cross,
+        "both": both,
+        "lora": {"kind": "lora", "capacity": extra / count_parameters(anchor.model.parameters())},
+        "skyline": {"kind": "finetune"},
+    }
+
+
+def better_parent(names: Mapping[str, str], parents: tuple[str, ...] = ("m_b", "m_a")) -> Ratios:
+    """The aims of `both`: within 1% of the better parent on every text, by metric."""
+    return {(name, "both", parents, 1.01): f"{text}: both, over the better parent" for name, text in names.items()}
+
+
+def _of_seeds(values: Sequence[Mapping[str, float]], name: str, seeds: int) -> list[float]:
+    """A metric seed by seed; a model that is not trained has the same one for every seed."""
+    return [values[index % len(values)][name] for index in range(seeds)]

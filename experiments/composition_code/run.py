@@ -1,7 +1,7 @@
 """An English anchor and a Python specialist, composed with a twentieth of the specialist's text and some functions.
 
-Every trained row takes as many steps of as many rows, at the learning rate that the language experiment chose for its
-kind of graft. The modules of the test took no part in any choice, and no model has read them.
+Every trained row takes as many steps of as many rows, at the rate that its own search on validation text chose. The
+modules of the test took no part in any choice, and no model has read them.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments import Options
-from experiments.composed import LABELS as SHARED_LABELS
-from experiments.composed import Amounts, ComposedRow, ComposedStudy, PromptTask
+from experiments.composed import Amounts, ComposedRow, TextStudy, better_parent
 from experiments.parents import fitting, read_texts, spaced, write_examples
 from graftlm.evaluation import Results
 
-ABLATIONS = ("lora", "vanilla_m_a", "random_m_a", "encoder_m_a")
-TABLES = {"4": ("composition",), "5": ("composition", *ABLATIONS)}
-LABELS = {
-    "m_a": "code specialist m_A",
-    "encoder_m_a": "m_A as encoder",
-} | SHARED_LABELS
+TABLES = {"rows": ("mixture", "cross", "both", "lora", "skyline", "vanilla_m_a", "random_m_a")}
+LABELS = {"m_a": "code specialist m_A"}
 SHOWN = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
 SHORTEST_DOC, LONGEST_DOC = 24, 160
 SHORTEST_CODE, LONGEST_CODE = 60, 420
@@ -48,21 +43,17 @@ QUICK = CodeAmounts(share=0.5, old=1_200, functions=20, tested=1_500, examples=6
 def run(options: Options) -> Results:
     """Run the chosen tables."""
     amounts = QUICK if options.quick else CodeAmounts()
-    study = ComposedStudy(options, TABLES, LABELS, amounts)
+    study = TextStudy(options, TABLES, LABELS, amounts)
     counts = write_texts(study, amounts)
-    study.validation = [task(study, name) for name in ("validation_c2t", "validation_t2c")]
-    study.tasks = [task(study, name, amounts.answers) for name in ("c2t", "t2c")]
-    rows, details = study.measure({"m_b": study.parents.anchor, "m_a": study.parents.code}, trained_rows(study))
-    details["setting"]["texts"] = counts
-    ratios = {
-        (metric, "composition", other, 1.0): f"{text}, bits per byte, over {LABELS[other]}'s"
-        for metric, text in SHOWN.items()
-        for other in ("m_b", "m_a")
-    }
-    return study.report(__file__, rows, ratios, SHOWN, details)
+    study.validation = [study.task(name) for name in ("validation_c2t", "validation_t2c")]
+    study.tasks = [study.task(name, answers=amounts.answers, **ends(name)) for name in ("c2t", "t2c")]
+    models = {"m_b": study.anchor, "m_a": study.model(study.parents.code)}
+    rows, details = study.measure(models, trained_rows(study))
+    details["setting"] = study.setting() | {"texts": counts}
+    return study.report(__file__, rows, better_parent(SHOWN), SHOWN, details)
 
 
-def write_texts(study: ComposedStudy, amounts: CodeAmounts) -> dict[str, int]:
+def write_texts(study: TextStudy, amounts: CodeAmounts) -> dict[str, int]:
     """Write every text and task; gives the characters and examples of what is trained on.
 
     All of it is cut or chosen so that every example is whole in a row.
@@ -88,17 +79,16 @@ def write_texts(study: ComposedStudy, amounts: CodeAmounts) -> dict[str, int]:
     return trained_on | {f"functions of {name} modules": len(members) for name, members in kinds.items()}
 
 
-def task(study: ComposedStudy, name: str, answers: int = 0) -> PromptTask:
-    """One task; a docstring is one line, and a function ends before the first line that is not indented."""
+def ends(name: str) -> dict[str, Any]:
+    """Where answers end: a docstring is one line, and a function ends before the first line that is not indented."""
     tokens, stop = (48, ("\n",)) if name.endswith("c2t") else (80, ("\n\n", "\n#", "\ndef", "\nclass"))
-    path = str(study.texts / f"task-{name}.jsonl")
-    return PromptTask(name=name, path=path, answers=answers, max_new_tokens=tokens, stop=stop)
+    return {"max_new_tokens": tokens, "stop": stop}
 
 
-def trained_rows(study: ComposedStudy) -> list[ComposedRow]:
+def trained_rows(study: TextStudy) -> list[ComposedRow]:
     """Every trained row, all on the same data; here the new domain is Python."""
     sets = {"old": "old", "new": "python", "validation_old": "validation_old", "validation_new": "validation_python"}
-    data = study.data(["python-part", "functions-prompts"], "english-part", sets, "whole")
+    data = study.data(["python-part", "functions-prompts"], ["english-part"], sets)
     return [ComposedRow(name, graft, data) for name, graft in study.grafts("code", study.parents.code).items()]
 
 

@@ -7,25 +7,20 @@ import random
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from experiments import Options, reproduce
 from experiments.composition_code.run import code_of, docstring_of, functions
-from experiments.composition_language.readout import Readout, ReadoutRun, fit, rows_of_text
-from experiments.composition_language.run import passages, read_verses
+from experiments.composition_language.run import read_verses
 from experiments.parents import DOCUMENTS, ENGLISH, FRENCH, PretrainRun, prose
-from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import SourceConfig
 from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation import Results, score, value_of
+from graftlm.evaluation import Results, value_of
 from graftlm.runs.run import execute
 
+composed = import_module("experiments.composed")
 code = import_module("experiments.composition_code.run")
 language = import_module("experiments.composition_language.run")
-
-TRAINED_LONG = ("composition_long_lr0.01_s0", "lora_long_lr0.01_s0")
 
 WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
 MOTS = ["le", "une", "maison", "qui", "marchait", "sous", "vieux", "dit", "son", "jardin", "lettre", "avec", "depuis"]
@@ -75,28 +70,25 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     results = reproduce("composition-language", options)
 
     rows = {row.id: row.metrics for row in results.rows}
-    assert set(rows) == set(language.LABELS) - set(language.VARIANTS)
-    for name in ("composition", "lora", "vanilla_m_a", "random_m_a", "own_tokenizer", "code", "french_and_code"):
-        assert {"old_bpb", "new_bpb", "python_bpb", "forgotten", "forgotten_bpb", "ntrex_en_fr"} <= rows[name].keys()
-    for name in ("prompts", "encoder_m_a"):
-        assert {"continue", "bible_fr_en_bpb", "bible_en_fr_chrf"} <= rows[name].keys()
+    assert set(rows) == {*composed.LABELS, *language.LABELS}
+    for name in rows.keys() - {"m_b", "m_a", "m_a_code", "m_a_own", "fixed_mixture"}:
+        assert {"old_bpb", "new_bpb", "python_bpb", "forgotten", "ntrex_en_fr", "bible_fr_en_bpb"} <= rows[name].keys()
+        assert not any(metric.startswith("validation") for metric in rows[name]), "chosen on, so not reported"
     assert "old" not in rows["m_a_own"], "another tokenizer's tokens are other units"
-    weights = [value_of(rows[name]["trainable_parameters"]) for name in ("composition", "lora")]
+    weights = [value_of(rows[name]["trainable_parameters"]) for name in ("both", "lora")]
     assert max(weights) < 1.15 * min(weights)
-    for name in ("readout_frozen", "readout_free", "readout_free_both"):
-        assert {"new_bpb", "validation_new_bpb"} <= rows[name].keys()
-    assert len(results.aims) == 7
+    assert rows["composition"] == rows["both"]
+    assert {aim.text for aim in results.aims} == set(language.RATIOS.values())
     assert (out / "bits-per-byte.png").exists()
-    steps = {name: len((out / "runs" / name / "history.jsonl").read_text().splitlines()) for name in TRAINED_LONG}
-    assert set(steps.values()) == {9}, "three times the steps of the other rows"
-    chosen = json.loads((out / "results.json").read_text())["details"]["rates"]
-    assert chosen.keys() >= set(language.LONG_RATES)
+    details = json.loads((out / "results.json").read_text())["details"]
+    assert len(details["search"]["fixed_mixture"]) == len(composed.SHARES)
+    assert details["ratios"].keys() == set(language.RATIOS.values())
 
     kept = sorted((out / "runs" / "measurements").glob("*.json"))
     before = {path: path.stat().st_mtime_ns for path in kept}
-    again = reproduce("composition-language", options.model_copy(update={"tables": ("2",)}))
+    again = reproduce("composition-language", options.model_copy(update={"tables": ("tokenizers",)}))
     assert {path: path.stat().st_mtime_ns for path in before} == before, "what was measured is read back"
-    assert again.row("composition").metrics["new"] == results.row("composition").metrics["new"]
+    assert again.row("cross").metrics["new"] == results.row("cross").metrics["new"]
 
 
 @pytest.mark.exhaustive
@@ -104,55 +96,34 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
 def test_code_in_the_one_form(folder: Path, runs: Path) -> None:
     results = reproduce("composition-code", Options(data=folder, out=runs / "code", quick=True, jobs=1))
     rows = {row.id: row.metrics for row in results.rows}
-    assert set(rows) == set(code.LABELS)
+    assert set(rows) == {*composed.LABELS, *code.LABELS}
     for metrics in rows.values():
         assert {"c2t", "c2t_bpb", "c2t_chrf", "t2c", "t2c_bpb", "t2c_chrf"} <= metrics.keys()
-    assert len(results.aims) == 5
+    assert len(results.aims) == 2
 
 
-@pytest.fixture
-def anchor_and_specialist(tiny_backbone) -> tuple[Backbone, Backbone]:
-    folder = str(tiny_backbone("llama"))
-    return load_backbone(folder, device="cpu"), load_backbone(folder, device="cpu")
-
-
-def test_a_readout_with_a_models_own_layer_is_that_model(anchor_and_specialist) -> None:
-    backbone, _ = anchor_and_specialist
-    layer = backbone.model.lm_head.weight
-    free, frozen = Readout([backbone.model], None), Readout([backbone.model], layer)
-    with torch.no_grad():
-        free.map.weight.copy_(layer)
-        frozen.map.weight.copy_(torch.eye(layer.shape[1]))
-    tokenizer, text = backbone.need_tokenizer(), [" ".join(WORDS)] * 3
-    wanted = score(backbone.model, tokenizer, text, length=16).nats
-    for one in (free, frozen):
-        assert np.allclose(score(one, tokenizer, text, length=16).nats, wanted, rtol=1e-5)
-
-
-def test_a_readout_is_fitted_to_the_tokens_that_follow(anchor_and_specialist) -> None:
-    backbone, other = anchor_and_specialist
-    run = ReadoutRun(id="x", models=(), through=None, text="", tests={}, length=12, epochs=60, tokens=64)
-    rows = rows_of_text([" ".join(WORDS * 4)], backbone.need_tokenizer(), run.length)
-    assert torch.equal(rows[1:, 0], rows[:-1, -1]), "no token is skipped between rows"
-    readout = Readout([backbone.model, other.model], None)
-    assert readout.states(rows).shape == (*rows.shape, 2 * backbone.sites.width)
-    before = {name: one.clone() for name, one in backbone.model.state_dict().items()}
-    start = _loss(readout, rows)
-    fit(readout, rows, run)
-    assert _loss(readout, rows) < 0.5 * start
-    assert all(torch.equal(one, before[name]) for name, one in backbone.model.state_dict().items())
-
-
-def _loss(readout: Readout, rows: torch.Tensor) -> float:
-    logits = readout(rows[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+def test_a_fixed_mixture_has_the_shares_that_it_names(tmp_path: Path, tiny_backbone) -> None:
+    folder, other = str(tiny_backbone("llama")), str(tiny_backbone("gpt2"))
+    text = tmp_path / "text.jsonl"
+    write_lines(text, [json.dumps({"text": " ".join(WORDS)})])
+    graft = {"kind": "composition", "augmenting": composed.named({"one": Path(other)}), **composed.MIXTURE}
+    run = composed.FixedMixtureRun(
+        id="x",
+        share=0.3,
+        backbone={"name": folder},
+        graft=graft,
+        data={"test": {"new": [{"path": str(text)}]}, "length": 24},
+        training={"steps": 0, "batch_size": 1, "learning_rate": 1e-3},
+        evaluation={"own_tokens": 0, "decode_prompts": 0},
+    )
+    measured = execute([run], tmp_path / "out", progress=False)["x"]
+    assert measured.details["statistics"]["one_gate"]["new"] == [pytest.approx(0.3)]
 
 
 def test_the_committed_results_are_of_this_form() -> None:
     for module in (language, code):
         results = Results.read(Path(str(module.__file__)).parent)
         wanted = {"m_a", "m_b", "composition", "lora", "vanilla_m_a", "random_m_a"}
-        wanted |= {"encoder_m_a"} if module is code else {"own_tokenizer", "code", "french_and_code"}
         assert wanted <= {row.id for row in results.rows}
         assert results.seeds[0] == 0
 
@@ -225,11 +196,7 @@ def no_docstring(first):
     assert answer == "    total = first + second\n    return total + 0 * self.zero\n"
 
 
-def test_passages_and_verses(folder: Path) -> None:
-    text = " ".join(f"word{n}" for n in range(100))
-    for prompt, rest in passages([text], 120):
-        assert prompt + rest in text
-        assert rest.startswith(" ")
+def test_verses(folder: Path) -> None:
     verses = read_verses(folder, 160)
     assert len(verses) == 60
     assert set(verses[0][0].split()) <= set(WORDS)
