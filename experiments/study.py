@@ -66,9 +66,15 @@ class Study:
         self.measured |= measured
         return measured
 
-    def choose(self, candidates: Mapping[str, Sequence[R]], metrics: Sequence[str], title: str) -> dict[str, R]:
-        """By row, the run with the lowest sum of `metrics`, all of them of validation texts; `searched` keeps all."""
-        self.execute([run for runs in candidates.values() for run in runs], title)
+    def choose(
+        self, candidates: Mapping[str, Sequence[R]], metrics: Sequence[str], title: str, needs: Sequence[Run] = ()
+    ) -> dict[str, R]:
+        """By row, the run with the lowest sum of `metrics`, all of them of validation texts; `searched` keeps all.
+
+        Args:
+            needs: runs that the candidates depend on.
+        """
+        self.execute([*needs, *(run for runs in candidates.values() for run in runs)], title)
 
         def loss(run: Run) -> float:
             return sum(metric(self.measured[run.id], name) for name in metrics)

@@ -1,0 +1,1 @@
+"""Routing between LoRA experts of a real chat model."""
