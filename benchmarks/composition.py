@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 
 NAME = "bench-composition"
+LENGTHS = (128, 256, 512, 1024)  # a quick run has them divided by 16
 ROWS = {  # row id -> label, aim
     "decode_step": ("a decode step, over the sum of both parents'", (AT_MOST, 1.1)),
     "generate_256_vs_recompute": ("256 tokens recomputed at every token, over 256 with the cache", (AT_LEAST, 10.0)),
     "train_step": ("a training step, over both parents' forward and the anchor's backward", None),
     "memory": ("weights and caches, over the sum of both parents'", None),
+    **{f"recompute_{n}": (f"the token behind {n} tokens: recomputed, over cached", None) for n in LENGTHS},
 }
 HOW = {
     "decode_step": "seconds of a forward pass of one token behind a cached context; each parent has its own cache and "
@@ -39,8 +41,8 @@ HOW = {
     "read by both parents",
     "generate_256_vs_recompute": "one sequence, one forward pass a token, the first over the prompt. Recomputed: both "
     "models read the whole sequence again for every token, and the output layer its last token. Passes with the cache "
-    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation. "
-    "generate_behind_the_context: the same, behind the context of decode_step for a prompt",
+    "and without are timed in turn at some lengths (lengths), and summed over all by linear interpolation",
+    "recompute": "one token behind so many: both models read the whole text again, over a step with their caches",
     "train_step": "composed: forward, loss, backward and AdamW of the composition's parameters. bound: forward of the "
     "augmenting model without gradient or output layer, forward and loss of the anchor, and its backward with a "
     "trainable vector added behind the first paired layer, which sends gradients through all activations from there on",
@@ -75,18 +77,6 @@ def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
     ids = random_ids(size, 1, size.prompt + size.new_tokens, pair.composed.device)
     lengths = sampled_lengths(size)
 
-    @torch.inference_mode()
-    def recompute(so_far: Tensor) -> None:
-        mask = torch.ones_like(so_far)
-        pair.composed.model(input_ids=so_far, attention_mask=mask, use_cache=False, logits_to_keep=1)
-
-    def one_token(reader: Reader, n: int) -> float:
-        if missing := n - 1 - reader.cache.get_seq_length():
-            reader.read(ids[:, n - 1 - missing : n - 1])
-        step_seconds = pair.seconds(lambda: reader.step(ids[:, n - 1 : n], size.steps)) / size.steps
-        reader.cache.crop(-size.steps)
-        return step_seconds
-
     measured: Turns = {"cached": [], "recomputed": []}
     step_seconds: Turns = {}
     for _ in range(size.generate_rounds):
@@ -94,11 +84,41 @@ def measure_generation(pair: Pair, size: Size) -> tuple[Turns, dict[str, Any]]:
         readers: list[Reader] = []
         start = pair.seconds(lambda readers=readers: readers.append(Reader(pair.composed.model, ids[:, : size.prompt])))
         for n in lengths:
-            step_seconds["cached"].append(one_token(readers[0], n))
-            step_seconds["recomputed"].append(pair.seconds(lambda n=n: recompute(ids[:, :n])))
+            step_seconds["cached"].append(cached_step(pair, readers[0], ids[:, :n], size.steps))
+            step_seconds["recomputed"].append(pair.seconds(lambda n=n: recompute(pair, ids[:, :n])))
         for name, values in step_seconds.items():
             measured[name].append(start + summed(lengths, values, size))
     return measured, {"lengths": lengths, "seconds_by_length": step_seconds}
+
+
+def measure_lengths(pair: Pair, size: Size) -> dict[int, Turns]:
+    """Seconds of one token behind so many tokens: a `cached` step, and everything `recomputed`."""
+    measured = {}
+    for n in size.lengths:
+        ids = random_ids(size, 1, n + 1, pair.composed.device)
+        reader = Reader(pair.composed.model, ids[:, :n])
+        turns = {
+            "cached": lambda reader=reader, ids=ids: cached_step(pair, reader, ids, size.steps),
+            "recomputed": lambda ids=ids: pair.seconds(lambda: recompute(pair, ids)),
+        }
+        measured[n] = rounds(turns, size.generate_rounds)
+    return measured
+
+
+@torch.inference_mode()
+def recompute(pair: Pair, ids: Tensor) -> None:
+    """Both models read the whole text, and predict the token after it."""
+    pair.composed.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+
+
+def cached_step(pair: Pair, reader: Reader, ids: Tensor, steps: int) -> float:
+    """Seconds of a step that reads the last of `ids` behind the others; the cache is cropped after it."""
+    n = ids.shape[1]
+    if missing := n - 1 - reader.cache.get_seq_length():
+        reader.read(ids[:, n - 1 - missing : n - 1])
+    step_seconds = pair.seconds(lambda: reader.step(ids[:, -1:], steps)) / steps
+    reader.cache.crop(-steps)
+    return step_seconds
 
 
 def sampled_lengths(size: Size) -> list[int]:
@@ -186,14 +206,16 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
     training, of_training = measure_training(pair, size)
     measured["train_step"] = ratio_row("train_step", training["composed"], training["bound"])
     generation, of_generation = measure_generation(pair, size)
-    longer, of_longer = measure_generation(pair, replace(size, prompt=size.context))
     measured["generate_256_vs_recompute"] = ratio_row(
         "generate_256_vs_recompute", generation["recomputed"], generation["cached"]
     )
     measured["memory"] = ratio_row("memory", [composed], [both])
+    by_length = measure_lengths(pair, size)
+    for n, of_length in zip(LENGTHS, by_length.values(), strict=True):
+        measured[f"recompute_{n}"] = ratio_row(f"recompute_{n}", of_length["recomputed"], of_length["cached"])
     load.append(os.getloadavg()[0])
     details = {
-        "size": asdict(size),
+        "size": asdict(size) | {"lengths": [*size.lengths]},
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "clock": clock,
@@ -207,8 +229,7 @@ def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
         "how": HOW,
         "decode_step": of_decoding | {"seconds": decoding},
         "generate_256_vs_recompute": of_generation | {"seconds": generation},
-        "generate_behind_the_context": of_longer
-        | {"seconds": longer, "ratio": ratios(longer["recomputed"], longer["cached"]).model_dump()},
+        "recompute": {"seconds": {str(n): of_length for n, of_length in by_length.items()}},
         "train_step": of_training | {"seconds": training},
         "memory": {"bytes": memory},
     }

@@ -42,6 +42,8 @@ class Size:
     new_tokens: int = 256
     every: int = 32
     """Of the lengths of a generation, every so-many-th is timed."""
+    lengths: tuple[int, ...] = (128, 256, 512, 1024)
+    """Texts behind which one token is recomputed."""
     rows: int = 2
     length: int = 128
     decode_rounds: int = 21
@@ -58,6 +60,7 @@ QUICK = Size(
     prompt=4,
     new_tokens=16,
     every=4,
+    lengths=(8, 16, 32, 64),
     length=16,
     decode_rounds=3,
     train_rounds=3,

@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "distillation": ["step", "memory"],
-    "composition": ["decode_step", "generate_256_vs_recompute", "train_step", "memory"],
+    "composition": [
+        "decode_step",
+        "generate_256_vs_recompute",
+        "train_step",
+        "memory",
+        *(f"recompute_{n}" for n in (128, 256, 512, 1024)),
+    ],
     "token_routing": [
         "decode_vs_one_lora",
         *(f"published_step_{length}" for length in (128, 256, 512, 1024)),
