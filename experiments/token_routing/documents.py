@@ -26,7 +26,7 @@ STABLE_TOKENS = 8  # a route has switched when the second half's expert leads fo
 Documents = Sequence[Mapping[str, Any]]
 
 
-class DocumentRun(AnswerRun):
+class SwitchRun(AnswerRun):
     """Read the documents that change domain by one mixture: nats and expert weights of every token."""
 
     def measure(self, context: RunContext) -> Measurement:

@@ -21,7 +21,7 @@ from experiments.routing_smollm2.texts import FILES as QUESTION_FILES
 from experiments.routing_smollm2.texts import write_skills
 from experiments.study import aim, bars, check_files, combined_row, numbers_of, published
 from experiments.token_routing import runs
-from experiments.token_routing.documents import SECOND, DocumentRun, Documents, half_nats
+from experiments.token_routing.documents import SECOND, Documents, SwitchRun, half_nats
 from experiments.token_routing.texts import (
     DOMAINS,
     FILES,
@@ -90,7 +90,7 @@ class TokenRoutingStudy(SkillStudy):
         self.backbone = self.options.backbone or self._pretrain(corpus, amounts)
         tokenizer = runs.load_once(self.backbone, self.options.device, self.dtype).need_tokenizer()
         longest = {"prompt": 100 if quick else 200, "answer": 48 if quick else 24, "program": 90 if quick else 110}
-        known = shingles(read_texts(corpus)) if corpus.exists() else set()
+        known = set() if self.options.backbone else shingles(read_texts(corpus))
         write_skills(self.options.data, self.texts, tokenizer, self.counts, self.seeds, longest, known)
         write_changing(self.texts, f"test{self.seeds[0]}", tokenizer, amounts)
 
@@ -131,7 +131,7 @@ class TokenRoutingStudy(SkillStudy):
         changes = {"id": f"few-{row}-{cache}_s{seed}", "questions": self.sizes.amounts.chosen}
         return run.model_copy(update={**changes, "routing": run.routing | {"cache": cache}})
 
-    def documents(self, row: str, seed: int) -> DocumentRun:
+    def documents(self, row: str, seed: int) -> SwitchRun:
         """One row on the documents that change domain."""
         needs: tuple[str, ...] = self.trained(seed)
         fields: dict[str, Any] = {"part": f"test{self.seeds[0]}", "examples": self.examples}
@@ -143,7 +143,7 @@ class TokenRoutingStudy(SkillStudy):
             window = WINDOW if row == "switch_routed" else None
             fields["routing"] = self.routing | {"every": 2, "prompt": "causal", "window": window}
         shared = self.shared(seed, DOMAINS if needs else ())
-        return DocumentRun(id=f"{row}_s{seed}", depends_on=needs, **shared, **fields)
+        return SwitchRun(id=f"{row}_s{seed}", depends_on=needs, **shared, **fields)
 
 
 def run(options: Options) -> Results:
