@@ -91,7 +91,7 @@ def test_two_windows_of_other_sizes_are_refused() -> None:
         cache = model(tiny_ids(1, 5), use_cache=True).past_key_values
     with (
         memory_model(backbone, window=7) as model,
-        pytest.raises(GraftError, match="The cache has windows of 6 tokens"),
+        pytest.raises(GraftError, match=r"The cache has WindowShape\(window=6, sinks=2, reach=512\), but this"),
     ):
         memory_of(model).prepare(Call(tiny_ids(1, 5), cache=cache))
 

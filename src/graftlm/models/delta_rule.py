@@ -67,7 +67,7 @@ def _decays(g: Tensor, document_BT: Tensor | None, length: int, chunk: int) -> t
     before, after, kept = g.exp(), (g[..., -1:] - g).exp(), g[..., -1].exp()
     if document_BT is None:
         return within, before, after, kept
-    padded = functional.pad(document_BT[:, None].float(), (0, -length % chunk), mode="replicate")
+    padded = functional.pad(document_BT[:, None].to(g.dtype), (0, -length % chunk), mode="replicate")
     document = padded.unflatten(-1, (-1, chunk))  # (B, 1, n, c)
     last = document[..., -1]
     entered = torch.cat([document[:, :, 0, 0, None], last[..., :-1]], dim=-1)

@@ -7,8 +7,7 @@ input x and its output y give
     S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, K)
     y' = y + RMSNorm(S_t^T q_t) W_O                                               initially W_O = 0
 
-S_t^T q_t is a linear cross-attention to the context state S_t, in which every token so far is one association of a key
-with a value. Only W, w, c and the norm's gain are trained.
+Only W, w, c and the norm's gain are trained; the README has the reasons.
 
 Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head.
 """
@@ -81,9 +80,10 @@ class DeltaState(nn.Module):
         self, x_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The update (B, T, D) of the attention's output, and the state (B, H, K, K) after the last token."""
-        q, k, v = (self._split(linear(x_BTD)).float() for linear in (self.w_q, self.w_k, self.w_v))
+        exact = torch.promote_types(x_BTD.dtype, torch.float32)
+        q, k, v = (self._split(linear(x_BTD)).to(exact) for linear in (self.w_q, self.w_k, self.w_v))
         with torch.autocast(x_BTD.device.type, enabled=False):  # states stay in float32
-            rates = functional.linear(x_BTD.float(), self.rates.weight.float(), self.rates.bias.float())
+            rates = functional.linear(x_BTD.to(exact), self.rates.weight.to(exact), self.rates.bias.to(exact))
             a, b = rates.transpose(1, 2).chunk(2, dim=1)  # (B, H, T)
             log_a, b = -functional.softplus(a), b.sigmoid()
             if real_BT is not None:
@@ -100,9 +100,7 @@ class DeltaState(nn.Module):
 class WindowedMemory(Graft):
     """Window attention with sinks on every layer of a backbone, and states in some.
 
-    Args:
-        config: the graft keeps a copy with the layers and the reach that result from it.
-        backbone: a decoder with rotary positions and full attention in every layer.
+    Its config is a copy with the layers and the reach that result.
 
     Raises:
         GraftError: the backbone has other positions or windows of its own, or sizes do not fit.
@@ -139,42 +137,38 @@ class WindowedMemory(Graft):
     def prepare(self, call: Call) -> None:
         layers = window_layers(call.cache, self._n_layers, self.shape)
         call.scratch[self, "layers"] = layers
-        self._check_length(call, bounded=bool(layers))
+        self._check_length(call, self.shape.step if layers else 0)
         for layer in layers:
             layer.padding = _padding(call)
         if call.cache is not None and len(self.blocks):
             indices = slots(call.cache, f"memory {id(self)}", len(self.blocks), self._n_layers, StateLayer)
             call.scratch[self, "states"] = [call.cache.layers[index] for index in indices]
 
-    def _check_length(self, call: Call, *, bounded: bool) -> None:
-        """Raise `GraftError` for a pass in which a sink would be farther than the backbone's positions reach."""
+    def _check_length(self, call: Call, longest: int) -> None:
+        """Raise `GraftError` for more than `longest` tokens in a pass where sinks would be out of reach."""
         if call.input_ids is None or not self.config.sinks or not (call.count is None or call.count.is_known):
             return
         length = call.input_ids.shape[1]
-        total = call.past() + length
-        if total > self.shape.reach and (not bounded or length > self.shape.step) and call.document_numbers() is None:
+        total, reach = call.past() + length, self.shape.reach
+        if total > reach and length > longest and call.document_numbers() is None:
             raise GraftError(
-                f"A text of {total:,} tokens is longer than the {self.shape.reach:,} positions that the sinks reach: "
-                f"give it to a dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
+                f"A text of {total:,} tokens is longer than the {reach:,} positions that the sinks reach: give it to a "
+                f"dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
             )
 
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
         """(B or 1, 1, T, S) what is added to the scores; None where every token so far is seen."""
-        if (self, "bias") not in call.scratch:
-            call.scratch[self, "bias"] = self._bias(call, x_BTD)
-        bias = call.scratch[self, "bias"]
-        return None if bias is None else bias.to(x_BTD.dtype)
-
-    def _bias(self, call: Call, x_BTD: Tensor) -> Tensor | None:
-        layers = call.scratch[self, "layers"]
-        past, length = call.past(), x_BTD.shape[1]
+        layers, past, length = call.scratch[self, "layers"], call.past(), x_BTD.shape[1]
         if past + length <= self.shape.window or (layers and length == 1):  # all that a window layer holds is seen
             return None
-        positions = call.positions_in_documents()
-        if positions is None:
-            positions = torch.arange(past, past + length, device=x_BTD.device)[None]
-        hidden = hidden_keys(layers[0] if layers else None, self.shape, past, positions, _padding(call))
-        return torch.zeros_like(hidden, dtype=x_BTD.dtype).masked_fill(hidden, torch.finfo(x_BTD.dtype).min)[:, None]
+        if (self, "bias") not in call.scratch:
+            positions = call.positions_in_documents()
+            if positions is None:
+                positions = torch.arange(past, past + length, device=x_BTD.device)[None]
+            hidden = hidden_keys(layers[0] if layers else None, self.shape, past, positions, _padding(call))
+            bias = torch.zeros_like(hidden, dtype=x_BTD.dtype).masked_fill(hidden, torch.finfo(x_BTD.dtype).min)
+            call.scratch[self, "bias"] = bias[:, None]
+        return call.scratch[self, "bias"]
 
     def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
         layer: StateLayer | None = call.scratch[self, "states"][number] if call.cache is not None else None
@@ -193,17 +187,13 @@ def _padding(call: Call) -> Tensor | None:
 
 
 def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
-    """The numbers of the layers with a state, in order.
-
-    Raises:
-        GraftError: the backbone does not have them.
-    """
+    """The numbers of the layers with a state, in order; `GraftError` where the backbone does not have them."""
     if config.state == "none":
         return []
     layers = config.layers
     if isinstance(layers, int):
-        layers = sorted({(k + 1) * n_layers // (layers + 1) for k in range(layers)})
-    if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < n_layers for layer in layers):
+        layers = list({(k + 1) * n_layers // (layers + 1) for k in range(layers)})
+    if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(n_layers)):
         raise GraftError(
             f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: give the number of layers "
             "with a state, or list some, each once."
@@ -241,11 +231,10 @@ def rotates_halves(sites: Sites) -> bool:
     if rotate is None:
         return False
     rotation: Any = sites.body.rotary_emb
-    shape = WindowShape(1, 0, 3, rotation.inv_freq.cpu())
+    shape = WindowShape(1, 0, 3, rotation.inv_freq.cpu().float())
     key = torch.linspace(-1, 1, 2 * len(shape.frequencies))[None, None, None]
     angle = 2 * shape.frequencies.repeat(2)[None, None]
     try:
-        rotated = rotate(key, key, angle.cos(), angle.sin())[1]
+        return torch.allclose(rotate(key, key, angle.cos(), angle.sin())[1], shape.moved(key, torch.ones(1)), atol=1e-5)
     except (TypeError, RuntimeError, ValueError):
         return False
-    return torch.allclose(rotated, shape.moved(key, torch.ones(1)), atol=1e-5)

@@ -6,14 +6,13 @@ Shape suffixes: T tokens, D the backbone's width, K width of a head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class StateWeights:
+class StateWeights(NamedTuple):
     """One layer, as matrices that multiply from the right; `rate_a`, `rate_b` are (D, heads) with biases (heads,)."""
 
     w_q: Tensor

@@ -13,7 +13,7 @@ Shape suffixes: B rows, H heads, T new tokens, S keys, d width of a head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,7 @@ class WindowShape:
     window: int
     sinks: int
     reach: int
-    frequencies: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.window, self.sinks, self.reach
+    frequencies: Tensor = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -137,11 +133,7 @@ class WindowLayer(DynamicLayer):
 
 
 def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[Any]:
-    """The window layers of a cache, in place of the `count` dynamic layers of an empty one; none in other caches.
-
-    Raises:
-        GraftError: the cache has windows of other sizes.
-    """
+    """The window layers of a cache, in place of the `count` dynamic layers of an empty one; none in other caches."""
     if cache is None:
         return []
     first: list[Any] = cache.layers[:count]
@@ -151,11 +143,8 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[A
         cache.layers[:count] = first = [WindowLayer(shape) for _ in range(count)]
     if not first or not all(isinstance(layer, WindowLayer) for layer in first):
         return []
-    if (held := first[0].shape).sizes != shape.sizes:
-        raise GraftError(
-            f"The cache has windows of {held.window} tokens and {held.sinks} sinks, but this memory has others: attach "
-            "one of the two."
-        )
+    if repr(held := first[0].shape) != repr(shape):
+        raise GraftError(f"The cache has {held}, but this memory has {shape}: attach one of the two.")
     return first
 
 
@@ -166,8 +155,6 @@ def hidden_keys(
 
     Args:
         layer: a window layer before the pass, whose keys they are; None for keys of all tokens.
-        shape: the sizes.
-        past: number of columns before the pass.
         index_BT: (B or 1, T) positions of the new tokens in their documents.
         padding_B: columns before each row's first token, if there are any.
     """
