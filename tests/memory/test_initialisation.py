@@ -13,9 +13,19 @@ from memory.tools import live, memory_model, memory_of
 def test_matrices_have_variance_1_over_inputs_and_the_output_is_zero() -> None:
     with memory_model(live(), spread=0, heads=8, head_width=64) as model:
         for block in memory_of(model).blocks:
-            for linear in (block.w_q, block.w_k, block.w_v):
-                assert float(linear.weight.detach().std()) == pytest.approx(1 / math.sqrt(48), rel=0.05)
+            assert float(block.w_qkv.weight.detach().std()) == pytest.approx(1 / math.sqrt(48), rel=0.05)
             assert not block.w_o.weight.any()
+
+
+def test_every_second_head_has_the_token_before_as_its_key() -> None:
+    with memory_model(live(), spread=0) as model:
+        mix = memory_of(model).blocks[0].mix.detach().unflatten(1, (3, 2, 8))
+    expected = torch.zeros(4, 3, 2, 8)
+    expected[0] = 1
+    expected[0, 1, 0], expected[1, 1, 0] = 0, 1
+    assert torch.equal(mix, expected)
+    with memory_model(live(), spread=0, mixed=1) as model:
+        assert memory_of(model).blocks[0].mix.eq(1).all()
 
 
 def test_heads_forget_in_1_to_128_windows_and_write_half() -> None:

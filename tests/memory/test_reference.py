@@ -117,17 +117,6 @@ def test_a_state_tells_what_no_window_reaches() -> None:
             assert (difference > 1e-3) == reaches, state
 
 
-def test_padding_anywhere_leaves_a_state_as_it_is() -> None:
-    x, real = torch.randn(1, 20, 48, generator=torch.Generator().manual_seed(0)), torch.ones(1, 20, dtype=torch.bool)
-    real[:, :3] = real[:, 9:14] = False
-    with memory_model(live()) as model, torch.no_grad():
-        block: Any = memory_of(model).blocks[0]
-        update, state = block(x, real, None, None)
-        expected, last = block(x[:, real[0]], None, None, None)
-    torch.testing.assert_close(update[:, real[0]], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_delta_rule_is_its_recurrence(chunk: int, packed: bool) -> None:

@@ -38,8 +38,9 @@ def memory_of(model: GraftedModel) -> WindowedMemory:
 
 def weights_of(block: Any) -> Any:
     """The same leaves that the graft trains."""
-    matrices = [linear.weight.T for linear in (block.w_q, block.w_k, block.w_v, block.w_o)]
+    matrices = [linear.weight.T for linear in (block.w_qkv, block.w_o)]
     (rate_a, rate_b), (bias_a, bias_b) = block.rates.weight.T.chunk(2, -1), block.rates.bias.chunk(2)
+    matrices.insert(1, block.mix)
     rest: list[Any] = [*matrices, rate_a, bias_a, rate_b, bias_b, block.norm.weight]
     return reference.StateWeights(*rest)
 

@@ -3,11 +3,12 @@
 Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, the attention's
 input x and its output y give
 
-    q, k = norm(x W_q), norm(x W_k)    v = x W_v    b = sigmoid(x w_b + c_b)    log a = -softplus(x w_a + c_a)
+    z_t = sum over j < C of m_j * (x_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
+    b = sigmoid(x w_b + c_b)    log a = -softplus(x w_a + c_a)
     S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, K)
     y' = y + RMSNorm(S_t^T q_t) W_O                                               initially W_O = 0
 
-Only W, w, c and the norm's gain are trained; the README has the reasons.
+Only W, m, w, c and the norm's gain are trained; the README has the reasons.
 
 Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head.
 """
@@ -42,6 +43,7 @@ class MemoryConfig(GraftConfig):
         layers: the layers with a state: how many, evenly spaced, or a list of their numbers.
         heads: heads of each state.
         head_width: K; a state has heads * K * K numbers.
+        mixed: C, from how many last tokens a token's query, key and value are mixed.
         reach: R, below which the distance of a sink stays. Default: the backbone's number of positions.
     """
 
@@ -52,6 +54,7 @@ class MemoryConfig(GraftConfig):
     layers: int | list[int] = 4
     heads: int = Field(4, ge=1)
     head_width: int = Field(64, ge=1)
+    mixed: int = Field(4, ge=1)
     reach: int | None = Field(None, ge=1)
 
 
@@ -61,7 +64,8 @@ class DeltaState(nn.Module):
     def __init__(self, width: int, config: MemoryConfig) -> None:
         super().__init__()
         self.heads, inner = config.heads, config.heads * config.head_width
-        self.w_q, self.w_k, self.w_v = (nn.Linear(width, inner, bias=False) for _ in range(3))
+        self.w_qkv = nn.Linear(width, 3 * inner, bias=False)
+        self.mix = nn.Parameter(torch.zeros(config.mixed, 3 * inner))
         self.rates = nn.Linear(width, 2 * config.heads)  # of a, then of b
         self.norm = nn.RMSNorm(config.head_width, eps=1e-6)
         self.w_o = nn.Linear(inner, width, bias=False)
@@ -69,32 +73,55 @@ class DeltaState(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, window: int) -> None:
-        for linear in (self.w_q, self.w_k, self.w_v):
-            linear.weight.normal_(0, 1 / math.sqrt(linear.in_features))
+        self.w_qkv.weight.normal_(0, 1 / math.sqrt(self.w_qkv.in_features))
+        self.mix[0] = 1
+        keys_CHK = self.mix.chunk(3, dim=1)[1].unflatten(-1, (self.heads, -1))
+        if len(keys_CHK) > 1:  # half of the heads find what followed a token
+            keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1
         self.rates.weight.zero_()
         times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window  # a head forgets in 1 to 128 windows
         self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(self.heads)]))
         self.w_o.weight.zero_()
 
     def forward(
-        self, x_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The update (B, T, D) of the attention's output, and the state (B, H, K, K) after the last token."""
-        exact = torch.promote_types(x_BTD.dtype, torch.float32)
-        q, k, v = (self._split(linear(x_BTD)).to(exact) for linear in (self.w_q, self.w_k, self.w_v))
-        with torch.autocast(x_BTD.device.type, enabled=False):  # states stay in float32
+        self, x_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
+    ) -> Tensor:
+        """The update (B, T, D) of the attention's output; the cache's layer keeps the state after the last token."""
+        exact = torch.promote_types(x_BTD.dtype, torch.float32)  # states stay in float32
+        state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
+        real = torch.ones_like(x_BTD[..., 0]) if real_BT is None else real_BT
+        z = self.w_qkv(x_BTD).to(exact) * real[..., None]
+        with torch.autocast(x_BTD.device.type, enabled=False):
             rates = functional.linear(x_BTD.to(exact), self.rates.weight.to(exact), self.rates.bias.to(exact))
             a, b = rates.transpose(1, 2).chunk(2, dim=1)  # (B, H, T)
-            log_a, b = -functional.softplus(a), b.sigmoid()
-            if real_BT is not None:
-                log_a, b = log_a * real_BT[:, None], b * real_BT[:, None]
+            z, before = mixed_tokens(z, self.mix.to(exact), document_BT, before)
+            q, k, v = z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
-            read, state = delta_rule(q, k, v, log_a, b, state, document_BT)
+            b = b.sigmoid() * real[:, None]
+            read, state = delta_rule(q, k, v, -functional.softplus(a), b, state, document_BT)
             read = self.norm(read).transpose(1, 2).flatten(2)
-        return self.w_o(read.to(x_BTD.dtype)), state
+        if layer is not None:
+            layer.update(state, before)
+        return self.w_o(read.to(x_BTD.dtype))
 
-    def _split(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+def mixed_tokens(
+    z_BTE: Tensor, mix_CE: Tensor, document_BT: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(B, T, E) sums of each token and the C - 1 tokens before, weighted by channel; and the last C - 1 tokens.
+
+    `before` are those of the pass before, None for none. A token of another document counts as zero.
+    """
+    length, longest = z_BTE.shape[1], len(mix_CE) - 1
+    z = torch.cat([z_BTE.new_zeros(len(z_BTE), longest, z_BTE.shape[2]) if before is None else before, z_BTE], 1)
+    result = mix_CE[0] * z_BTE
+    for shift in range(1, longest + 1):
+        past = z[:, longest - shift :][:, :length]
+        if document_BT is not None:
+            same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
+            past = past * same[..., None]
+        result = result + mix_CE[shift] * past
+    return result, z[:, length:]
 
 
 class WindowedMemory(Graft):
@@ -171,13 +198,9 @@ class WindowedMemory(Graft):
         return call.scratch[self, "bias"]
 
     def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-        layer: StateLayer | None = call.scratch[self, "states"][number] if call.cache is not None else None
-        state = layer.keys if layer is not None and layer.is_initialized else None
+        layer = call.scratch[self, "states"][number] if call.cache is not None else None
         x = inputs.to(call.working_dtype(self))
-        update, state = self.blocks[number](x, call.token_mask, call.document_numbers(), state)
-        if layer is not None:
-            layer.update(state)
-        return update.to(outputs.dtype)
+        return self.blocks[number](x, call.token_mask, call.document_numbers(), layer).to(outputs.dtype)
 
 
 def _padding(call: Call) -> Tensor | None:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 
 class StateWeights(NamedTuple):
-    """One layer, as matrices that multiply from the right; `rate_a`, `rate_b` are (D, heads) with biases (heads,)."""
+    """One layer, as matrices that multiply from the right; `mix` (C, 3 heads K), `rate_a` and `rate_b` (D, heads)."""
 
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
+    w_qkv: Tensor
+    mix: Tensor
     w_o: Tensor
     rate_a: Tensor
     bias_a: Tensor
@@ -28,13 +27,16 @@ class StateWeights(NamedTuple):
 
 def update(x_TD: Tensor, weights: StateWeights, heads: int) -> Tensor:
     """(T, D) what is added to the attention's output, for one document."""
-    width = weights.w_q.shape[1] // heads
+    inner = weights.w_qkv.shape[1] // 3
+    width = inner // heads
     outputs: list[list[Tensor]] = [[] for _ in x_TD]
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
         state = x_TD.new_zeros(width, width)
         for t, x_D in enumerate(x_TD):
-            q, k, v = ((x_D @ matrix)[part] for matrix in (weights.w_q, weights.w_k, weights.w_v))
+            before = range(min(t + 1, len(weights.mix)))
+            z = sum((weights.mix[j] * (x_TD[t - j] @ weights.w_qkv) for j in before), torch.zeros(3 * inner))
+            q, k, v = (z[n * inner : (n + 1) * inner][part] for n in range(3))
             q, k = q / q.norm(), k / k.norm()
             a = 1 / (1 + torch.exp(x_D @ weights.rate_a[:, head] + weights.bias_a[head]))
             b = 1 / (1 + torch.exp(-(x_D @ weights.rate_b[:, head] + weights.bias_b[head])))
