@@ -89,16 +89,14 @@ class DeltaState(nn.Module):
         """The update (B, T, D) of the attention's output; the cache's layer keeps the state after the last token."""
         exact = torch.promote_types(x_BTD.dtype, torch.float32)  # states stay in float32
         state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
-        real = torch.ones_like(x_BTD[..., 0]) if real_BT is None else real_BT
-        z = self.w_qkv(x_BTD).to(exact) * real[..., None]
+        z = self.w_qkv(x_BTD).to(exact) if real_BT is None else self.w_qkv(x_BTD).to(exact) * real_BT[..., None]
         with torch.autocast(x_BTD.device.type, enabled=False):
             rates = functional.linear(x_BTD.to(exact), self.rates.weight.to(exact), self.rates.bias.to(exact))
             a, b = rates.transpose(1, 2).chunk(2, dim=1)  # (B, H, T)
             z, before = mixed_tokens(z, self.mix.to(exact), document_BT, before)
             q, k, v = z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
-            b = b.sigmoid() * real[:, None]
-            read, state = delta_rule(q, k, v, -functional.softplus(a), b, state, document_BT)
+            read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
             read = self.norm(read).transpose(1, 2).flatten(2)
         if layer is not None:
             layer.update(state, before)
