@@ -119,7 +119,7 @@ def mixed_tokens(
             same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
             past = past * same[..., None]
         result = result + mix_CE[shift] * past
-    return result, z[:, length:]
+    return result, z[:, length:].clone()  # not a view that keeps all tokens
 
 
 class WindowedMemory(Graft):
