@@ -9,8 +9,9 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.memory import MemoryConfig, WindowedMemory, reference
+from graftlm.grafts.memory import MemoryConfig, WindowedMemory
 from graftlm.testing import randomise
+from memory import reference
 from tiny import tiny_model, tiny_tokenizer
 
 SIZES: dict[str, Any] = {"window": 6, "sinks": 2, "layers": 2, "heads": 2, "head_width": 8}

@@ -67,7 +67,8 @@ def test_a_killed_stream_resumes_bit_for_bit(tmp_path: Path, stop: int) -> None:
         summary = train(model, batches(), config, tmp_path / "cut", progress=False)
         actual = weights(model)
     assert summary.resumed_from == stop
-    assert expected and all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert expected
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("data", [{"boundaries": "separate"}, {"replay_fraction": 0.5}])

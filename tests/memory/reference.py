@@ -1,4 +1,4 @@
-"""Memory as the README writes it: one row, one token, one head at a time. Only tests import it.
+"""Memory as the README writes it: one row, one token, one head at a time.
 
 Shape suffixes: T tokens, D the backbone's width, K width of a head.
 """
