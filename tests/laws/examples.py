@@ -151,6 +151,28 @@ _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "p
 _FIRST_SHOWS = dict.fromkeys(("gpt2", "qwen3", "int8", "encoders"), "the first example is tested there")
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
 _HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 160}
+_STATES = {"layers": 2, "heads": 2, "head_width": 8}
+_ROTARY = (
+    *(
+        "llama",
+        "gemma",
+        "qwen2",
+        "qwen3",
+        "phi",
+        "gpt_neox",
+        "olmo",
+        "olmo2",
+        "falcon",
+        "smollm3",
+        "granite",
+        "stablelm",
+    ),
+    *("starcoder2", "nemotron", "phi3", "seed_oss", "hunyuan_v1_dense", "arcee", "bitnet", "mixtral", "qwen2_moe"),
+    *("qwen3_moe", "llama+bfloat16", "qwen3+float16", "llama+int8", "qwen3+adapted"),
+)
+_FEW_ROTARY = ("llama", "qwen3", "phi", "gpt_neox", "llama+bfloat16")
+_NOT_BACK = "what left a window or entered a state can't come back, so a GraftError says so"
+_UNTRAINED = ("untrained_graft_changes_no_bit", "untrained_graft_changes_nothing_in_training_mode")
 
 
 EXAMPLES: dict[str, list[Example]] = {
@@ -262,6 +284,24 @@ EXAMPLES: dict[str, list[Example]] = {
             {"experts": {name: EXPERTS[name] for name in ("english", "code")}, "fixed": {"english": 0.5, "code": 0.2}},
             name="fixed",
             exceptions=_ROUTING,
+        ),
+    ],
+    "memory": [
+        Example(
+            "memory",
+            {**_STATES, "window": 32, "sinks": 4},  # the law of untrained grafts reads 24 tokens
+            hosts=_ROTARY,
+            exceptions={_CROPPED: _NOT_BACK},
+        ),
+        Example(
+            "memory",
+            {**_STATES, "window": 6, "sinks": 2},
+            name="narrow-memory",
+            hosts=_FEW_ROTARY,
+            exceptions={
+                _CROPPED: _NOT_BACK,
+                **dict.fromkeys(_UNTRAINED, "24 tokens are more than the window: tests/memory tells what is equal"),
+            },
         ),
     ],
     "lora": [

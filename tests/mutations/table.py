@@ -65,6 +65,10 @@ SUITES = {
         ("tests/baselines/test_block_expansion.py", "tests/baselines/test_peft_graft.py"),
         "(Test_llama_pro or Test_oft or Test_osf) and llama",
     ),
+    "memory": Suite(
+        ("tests/memory/test_initialisation.py", "tests/memory/test_reference.py", "tests/memory"),
+        "Test_memory and llama",
+    ),
     "loss": Suite(("tests/neutral_residues/test_reference.py", "tests/training/test_loop.py")),
     "own text": Suite(
         ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
@@ -91,6 +95,7 @@ _MODULES, _TASKS, _HEADS = (
     "grafts/heads.py",
 )
 _SSM, _WINDOWS = "models/block_state/state_space.py", "models/block_state/attention.py"
+_MEMORY, _SEEN, _DELTA = "grafts/memory/method.py", "grafts/memory/window.py", "models/delta_rule.py"
 _CONVOLUTION, _SELECTOR = "models/block_state/convolution.py", "models/sentence_selector/model.py"
 
 # fmt: off
@@ -169,6 +174,33 @@ MUTATIONS = [
         ("new expert's A normal", "lora", _EXPERTS, "nn.init.kaiming_uniform_(a, a=5**0.5)", "nn.init.normal_(a)"),
         ("new expert's B not zero", "lora", _EXPERTS, "torch.zeros(config.rank, sizes.outputs)", "torch.full((config.rank, sizes.outputs), 1e-3)"),
         ("new expert's alpha not over rank", "lora", _EXPERTS, "(config.alpha or config.rank) / config.rank", "(config.alpha or config.rank) / 1"),
+        # Memory
+        ("memory's output not zero", "memory", _MEMORY, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
+        ("memory's matrices of variance 1", "memory", _MEMORY, "self.w_qkv.weight.normal_(0, 1 / math.sqrt(self.w_qkv.in_features))", "self.w_qkv.weight.normal_()"),
+        ("heads forget in 1 to 12 windows", "memory", _MEMORY, "math.log10(128)", "math.log10(12)"),
+        ("heads write all", "memory", _MEMORY, "torch.zeros(self.heads)", "torch.ones(self.heads)"),
+        ("padding mixed into tokens", "memory", _MEMORY, "self.w_qkv(x_BTD).to(exact) * real_BT[..., None]", "self.w_qkv(x_BTD).to(exact)"),
+        ("tokens mixed over documents", "memory", _MEMORY, "past = past * same[..., None]", "past = past * 1"),
+        ("tokens of the pass before not mixed", "memory", _MEMORY, "layer.update(state, before)", "layer.update(state, 0 * before)"),
+        ("no key of the token before", "memory", _MEMORY, "keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1", "keys_CHK[0, ::2], keys_CHK[1, ::2] = 1, 0"),
+        ("keys of any length", "memory", _MEMORY, "functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)", "functional.normalize(q, dim=-1), k"),
+        ("state not stored", "memory", _MEMORY, "            layer.update(state, before)\n", "            pass\n"),
+        ("attention window one token wider", "memory", _SEEN, "- key >= shape.window)", "- key > shape.window)"),
+        ("sinks hidden", "memory", _SEEN, "(index[:, None] >= shape.sinks)", "(index[:, None] >= 0)"),
+        ("padding taken for sinks", "memory", _SEEN, "index = index if padding_B is None else key - padding_B[:, None]", "index = key[None]"),
+        ("kept window one token short", "memory", _SEEN, "self.cumulative_length - self.shape.window + 1)", "self.cumulative_length - self.shape.window + 2)"),
+        ("padding kept for sinks", "memory", _SEEN, "start = (self.padding - (self.dropped - old)).clamp(0, old + leaving - count)", "start = 0 * self.padding"),
+        ("sinks never move", "memory", _SEEN, "return torch.where(index < self.reach, 0,", "return torch.where(index >= 0, 0,"),
+        ("sinks move a block late", "memory", _SEEN, "(index - self.reach) // self.step + 1)", "(index - self.reach) // self.step)"),
+        ("sinks rotated backwards", "memory", _SEEN, "torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)", "torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)"),
+        ("older sinks as the newer", "memory", _SEEN, "self.shape.moved(first, (block - 1).clamp(min=0))", "self.shape.moved(first, block)"),
+        ("both forms of the sinks seen", "memory", _SEEN, "(block_BT1 != last - n)", "(block_BT1 < last - n - 1)"),
+        ("no correction inside a chunk", "memory", _DELTA, "within.tril(-1)", "within.tril(-2)"),
+        ("output without its own token", "memory", _DELTA, "attention = within *", "attention = within.tril(-1) *"),
+        ("state decays once more", "memory", _DELTA, "(g[..., -1:] - g).exp(), g[..., -1].exp()", "(g[..., -1:] - g).exp(), (2 * g[..., -1]).exp()"),
+        ("documents meet in a chunk", "memory", _DELTA, "within = within * (document[..., :, None] == document[..., None, :])", "within = within * 1"),
+        ("documents meet over chunks", "memory", _DELTA, "kept * (last == entered)", "kept"),
+        ("state enters another document", "memory", _DELTA, "before * (document == entered[..., None])", "before"),
         # Other baselines
         ("new blocks write", "baselines", _BLOCKS, "nn.init.zeros_(parameter)", "nn.init.normal_(parameter, std=1e-3)"),
         ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),

@@ -48,6 +48,7 @@ MOST = 5  # rows of an example
 def _examples(family: str) -> list[Example]:
     every = [one for kind in ("composition", "neutral-residues", "token-routing") for one in EXAMPLES[kind]]
     every += [REREADING, PROMPT_ONLY, *([] if family == "block-state" else [BIASED])]
+    every += [example for example in EXAMPLES["memory"] if family in example.hosts]
     # What exchanges the backbone's keys and values can't do so for some rows where there are states instead.
     return [one for one in every if one.name != "recomputing" or family != "block-state"]
 

@@ -70,6 +70,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
         pytest.param("finetune", (0,), marks=pytest.mark.exhaustive),
         pytest.param("osf", (3,), marks=pytest.mark.exhaustive),
         ("llama-pro", (3,)),
+        ("memory", (3,)),
     ],
 )
 def test_resume_is_bit_for_bit(

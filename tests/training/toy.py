@@ -28,6 +28,7 @@ GRAFTS: dict[str, dict[str, Any]] = {
     "finetune": {"kind": "finetune"},
     "osf": {"kind": "peft", "method": "OSF"},
     "llama-pro": {"kind": "llama-pro", "blocks": 1},
+    "memory": {"kind": "memory", "window": 6, "sinks": 1, "layers": 2, "heads": 2, "head_width": 8},
 }
 
 

@@ -182,6 +182,11 @@ class DataConfig(Config):
         description="How documents share rows. separate: they don't see each other; joined: they are one stream; "
         "whole: separate, and a document that does not fit begins the next row (plain text longer than a row is cut).",
     )
+    stream: bool = Field(
+        False,
+        description="Each row continues that of the step before, from a cache without gradients: for grafts that keep "
+        "a state of texts longer than a row. Needs joined boundaries, and no replay.",
+    )
     validation: dict[str, list[SourceConfig]] = Field({}, description="Held-out texts by name ('old', 'new', others).")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")
     seed: int = Field(0, ge=0, description="Orders the rows.")

@@ -17,6 +17,7 @@ REGISTRY: dict[str, str | type[Graft]] = {
     "adapter": "graftlm.grafts.neutral_residues:VanillaAdapter",
     "conditional-tasks": "graftlm.grafts.conditional_tasks:ConditionalTasks",
     "token-routing": "graftlm.grafts.token_routing:TokenRouting",
+    "memory": "graftlm.grafts.memory:WindowedMemory",
     "lora": "graftlm.grafts.baselines:LoRABaseline",
     "finetune": "graftlm.grafts.baselines:FineTuning",
     "peft": "graftlm.grafts.baselines:PeftGraft",

@@ -34,7 +34,7 @@ from graftlm.data import (
     build_mixture,
 )
 from graftlm.data.own_text import OwnText, marked_ids, read_own_text, sample_own_text
-from graftlm.data.packing import check_boundaries
+from graftlm.data.packing import build_blocks, check_boundaries
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
@@ -44,6 +44,7 @@ from graftlm.io import digest, file_digest
 from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
+from graftlm.training.stateful import StatefulBatches, StatefulModel
 
 OLD_SET, NEW_SET = "old", "new"
 BACKBONE_ROW = "backbone"
@@ -150,6 +151,8 @@ class GraftRun(TrainingRun):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
+        if not self.data.stream:
+            del settings["data"]["stream"]
         if not self.continues:
             del settings["continues"]
         if self.graft is None:
@@ -233,7 +236,8 @@ class GraftRun(TrainingRun):
         if isinstance(graft, FitsOnText) and continued is None:
             graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
         grafts = {**earlier, GRAFT_NAME: graft}
-        with GraftedModel(backbone, grafts, old_objective=self.data.old_objective) as model:
+        model_class = StatefulModel if self.data.stream else GraftedModel
+        with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
             _freeze(model, earlier.values())
             moves = self.evaluation.strengths and self.training.steps
             weights = model.trainable_parameters() if moves else {}
@@ -248,7 +252,11 @@ class GraftRun(TrainingRun):
         if batches is None or batches.state_dict():
             files = [dependencies[run.id] / _SAMPLES for run in self._old_samples()]
             own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
-            batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size, own_text)
+            if self.data.stream:
+                blocks: Any = build_blocks(self.data.new, self.data, backbone.need_tokenizer())
+                batches = StatefulBatches(blocks, self.training.batch_size)
+            else:
+                batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size, own_text)
         while len(_BATCHES) >= _CACHED_BATCHES:
             del _BATCHES[next(iter(_BATCHES))]
         _BATCHES[key] = batches
@@ -533,6 +541,11 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         raise ValueError(
             "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
             "weights over processes: set sharded to false, or old_objective to replay"
+        )
+    if data.stream and (data.boundaries != "joined" or data.replay_fraction or training.gradient_checkpointing):
+        raise ValueError(
+            "data.stream reads new text once and in order: set boundaries to joined, replay_fraction to 0 and "
+            "training.gradient_checkpointing to false, or stream to false"
         )
     own = [source.seed for source in data.old if isinstance(source, SelfSourceConfig)] if data.replay_fraction else []
     if evaluation.own_tokens and evaluation.own_seed in own:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -205,7 +204,7 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
     """Check that a model can continue its rows from step to step.
 
     Raises:
-        RecipeError: its state grows with the text, or the run uses gradient checkpointing or several processes.
+        RecipeError: its state grows with the text, or the run uses gradient checkpointing.
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
@@ -217,8 +216,6 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
             "data.stream and training.gradient_checkpointing are both true, but a streaming model reads each row once: "
             "set one of them to false."
         )
-    if PartialState().num_processes > 1:
-        raise RecipeError("data.stream needs a single process: start one, or set data.stream to false.")
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

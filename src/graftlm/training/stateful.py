@@ -1,4 +1,4 @@
-"""Stateful batches: row b of a step continues row b of the step before.
+"""Stateful batches: row b of a step continues row b of the step before, and a grafted model that reads them.
 
 The rows of a long text, in order, are cut into `batch_size` streams of equal length. Row b of step s is row s of stream
 b. All streams start again when they end.
@@ -6,16 +6,19 @@ b. All streams start again when they end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from graftlm.data import NEW, Batch, Mixture, TokenBlocks
 from graftlm.data.packing import collate
-from graftlm.errors import DataError
+from graftlm.errors import DataError, RecipeError
+from graftlm.grafts.model import GraftedModel, GraftedOutput
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,12 @@ class StatefulBatches(Mixture):
 
     Raises:
         DataError: there are fewer rows than streams.
+        RecipeError: there are several processes.
     """
 
     def __init__(self, blocks: TokenBlocks, batch_size: int) -> None:
+        if PartialState().num_processes > 1:
+            raise RecipeError("data.stream needs a single process: start one, or set data.stream to false.")
         super().__init__({NEW: blocks}, {NEW: 1.0}, batch_size)
         self.rows = blocks.marked
         self.stream_length = len(blocks) // batch_size
@@ -67,3 +73,46 @@ class StatefulBatches(Mixture):
     def fingerprint(self) -> str:
         """Fingerprint of the rows; batches of another kind over the same rows have another one."""
         return f"stateful {super().fingerprint()}"
+
+
+class StatefulModel(GraftedModel):
+    """A grafted model that keeps one cache for each micro-batch of stateful batches; gradients stay inside a step."""
+
+    def forward(self, *args: Any, stream: Tensor | None = None, starts: Tensor | None = None, **inputs: Any) -> Any:
+        """One pass; rows of a `stream` that does not start continue the pass before."""
+        if stream is None or starts is None:
+            return super().forward(*args, **inputs)
+        key, cache = int(stream[0]), None if bool(starts.all()) else self._caches[int(stream[0])]
+        inputs = inputs | {"past_key_values": cache, "use_cache": True}
+        inputs.pop("attention_mask", None)  # padding ends a stream, so that no token of it comes later
+        output: GraftedOutput = super().forward(*args, **inputs)
+        for layer in output.past_key_values.layers:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        self._caches[key] = output.past_key_values
+        return output
+
+    @property
+    def _caches(self) -> dict[int, Any]:
+        """The caches by the first stream of a micro-batch."""
+        return self.__dict__.setdefault("_stream_caches", {})
+
+    def recurrent_state(self) -> dict[str, Tensor]:
+        """The caches that the next step continues, as tensors by name."""
+        tensors = {}
+        for key, cache in self._caches.items():
+            tensors[f"{key}/tokens"] = torch.tensor(cache.get_seq_length())
+            for n, layer in enumerate(cache.layers):
+                tensors |= {f"{key}/{n}/{name}": getattr(layer, name).contiguous() for name in ("keys", "values")}
+        return tensors
+
+    @torch.no_grad()
+    def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `recurrent_state` gave, in the layers that a pass makes."""
+        self._caches.clear()
+        for key in {int(name.partition("/")[0]) for name in tensors}:
+            ids = torch.zeros(len(tensors[f"{key}/0/keys"]), 1, dtype=torch.long, device=self.device)
+            cache = self._caches[key] = GraftedModel.forward(self, ids, use_cache=True).past_key_values
+            for n, layer in enumerate(cache.layers):
+                layer.keys, layer.values = (tensors[f"{key}/{n}/{name}"].to(self.device) for name in ("keys", "values"))
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = int(tensors[f"{key}/tokens"])

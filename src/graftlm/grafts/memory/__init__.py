@@ -1,0 +1,6 @@
+"""Memory: window attention with sinks on a frozen decoder, and states that keep all text before."""
+
+from graftlm.grafts.memory.method import DeltaState, MemoryConfig, WindowedMemory
+from graftlm.grafts.memory.window import WindowLayer, WindowShape
+
+__all__ = ["DeltaState", "MemoryConfig", "WindowLayer", "WindowShape", "WindowedMemory"]

@@ -1,0 +1,261 @@
+"""Memory: a frozen decoder reads with a window, and a trained state remembers all text before.
+
+Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, the attention's
+input x and its output y give
+
+    z_t = sum over j < C of m_j * (x_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
+    b = sigmoid(x w_b + c_b)    log a = -softplus(x w_a + c_a)
+    S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, K)
+    y' = y + RMSNorm(S_t^T q_t) W_O                                               initially W_O = 0
+
+Only W, m, w, c and the norm's gain are trained; the README has the reasons.
+
+Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graftlm.backbone import Backbone, Call, Site, Sites, Tap, max_sequence_length
+from graftlm.backbone.cache import StateLayer, slots
+from graftlm.errors import GraftError
+from graftlm.grafts.base import Graft, GraftConfig
+from graftlm.grafts.memory.window import WindowShape, hidden_keys, window_layers
+from graftlm.models.delta_rule import delta_rule
+
+
+class MemoryConfig(GraftConfig):
+    """Config of a memory.
+
+    Args:
+        window: W, how many tokens each token of the backbone sees, itself included.
+        sinks: how many of a document's first tokens every token sees.
+        state: `delta` keeps a state of all text by the gated delta rule; `none` leaves window attention alone.
+        layers: the layers with a state: how many, evenly spaced, or a list of their numbers.
+        heads: heads of each state.
+        head_width: K; a state has heads * K * K numbers.
+        mixed: C, from how many last tokens a token's query, key and value are mixed.
+        reach: R, below which the distance of a sink stays. Default: the backbone's number of positions.
+    """
+
+    kind: Literal["memory"] = "memory"
+    window: int = Field(512, ge=1)
+    sinks: int = Field(4, ge=0)
+    state: Literal["delta", "none"] = "delta"
+    layers: int | list[int] = 4
+    heads: int = Field(4, ge=1)
+    head_width: int = Field(64, ge=1)
+    mixed: int = Field(4, ge=1)
+    reach: int | None = Field(None, ge=1)
+
+
+class DeltaState(nn.Module):
+    """The state of one layer; see the module's equations."""
+
+    def __init__(self, width: int, config: MemoryConfig) -> None:
+        super().__init__()
+        self.heads, inner = config.heads, config.heads * config.head_width
+        self.w_qkv = nn.Linear(width, 3 * inner, bias=False)
+        self.mix = nn.Parameter(torch.zeros(config.mixed, 3 * inner))
+        self.rates = nn.Linear(width, 2 * config.heads)  # of a, then of b
+        self.norm = nn.RMSNorm(config.head_width, eps=1e-6)
+        self.w_o = nn.Linear(inner, width, bias=False)
+        self._initialise(config.window)
+
+    @torch.no_grad()
+    def _initialise(self, window: int) -> None:
+        self.w_qkv.weight.normal_(0, 1 / math.sqrt(self.w_qkv.in_features))
+        self.mix[0] = 1
+        keys_CHK = self.mix.chunk(3, dim=1)[1].unflatten(-1, (self.heads, -1))
+        if len(keys_CHK) > 1:  # half of the heads find what followed a token
+            keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1
+        self.rates.weight.zero_()
+        times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window  # a head forgets in 1 to 128 windows
+        self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(self.heads)]))
+        self.w_o.weight.zero_()
+
+    def forward(
+        self, x_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
+    ) -> Tensor:
+        """The update (B, T, D) of the attention's output; the cache's layer keeps the state after the last token."""
+        exact = torch.promote_types(x_BTD.dtype, torch.float32)  # states stay in float32
+        state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
+        z = self.w_qkv(x_BTD).to(exact) if real_BT is None else self.w_qkv(x_BTD).to(exact) * real_BT[..., None]
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            rates = functional.linear(x_BTD.to(exact), self.rates.weight.to(exact), self.rates.bias.to(exact))
+            a, b = rates.transpose(1, 2).chunk(2, dim=1)  # (B, H, T)
+            z, before = mixed_tokens(z, self.mix.to(exact), document_BT, before)
+            q, k, v = z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+            read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
+            read = self.norm(read).transpose(1, 2).flatten(2)
+        if layer is not None:
+            layer.update(state, before)
+        return self.w_o(read.to(x_BTD.dtype))
+
+
+def mixed_tokens(
+    z_BTE: Tensor, mix_CE: Tensor, document_BT: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(B, T, E) sums of each token and the C - 1 tokens before, weighted by channel; and the last C - 1 tokens.
+
+    `before` are those of the pass before, None for none. A token of another document counts as zero.
+    """
+    length, longest = z_BTE.shape[1], len(mix_CE) - 1
+    z = torch.cat([z_BTE.new_zeros(len(z_BTE), longest, z_BTE.shape[2]) if before is None else before, z_BTE], 1)
+    result = mix_CE[0] * z_BTE
+    for shift in range(1, longest + 1):
+        past = z[:, longest - shift :][:, :length]
+        if document_BT is not None:
+            same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
+            past = past * same[..., None]
+        result = result + mix_CE[shift] * past
+    return result, z[:, length:].clone()  # not a view that keeps all tokens
+
+
+class WindowedMemory(Graft):
+    """Window attention with sinks on every layer of a backbone, and states in some.
+
+    Its config is a copy with the layers and the reach that result.
+
+    Raises:
+        GraftError: the backbone has other positions or windows of its own, or sizes do not fit.
+    """
+
+    Config: ClassVar[type[GraftConfig]] = MemoryConfig
+    label = "memory"
+    config: MemoryConfig
+
+    def __init__(self, config: MemoryConfig, backbone: Backbone) -> None:
+        super().__init__()
+        sites = backbone.sites
+        check_backbone(sites)
+        layers = chosen_layers(config, sites.n_layers)
+        reach = config.reach or int(max_sequence_length(backbone.model))
+        self.config = config.model_copy(update={"layers": layers, "reach": reach})
+        rotation: Any = sites.body.rotary_emb
+        self.shape = WindowShape(config.window, config.sinks, reach, rotation.inv_freq)
+        if config.sinks and self.shape.step < 1:
+            raise GraftError(
+                f"A window of {config.window} tokens and {config.sinks} sinks need more than the {reach} positions of "
+                "reach: lower window, or set sinks to 0."
+            )
+        self._n_layers = sites.n_layers
+        self.blocks: Any = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
+        self.to(backbone.device)
+
+    def taps(self) -> list[Tap]:
+        assert isinstance(self.config.layers, list)
+        windows = [Tap(Site("attention", layer), "before", "bias", self._window) for layer in range(self._n_layers)]
+        reads = enumerate(self.config.layers)
+        return [*windows, *(Tap(Site("attention", i), "after", "add", partial(self._read, n)) for n, i in reads)]
+
+    def prepare(self, call: Call) -> None:
+        layers = window_layers(call.cache, self._n_layers, self.shape)
+        call.scratch[self, "layers"] = layers
+        self._check_length(call, self.shape.step if layers else 0)
+        for layer in layers:
+            layer.padding = _padding(call)
+        if call.cache is not None and len(self.blocks):
+            indices = slots(call.cache, f"memory {id(self)}", len(self.blocks), self._n_layers, StateLayer)
+            call.scratch[self, "states"] = [call.cache.layers[index] for index in indices]
+
+    def _check_length(self, call: Call, longest: int) -> None:
+        """Raise `GraftError` for more than `longest` tokens in a pass where sinks would be out of reach."""
+        if call.input_ids is None or not self.config.sinks or not (call.count is None or call.count.is_known):
+            return
+        length = call.input_ids.shape[1]
+        total, reach = call.past() + length, self.shape.reach
+        if total > reach and length > longest and call.document_numbers() is None:
+            raise GraftError(
+                f"A text of {total:,} tokens is longer than the {reach:,} positions that the sinks reach: give it to a "
+                f"dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
+            )
+
+    def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
+        """(B or 1, 1, T, S) what is added to the scores; None where every token so far is seen."""
+        layers, past, length = call.scratch[self, "layers"], call.past(), x_BTD.shape[1]
+        if past + length <= self.shape.window or (layers and length == 1):  # all that a window layer holds is seen
+            return None
+        if (self, "bias") not in call.scratch:
+            positions = call.positions_in_documents()
+            if positions is None:
+                positions = torch.arange(past, past + length, device=x_BTD.device)[None]
+            hidden = hidden_keys(layers[0] if layers else None, self.shape, past, positions, _padding(call))
+            bias = torch.zeros_like(hidden, dtype=x_BTD.dtype).masked_fill(hidden, torch.finfo(x_BTD.dtype).min)
+            call.scratch[self, "bias"] = bias[:, None]
+        return call.scratch[self, "bias"]
+
+    def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+        layer = call.scratch[self, "states"][number] if call.cache is not None else None
+        x = inputs.to(call.working_dtype(self))
+        return self.blocks[number](x, call.token_mask, call.document_numbers(), layer).to(outputs.dtype)
+
+
+def _padding(call: Call) -> Tensor | None:
+    """(B,) the columns before each row's first token; None without a mask."""
+    mask = call.attention_mask
+    return None if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+
+
+def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
+    """The numbers of the layers with a state, in order; `GraftError` where the backbone does not have them."""
+    if config.state == "none":
+        return []
+    layers = config.layers
+    if isinstance(layers, int):
+        layers = list({(k + 1) * n_layers // (layers + 1) for k in range(layers)})
+    if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(n_layers)):
+        raise GraftError(
+            f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: give the number of layers "
+            "with a state, or list some, each once."
+        )
+    return sorted(layers)
+
+
+def check_backbone(sites: Sites) -> None:
+    """Raise `GraftError` unless every layer of a causal model has full attention with rotary positions."""
+    config, problem = sites.config, ""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if not sites.family.causal:
+        problem = "is an encoder"
+    elif kinds != {"full_attention"} or window:
+        problem = "has layers with a window or a state of their own"
+    elif not hasattr(getattr(sites.body, "rotary_emb", None), "inv_freq"):
+        problem = "has no rotary positions"
+    elif rope.get("rope_type") in ("dynamic", "longrope"):
+        problem = "has rotary positions that change with the length of the text"
+    elif getattr(config, "kv_lora_rank", None) or not rotates_halves(sites):
+        problem = "rotates its keys in another way than Llama"
+    if problem:
+        raise GraftError(
+            f"A memory needs a decoder with full attention and Llama's rotary positions, but this {sites.model_type} "
+            f"model {problem}: choose another backbone, such as SmolLM2 or Qwen3."
+        )
+
+
+def rotates_halves(sites: Sites) -> bool:
+    """Whether the backbone's own rotation pairs element i of a key with element i + n, as `WindowShape.moved` does."""
+    attention = sites.module(Site("attention", 0))[0]
+    rotate: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return False
+    rotation: Any = sites.body.rotary_emb
+    shape = WindowShape(1, 0, 3, rotation.inv_freq.cpu().float())
+    key = torch.linspace(-1, 1, 2 * len(shape.frequencies))[None, None, None]
+    angle = 2 * shape.frequencies.repeat(2)[None, None]
+    try:
+        return torch.allclose(rotate(key, key, angle.cos(), angle.sin())[1], shape.moved(key, torch.ones(1)), atol=1e-5)
+    except (TypeError, RuntimeError, ValueError):
+        return False

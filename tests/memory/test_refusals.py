@@ -1,0 +1,107 @@
+"""Which backbones, sizes and passes a memory takes; the others are refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from graftlm.backbone import Call
+from graftlm.errors import GraftError
+from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.memory import WindowShape
+from memory.tools import REACH, live, memory_model, memory_of
+from tiny import tiny_ids
+
+FITTING = ("llama", "gemma", "qwen2", "qwen3", "phi", "gpt_neox", "olmo", "olmo2", "stablelm", "nemotron", "falcon")
+OTHERS = {
+    "bert": "is an encoder",
+    "gpt2": "has no rotary positions",
+    "bloom": "has no rotary positions",
+    "mistral": "has layers with a window or a state of their own",
+    "gemma3": "has layers with a window or a state of their own",
+    "lfm2": "has layers with a window or a state of their own",
+    "block-state": "has no rotary positions",
+    "cohere": "rotates its keys in another way than Llama",
+    "deepseek_v3": "rotates its keys in another way than Llama",
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_refused_by_name(family: str) -> None:
+    with pytest.raises(GraftError, match=f"but this [\\w-]+ model {OTHERS[family]}: choose another backbone"):
+        build_graft(graft_config({"kind": "memory"}), live(family))
+
+
+def test_positions_that_change_with_the_text_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(GraftError, match="this llama model has rotary positions that change with the length"):
+        build_graft(graft_config({"kind": "memory"}), live(rope_parameters=rope))
+
+
+@pytest.mark.parametrize("family", FITTING)
+def test_moved_keys_are_the_backbones_own_at_later_positions(family: str) -> None:
+    backbone, ids = live(family), tiny_ids(1, 4)
+    body: Any = backbone.sites.body
+    shape, keys = WindowShape(3, 2, 12, body.rotary_emb.inv_freq), []
+    for start in (0, 2 * (12 - 5)):
+        positions = torch.arange(start, start + 4)[None]
+        cache: Any = DynamicCache(config=backbone.model.config)
+        with torch.no_grad():
+            backbone.model(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        keys.append(cache.layers[0].keys)
+    torch.testing.assert_close(shape.moved(keys[0], torch.tensor([2])), keys[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"layers": [0, 2]}, r"layers is \[0, 2\], but the backbone has layers 0 to 1"),
+        ({"layers": [0, 0]}, r"layers is \[0, 0\], but the backbone has layers 0 to 1"),
+        ({"layers": 0}, "layers is 0, but the backbone has layers 0 to 1"),
+        ({"window": 510}, "A window of 510 tokens and 2 sinks need more than the 512 positions of reach"),
+        ({"reach": 8}, "A window of 6 tokens and 2 sinks need more than the 8 positions of reach"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraftError, match=message):
+        memory_model(live(), **config)
+
+
+def test_texts_beyond_the_reach_need_a_cache_and_pieces() -> None:
+    refused = r"A text of 17 tokens is longer than the 16 positions .* in pieces of at most 8 tokens, or set sinks to 0"
+    with memory_model(live(), reach=REACH) as model, torch.no_grad():
+        with pytest.raises(GraftError, match=refused):
+            model(tiny_ids(1, 17))
+        with pytest.raises(GraftError, match=refused):
+            model(tiny_ids(1, 17), use_cache=True)
+        cache = model(tiny_ids(1, 16), use_cache=True).past_key_values
+        assert model(tiny_ids(1, 8), past_key_values=cache, use_cache=True).logits.isfinite().all()
+        with pytest.raises(GraftError, match="longer than the 16 positions"):
+            model.generate(tiny_ids(1, 14), max_new_tokens=8, min_new_tokens=8, cache_implementation="static")
+    with memory_model(live(), sinks=0, reach=REACH) as model, torch.no_grad():
+        assert model(tiny_ids(1, 17)).logits.isfinite().all()
+
+
+def test_two_windows_of_other_sizes_are_refused() -> None:
+    backbone = live()
+    with memory_model(backbone) as model:
+        cache = model(tiny_ids(1, 5), use_cache=True).past_key_values
+    with (
+        memory_model(backbone, window=7) as model,
+        pytest.raises(GraftError, match=r"The cache has WindowShape\(window=6, sinks=2, reach=512\), but this"),
+    ):
+        memory_of(model).prepare(Call(tiny_ids(1, 5), cache=cache))
+
+
+def test_tokens_that_left_the_window_do_not_come_back() -> None:
+    with memory_model(live(), state="none") as model, pytest.raises(GraftError, match="left a window can't come back"):
+        model.generate(tiny_ids(1, 12).repeat(1, 2), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+def test_the_layers_and_the_reach_are_kept_with_the_graft() -> None:
+    with memory_model(live(num_hidden_layers=9), layers=2) as model:
+        config = memory_of(model).config
+    assert (config.layers, config.reach) == ([3, 6], 512)
