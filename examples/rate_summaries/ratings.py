@@ -15,7 +15,7 @@ from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row
 from graftlm.evaluation.results import Metric
 from graftlm.io import read_errors
-from graftlm.pipelines.summarize.metrics import bootstrap
+from graftlm.evaluation import bootstrap
 
 PAPER = {  # ratings by criterion
     "human": (3.73, 3.98, 3.19, 3.59),

@@ -32,13 +32,13 @@ OTHERS = {
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_are_refused_by_name(family: str) -> None:
     with pytest.raises(GraftError, match=f"but this [\\w-]+ model {OTHERS[family]}: choose another backbone"):
-        build_graft(graft_config({"kind": "memory"}), live(family))
+        build_graft(graft_config({"kind": "memory", "window": 8, "sinks": 2}), live(family))
 
 
 def test_positions_that_change_with_the_text_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(GraftError, match="this llama model has rotary positions that change with the length"):
-        build_graft(graft_config({"kind": "memory"}), live(rope_parameters=rope))
+        build_graft(graft_config({"kind": "memory", "window": 8, "sinks": 2}), live(rope_parameters=rope))
 
 
 @pytest.mark.parametrize("family", FITTING)

@@ -48,7 +48,7 @@ class MemoryConfig(GraftConfig):
     """
 
     kind: Literal["memory"] = "memory"
-    window: int = Field(512, ge=1)
+    window: int = Field(ge=1)
     sinks: int = Field(4, ge=0)
     state: Literal["delta", "none"] = "delta"
     layers: int | list[int] = 4
