@@ -75,6 +75,11 @@ def test_a_killed_stream_resumes_bit_for_bit(tmp_path: Path, stop: int) -> None:
 def test_streams_have_joined_new_text(data: dict[str, object]) -> None:
     texts = {"new": [{"path": "a.txt"}], "old": [{"path": "b.txt"}], "stream": True}
     values = {"boundaries": "joined", "replay_fraction": 0, **data}
-    recipe = {"backbone": {"name": "m"}, "graft": {"kind": "memory", "window": 8, "sinks": 2}, "data": texts | values, "training": {"steps": 1}}
+    recipe = {
+        "backbone": {"name": "m"},
+        "graft": {"kind": "memory", "window": 8, "sinks": 2},
+        "data": texts | values,
+        "training": {"steps": 1},
+    }
     with pytest.raises(RecipeError, match="set boundaries to joined, replay_fraction to 0"):
         Recipe.parse(recipe)
