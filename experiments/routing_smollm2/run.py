@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from experiments import Options
-from experiments.routing_smollm2.runs import AnswerRun, RouterRun
+from experiments.routing_smollm2.runs import AnswerRun, FreeAnswerRun, RouterRun, metrics_of
 from experiments.routing_smollm2.texts import FILES, SOURCES, write_skills
 from experiments.study import Study, aim, bars, check_files, mini_lm, numbers_of, over_seeds
 from experiments.token_routing.runs import ExpertRun, RoutingSizes, load_once
@@ -117,7 +117,18 @@ class SkillStudy(Study):
     def measure(self, rows: Iterable[str], seed: int) -> None:
         """Train what one seed needs, and measure its rows."""
         needed: list[Any] = [self.expert(name, seed) for name in (*DOMAINS, ALL)]
-        self.execute([*needed, self.router(seed), *(self.row_run(row, seed) for row in rows)], f"seed {seed}")
+        runs = [self.row_run(row, seed) for row in rows]
+        free = [self.free_run(run) for run in runs if run.generated]
+        self.execute([*needed, self.router(seed), *runs, *free], f"seed {seed}")
+        for run in free:
+            row, more = (self.measured[name] for name in (run.id.removeprefix("free-"), run.id))
+            for domain, values in row.details["answered"].items():
+                values["right"] += more.details["answered"][domain]["right"]
+            row.add_metrics(metrics_of(row.details["answered"]))
+
+    def free_run(self, run: AnswerRun) -> FreeAnswerRun:
+        """The free answers to the rest of a run's questions."""
+        return FreeAnswerRun.model_validate(dict(run) | {"id": f"free-{run.id}"})
 
     def search(self) -> None:
         """Choose every row's settings on validation questions with the first seed, three settings for each."""

@@ -153,6 +153,13 @@ class AnswerRun(RoutingRun):
         return whole + ([each.prompt for each in questions] if self.examples != "whole" else [])
 
 
+class FreeAnswerRun(AnswerRun):
+    """Answer freely all questions behind the first `generated`, which the row's own run answers."""
+
+    def answer(self, model: Any, graft: Any, backbone: Backbone, domain: str) -> dict[str, list[Any]]:
+        return {"right": answer_freely(model, backbone, domain, self._questions(domain)[self.generated :])}
+
+
 def merged(backbone: Backbone, adapters: dict[str, Path], merge: dict[str, Any], folder: Path) -> Path:
     """The folder of one adapter that PEFT merges from several, each with weight 1."""
     first, *others = adapters
