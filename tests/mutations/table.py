@@ -131,7 +131,7 @@ MUTATIONS = [
         ("keys rotated by one position more", "composition", _ATTENTION, "k = rotate(k, positions.augmenting)", "k = rotate(k, positions.augmenting + 1)"),
         ("rotary base 1,000", "composition", _ATTENTION, "_ROTARY_BASE = 10_000.0", "_ROTARY_BASE = 1_000.0"),
         ("local heads of bias 1", "composition", _ATTENTION, "_LOCAL_BIAS = 4.0", "_LOCAL_BIAS = 1.0"),
-        ("norm's epsilon is 0.1", "composition", _ATTENTION, "self.norm_q = nn.RMSNorm(width, eps=1e-6)", "self.norm_q = nn.RMSNorm(width, eps=1e-1)"),
+        ("norm's epsilon is 0.1", "composition", _ATTENTION, "self.norm_q = _Norm(width, eps=1e-6)", "self.norm_q = _Norm(width, eps=1e-1)"),
         ("keys of heads without their norm", "composition", _ATTENTION, "self._heads(self.w_k, self.norm_head_k, projected)", "self._heads(self.w_k, None, projected)"),
         ("heads normalised with their biases", "composition", _ATTENTION, "heads_BHTK = norm(self._split(functional.linear(x_BTD, linear.weight)))", "return norm(self._split(linear(x_BTD)))"),
         ("gate reads states of any size", "composition", _READOUT, "functional.rms_norm(states, states.shape[-1:], eps=1e-6) for states in last", "states for states in last"),

@@ -98,10 +98,10 @@ class CrossAttention(nn.Module):
         self.w_k = nn.Linear(width, width, bias=positions == "local")
         self.w_v = nn.Linear(width, width, bias=False)
         self.w_o = nn.Linear(width, width, bias=False)
-        self.norm_q = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
-        self.norm_kv = nn.RMSNorm(width, eps=1e-6) if norm == "pre" else nn.Identity()
-        self.norm_head_q = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
-        self.norm_head_k = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else None
+        self.norm_q = _Norm(width, eps=1e-6) if norm == "pre" else nn.Identity()
+        self.norm_kv = _Norm(width, eps=1e-6) if norm == "pre" else nn.Identity()
+        self.norm_head_q = _Norm(width // heads, eps=1e-6) if qk_norm else None
+        self.norm_head_k = _Norm(width // heads, eps=1e-6) if qk_norm else None
         self._initialise(init)
 
     @torch.no_grad()
@@ -167,6 +167,13 @@ class CrossAttention(nn.Module):
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class _Norm(nn.RMSNorm):
+    """An RMS norm in the precision of its gain, also of half-precision inputs, for which torch has no fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 def _local_bias(width: int, heads: int) -> Tensor:
