@@ -115,6 +115,7 @@ FIGURES = {
         "44.2%": "routed_k2.likelihood_accuracy",
         "41.4%": "xlora.likelihood_accuracy",
         "39.3%": "uniform.likelihood_accuracy",
+        "26.8%": "published.likelihood_accuracy",
         "19.0%": "lora_all.accuracy",
         "17.9%": "routed_k2.accuracy",
         "15.4%": "xlora.accuracy",
