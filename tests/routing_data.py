@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.parents import ENGLISH
+from experiments.routing_smollm2.fields import CLINC, CLINC_PARTS, TOPICS
 from experiments.routing_smollm2.texts import OPENBOOK, SVAMP
 from experiments.token_routing import texts
 
@@ -57,8 +58,10 @@ def write_data(data: Path) -> Path:
     for part, files in texts.ARC.items():
         for name in files:
             write(data / name, json.dumps([arc((part, name, n)) for n in range(20)]))
+    kinds = ("Addition", "Subtraction", "Multiplication", "Common-Division")
     items = [
-        {"Body": f"Tom has {n} fish", "Question": f"How many {words(2, n)}?", "Answer": float(n)} for n in range(40)
+        {"Body": f"Tom has {n} fish", "Question": f"How many {words(2, n)}?", "Answer": float(n), "Type": kinds[n % 4]}
+        for n in range(40)
     ]
     write(data / SVAMP, json.dumps(items))
     write(data / OPENBOOK, json.dumps([arc(("book", n)) for n in range(9)]))
@@ -72,6 +75,10 @@ def write_data(data: Path) -> Path:
     short = [(head + "total = x + {0}\n    total = total + total\n    return total - x\n").format(n) for n in range(9)]
     write(data / texts.ALGORITHMS, "".join(json.dumps({"path": "m.py", "text": text}) + "\n" for text in short))
     write(data / texts.XQUAD, json.dumps({"data": [article(n) for n in range(33)]}))
+    intents = {topic: [f"{topic}_{n}" for n in range(5)] for topic in TOPICS}
+    write(data / CLINC[0], json.dumps(intents))
+    said = [(f"{words(3, (topic, n))} {n}", f"{topic}_{n % 5}") for topic in TOPICS for n in range(20)]
+    write(data / CLINC[1], json.dumps({part: said[n::3] for n, part in enumerate(CLINC_PARTS.values())}))
     answer = [{"start": 0, "end": 4, "string": "x"}]
     question: dict[str, Any] = {"title_text": "Title 40", "question_text": "who", "paragraph_text": words(9, "qed")}
     write_lines(

@@ -8,21 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from experiments import Options
+from experiments.routing_smollm2.classifiers import classifier_rows, wilson
+from experiments.routing_smollm2.fields import CLINC, read_fields
 from experiments.routing_smollm2.runs import AnswerRun, FreeAnswerRun, RouterRun, metrics_of
-from experiments.routing_smollm2.texts import FILES, SOURCES, write_skills
+from experiments.routing_smollm2.texts import FILES, SOURCES, read_skills, write_skills
 from experiments.study import Study, aim, bars, check_files, mini_lm, numbers_of, over_seeds
 from experiments.token_routing.runs import ExpertRun, RoutingSizes, load_once
 from experiments.token_routing.texts import DOMAINS
-from graftlm.evaluation import Aim, Interval, Results, Row, combine_seeds
+from graftlm.evaluation import Aim, Interval, Results, Row, combine_seeds, value_of
 
 NAME = "routing-smollm2"
 MODEL = "smollm2-135m-instruct"
 DENSITIES = (0.2, 0.5, 0.8)
 ALL = "all"
-TABLES = ("main", "more")
+TABLES = ("main", "more", "twenty")
 MERGES = {"ties": "ties", "dare": "dare_ties"}  # PEFT's combination types
 ROWS = {
     "backbone": "backbone",
@@ -40,6 +41,9 @@ MORE = {
     "dare": "DARE-TIES (PEFT)",
     "published": "as published",
 }
+TWENTY = {row: ROWS[row] for row in ("backbone", "uniform", "oracle", "routed_k2", "arrow", "ties")} | {
+    "lora_all": "one LoRA trained on all twenty"
+}
 COLUMNS = {"accuracy": "right", "likelihood_accuracy": "chosen", "nll_average": "nll"}
 
 
@@ -47,10 +51,14 @@ class SkillStudy(Study):
     """The texts and the runs.
 
     Attributes:
+        domains: of the experts and the questions.
+        tuned: the rows with settings to choose, beside the experts.
         rates: learning rates that validation text chose: of each domain's expert, of `all`, and of `xlora`.
         routing: the routing that it chose, and `density` of TIES and DARE.
     """
 
+    domains: tuple[str, ...] = DOMAINS
+    tuned: tuple[str, ...] = ("xlora", "routed_k2", *MERGES)
     expert_rates, router_rates = (5e-4, 1.5e-3, 4.5e-3), (1e-3, 5e-3, 2.5e-2)
     routings: Mapping[str, dict[str, Any]] = {
         "cosines": {},
@@ -80,7 +88,7 @@ class SkillStudy(Study):
             self.counts = {"train": 12, "validation": 2, "test": 3}
             longest, self.generated = {"prompt": 100, "answer": 48, "program": 90}, 2
         tokenizer = load_once(self.backbone, self.options.device, self.dtype).need_tokenizer()
-        write_skills(self.options.data, self.texts, tokenizer, self.counts, self.seeds, longest)
+        write_skills(read_skills(self.options.data), self.texts, tokenizer, self.counts, self.seeds, longest)
 
     def shared(self, seed: int, domains: Sequence[str], sizes: Mapping[str, int] = {}) -> dict[str, Any]:
         """What all runs have; `sizes` are changes."""
@@ -89,8 +97,8 @@ class SkillStudy(Study):
         return shared | {"dtype": self.dtype, "answers_only": self.answers_only}
 
     def expert(self, name: str, seed: int, rate: float | None = None) -> ExpertRun:
-        """A domain's expert, or with four times the rank and the steps one of all; with a `rate` to try, shorter."""
-        domains = DOMAINS if name == ALL else (name,)
+        """A domain's expert, or one of all with the rank and the steps of all; with a `rate` to try, shorter."""
+        domains = self.domains if name == ALL else (name,)
         times, steps = len(domains), self.sizes.steps if rate is None else max(1, self.sizes.steps // 3)
         sizes = {"rank": times * self.sizes.rank, "steps": times * steps}
         rate, run_id = (self.rates[name], f"expert-{name}_s{seed}") if rate is None else (rate, f"try-{name}-{rate:g}")
@@ -98,28 +106,30 @@ class SkillStudy(Study):
         return ExpertRun(id=run_id, learning_rate=rate, targets=self.targets, **fields)
 
     def answers(
-        self, name: str, seed: int, needs: Sequence[str], domains: Sequence[str] = DOMAINS, **more: Any
+        self, name: str, seed: int, needs: Sequence[str], domains: Sequence[str] | None = None, **more: Any
     ) -> AnswerRun:
         """The questions, answered by a mixture of the experts that the runs `needs` train."""
-        return AnswerRun(id=name, depends_on=tuple(needs), **self.shared(seed, domains), **more)
+        fields = self.shared(seed, self.domains if domains is None else domains)
+        return AnswerRun(id=name, depends_on=tuple(needs), **fields, **{"asks": self.domains, **more})
 
     def router(self, seed: int, rate: float | None = None) -> RouterRun:
         """X-LoRA's router; a third of the steps with a `rate` to try."""
         steps = self.sizes.steps if rate is None else max(1, self.sizes.steps // 3)
         rate, name = (self.rates["xlora"], f"router_s{seed}") if rate is None else (rate, f"try-router-{rate:g}")
-        fields = self.shared(seed, DOMAINS, {"steps": steps})
+        fields = self.shared(seed, self.domains, {"steps": steps})
         return RouterRun(id=name, depends_on=self.trained(seed), learning_rate=rate, **fields)
 
     def trained(self, seed: int) -> tuple[str, ...]:
         """The ids of the experts' runs."""
-        return tuple(self.expert(domain, seed).id for domain in DOMAINS)
+        return tuple(self.expert(domain, seed).id for domain in self.domains)
 
     def measure(self, rows: Iterable[str], seed: int) -> None:
         """Train what one seed needs, and measure its rows."""
-        needed: list[Any] = [self.expert(name, seed) for name in (*DOMAINS, ALL)]
+        needed: list[Any] = [self.expert(name, seed) for name in (*self.domains, ALL)]
+        needed += [self.router(seed)] if "xlora" in self.tuned else []
         runs = [self.row_run(row, seed) for row in rows]
         free = [self.free_run(run) for run in runs if run.generated]
-        self.execute([*needed, self.router(seed), *runs, *free], f"seed {seed}")
+        self.execute([*needed, *runs, *free], f"seed {seed}")
         for run in free:
             row, more = (self.measured[name] for name in (run.id.removeprefix("free-"), run.id))
             for domain, values in row.details["answered"].items():
@@ -133,49 +143,57 @@ class SkillStudy(Study):
     def search(self) -> None:
         """Choose every row's settings on validation questions with the first seed, three settings for each."""
         seed, few = self.seeds[0], slice(None, None, 2 if self.options.quick else 1)
-        tried: dict[str, dict[str, Any]] = {}  # by row: run id -> setting
-        experts = {name: [self.expert(name, seed, rate) for rate in self.expert_rates[few]] for name in (*DOMAINS, ALL)}
-        runs: dict[str, list[AnswerRun]] = {}
-        for name, of_name in experts.items():
-            tried[name] = {f"{run.id}-answers": run.learning_rate for run in of_name}
-            domains = DOMAINS if name == ALL else (name,)
-            runs[name] = [self.answers(f"{run.id}-answers", seed, [run.id], (name,), asks=domains) for run in of_name]
-        best = self._choose(runs, tried, [run for of_name in experts.values() for run in of_name])
-        self.rates |= {name: best[name] for name in experts}
-        main = [self.expert(name, seed) for name in DOMAINS]
-        needs = self.trained(seed)
-        routers = [self.router(seed, rate) for rate in self.router_rates[few]]
-        candidates: dict[str, dict[Any, dict[str, Any]]] = {
-            "xlora": {run.learning_rate: {"mixture_kind": "xlora", "needs": run.id} for run in routers},
-            "routed_k2": {
-                name: {"routing": routing, "examples": self.examples}
-                for name, routing in list(self.routings.items())[few]
-            },
+        asked = {**{name: (name,) for name in self.domains}, ALL: self.domains}
+        tried = {name: [self.expert(name, seed, rate) for rate in self.expert_rates[few]] for name in asked}
+        runs: dict[str, dict[Any, AnswerRun]] = {
+            name: {
+                run.learning_rate: self.answers(f"{run.id}-answers", seed, [run.id], (name,), asks=asked[name])
+                for run in of_name
+            }
+            for name, of_name in tried.items()
         }
-        for row, kind in MERGES.items():
-            merges = {density: {"combination_type": kind, "density": density} for density in DENSITIES[few]}
-            candidates[row] = {density: {"mixture_kind": "merge", "merge": merge} for density, merge in merges.items()}
-        runs, tried = {}, {}
-        for row, settings in candidates.items():
-            tried[row] = {f"try-{row}-{setting}": setting for setting in settings}
-            runs[row] = [
-                self.answers(
-                    f"try-{row}-{setting}", seed, [*needs, *([more.pop("needs")] if "needs" in more else [])], **more
-                )
-                for setting, more in settings.items()
-            ]
-        best = self._choose(runs, tried, [*main, *routers])
-        self.rates["xlora"], self.routing = best["xlora"], self.routings[best["routed_k2"]]
-        self.density = {row: best[row] for row in MERGES}
+        self.rates |= self._choose(runs, [run for of_name in tried.values() for run in of_name])
+        self._search_mixtures(seed, few)
 
-    def _choose(self, runs: Any, tried: Mapping[str, Mapping[str, Any]], needed: Sequence[Any]) -> dict[str, Any]:
+    def _search_mixtures(self, seed: int, few: slice) -> None:
+        """Choose what the rows that mix the experts have to tune."""
+        trained, needs = self.trained(seed), [self.expert(name, seed) for name in self.domains]
+        routers = [self.router(seed, rate) for rate in self.router_rates[few]] if "xlora" in self.tuned else []
+        settings: dict[str, dict[Any, dict[str, Any]]] = {
+            "xlora": {run.learning_rate: {"mixture_kind": "xlora", "needs": (*trained, run.id)} for run in routers},
+            "routed_k2": {
+                name: {"routing": self.routings[name], "examples": self.examples} for name in list(self.routings)[few]
+            },
+            **{row: {density: merge(row, density) for density in DENSITIES[few]} for row in MERGES},
+        }
+        runs = {
+            row: {
+                key: self.answers(f"try-{row}-{key}", seed, **{"needs": trained, **fields})
+                for key, fields in settings[row].items()
+            }
+            for row in self.tuned
+        }
+        best = self._choose(runs, [*needs, *routers])
+        self.routing = self.routings[best.pop("routed_k2")]
+        self.rates |= {row: best.pop(row) for row in ("xlora",) if row in best}
+        self.density = best
+
+    def _choose(self, runs: Mapping[str, Mapping[Any, AnswerRun]], needed: Sequence[Any]) -> dict[str, Any]:
         """The best setting of each row, by the right answers' log-perplexity."""
-        chosen = self.choose(runs, ["nll_average"], "choices on validation questions", needed)
-        return {row: tried[row][run.id] for row, run in chosen.items()}
+        candidates = {row: list(of_row.values()) for row, of_row in runs.items()}
+        chosen = self.choose(candidates, ["nll_average"], "choices on validation questions", needed)
+        return {row: next(key for key, run in runs[row].items() if run is best) for row, best in chosen.items()}
+
+    def table(self, labels: Mapping[str, str]) -> tuple[list[Row], dict[str, Any]]:
+        """Choose settings, and measure these rows with every seed."""
+        self.search()
+        for seed in self.seeds:
+            self.measure(labels, seed)
+        return tabulate(self, labels)
 
     def row_run(self, row: str, seed: int) -> AnswerRun:
         """One row on one seed's test questions."""
-        needs, domains = self.trained(seed), DOMAINS
+        needs, domains = self.trained(seed), self.domains
         fields: dict[str, Any] = {"part": f"test{seed}", "generated": self.generated}
         if row in ("backbone", "base"):
             needs, domains, fields["mixture_kind"] = (), (), "none"
@@ -184,8 +202,7 @@ class SkillStudy(Study):
         elif row in ("oracle", "arrow", "xlora"):
             needs, fields["mixture_kind"] = (*needs, *([self.router(seed).id] if row == "xlora" else [])), row
         elif row in MERGES:
-            merge = {"combination_type": MERGES[row], "density": self.density[row]}
-            fields |= {"mixture_kind": "merge", "merge": merge}
+            fields |= merge(row, self.density[row])
         else:
             fields |= self.routed(row)
         return self.answers(f"{row}_s{seed}", seed, needs, domains, **fields)
@@ -193,7 +210,7 @@ class SkillStudy(Study):
     def routed(self, row: str) -> dict[str, Any]:
         """What a row that routes adds to its run."""
         if row == "uniform":
-            return {"routing": {"fixed": dict.fromkeys(DOMAINS, 1 / len(DOMAINS))}}
+            return {"routing": {"fixed": dict.fromkeys(self.domains, 1 / len(self.domains))}}
         if row.startswith("published"):
             name = "backbone" if self.options.quick else mini_lm(self.options.data, "The paper's embedder")
             embedder = {"name": name, "centre": False, "whiten": False}
@@ -204,33 +221,71 @@ class SkillStudy(Study):
         return {"routing": self.routing | change, "examples": self.examples}
 
 
+class FieldStudy(SkillStudy):
+    """Twenty small experts, by likelihood alone."""
+
+    tuned = ("routed_k2", "ties")
+    expert_rates = (1.5e-3, 5e-3, 1.5e-2)
+    generated = 0
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options.model_copy(update={"out": options.out / "twenty"}))
+
+    def set_up(self, quick: bool) -> None:
+        skills = read_fields(self.options.data)
+        self.domains = tuple(skills)[:: 6 if quick else 1]
+        length, longest = 120, {"prompt": 72, "answer": 12, "program": 48}
+        self.counts = {"train": 50, "validation": 4, "test": 12}
+        if quick:
+            length, longest = 192, dict.fromkeys(longest, 90)
+            self.counts = {"train": 6, "validation": 2, "test": 2}
+        self.sizes = RoutingSizes(length=length, rank=2 if quick else 4, steps=3 if quick else 9, batch_size=2)
+        tokenizer = load_once(self.backbone, self.options.device, self.dtype).need_tokenizer()
+        chosen = {name: skills[name] for name in self.domains}
+        write_skills(chosen, self.texts, tokenizer, self.counts, self.seeds, longest)
+
+    def short(self, row: Row) -> Row:
+        """A row without the figures of single experts; for those of one skill their means."""
+        metrics = {name: value for name, value in row.metrics.items() if name in (*COLUMNS, "routing_accuracy")}
+        for group in dict.fromkeys(name.partition("_")[0] for name in self.domains):
+            of = [value_of(v) for name, v in row.metrics.items() if name.startswith(f"routing_accuracy_{group}_")]
+            metrics |= {f"routing_accuracy_{group}": float(np.mean(of))} if of else {}
+        return Row(id=f"twenty_{row.id}", label=f"twenty: {row.label}", metrics=metrics)
+
+
 def run(options: Options) -> Results:
-    """Choose settings, then measure the chosen tables, seed by seed; the results grow with the seeds."""
+    """Choose settings and measure the chosen tables, the one with twenty experts at the end."""
     tables = options.chosen(TABLES)
-    check_files(options, FILES)
-    study = SkillStudy(options)
-    study.search()
-    labels = (ROWS if "main" in tables else {}) | (MORE if "more" in tables else {})
-    results = None
-    for number, seed in enumerate(study.seeds):
-        study.measure(labels, seed)
-        rows, details = tabulate(study, labels, study.seeds[: number + 1])
-        plots = {
-            "accuracy": bars(rows, {"accuracy": "free answers", "likelihood_accuracy": "by likelihood"}, "percent")
-        }
-        seeds = list(study.seeds[: number + 1])
-        results = study.write(NAME, rows, seeds=seeds, aims=aims(rows, details), details=details, plots=plots)
-    assert results is not None, "there is a seed"
-    return results
+    check_files(options, (*FILES, *CLINC))
+    rows, aimed, plots = [], [], {}
+    details: dict[str, Any] = {}
+    if labels := (ROWS if "main" in tables else {}) | (MORE if "more" in tables else {}):
+        study = SkillStudy(options)
+        rows, details = study.table(labels)
+        aimed = aims(rows, details)
+        bar = {"accuracy": "free answers", "likelihood_accuracy": "by likelihood"}
+        plots = {"accuracy": bars(rows, bar, "percent")}
+        rows += classifier_rows(study.texts, study.domains, study.seeds)
+    if "twenty" in tables:
+        study = FieldStudy(options)
+        of_twenty, details["twenty"] = study.table(TWENTY)
+        of_twenty += classifier_rows(study.texts, study.domains, study.seeds)
+        rows += [study.short(row) for row in of_twenty]
+    return study.write(NAME, rows, aims=aimed, details=details, plots=plots)
 
 
-def tabulate(study: SkillStudy, labels: Mapping[str, str], seeds: Sequence[int]) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of the seeds that are measured, and what stands beside them."""
-    runs = {row: [study.row_run(row, seed) for seed in seeds] for row in labels}
+def merge(row: str, density: float) -> dict[str, Any]:
+    """What a row that PEFT merges adds to its run."""
+    return {"mixture_kind": "merge", "merge": {"combination_type": MERGES[row], "density": density}}
+
+
+def tabulate(study: SkillStudy, labels: Mapping[str, str]) -> tuple[list[Row], dict[str, Any]]:
+    """The measured rows, and what stands beside them."""
+    runs = {row: [study.row_run(row, seed) for seed in study.seeds] for row in labels}
     rows = [_row(study, row, labels[row], of_row) for row, of_row in runs.items()]
     ours = runs.get("routed_k2", [])
     return rows, study.evidence(runs) | {
-        "sources": {domain: list(of_parts) for domain, of_parts in SOURCES.items()},
+        "sources": {domain: list(of_parts) for domain, of_parts in SOURCES.items() if domain in study.domains},
         "counts": study.counts,
         "sizes": study.sizes.model_dump(mode="json"),
         "rates": study.rates,
@@ -250,9 +305,7 @@ def _row(study: SkillStudy, row: str, label: str, runs: Sequence[AnswerRun]) -> 
     led = [value for run in runs for values in answered(study, run).values() for value in values.get("led", ())]
     if not led:
         return made
-    interval = binomtest(sum(led), len(led)).proportion_ci(method="wilson")
-    share = Interval(mean=100 * sum(led) / len(led), low=100 * interval.low, high=100 * interval.high)
-    return made.model_copy(update={"metrics": {**made.metrics, "routing_accuracy": share}})
+    return made.model_copy(update={"metrics": {**made.metrics, "routing_accuracy": wilson(led)}})
 
 
 def answered(study: SkillStudy, run: AnswerRun) -> dict[str, dict[str, list[Any]]]:
@@ -264,7 +317,7 @@ def confusion(study: SkillStudy, runs: Sequence[AnswerRun]) -> dict[str, dict[st
     """By domain of the prompt: how often each expert led."""
     return {
         domain: dict(Counter(leader for run in runs for leader in answered(study, run)[domain]["leader"]))
-        for domain in DOMAINS
+        for domain in study.domains
     }
 
 
@@ -273,11 +326,11 @@ def differences(study: SkillStudy, ours: Sequence[AnswerRun], theirs: Sequence[A
     result: dict[str, Any] = {}
     for name, column in COLUMNS.items():
         pairs = [[answered(study, run) for run in pair] for pair in zip(ours, theirs, strict=True)]
-        gaps = [[_gaps(a[domain][column], b[domain][column], name) for a, b in pairs] for domain in DOMAINS]
+        gaps = [[_gaps(a[domain][column], b[domain][column], name) for a, b in pairs] for domain in study.domains]
         pooled = [np.concatenate(of_domain) for of_domain in gaps]
         if min(map(len, pooled)) < 2:
             continue
-        error = float(np.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in pooled))) / len(DOMAINS)
+        error = float(np.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in pooled))) / len(study.domains)
         middle = float(np.mean([gap.mean() for gap in pooled]))
         by_seed = [float(np.mean([of_domain[n].mean() for of_domain in gaps])) for n in range(len(ours))]
         questions = Interval(mean=middle, low=middle - 1.96 * error, high=middle + 1.96 * error)

@@ -147,7 +147,7 @@ class AnswerRun(RoutingRun):
         return graft
 
     def _examples(self, domain: str) -> list[str]:
-        questions = read_questions(Path(self.texts), domain, "train") if domain in DOMAINS else []
+        questions = read_questions(Path(self.texts), domain, "train") if domain in self.asks else []
         questions = questions[: self.sizes.centroids]
         whole = [each.text for each in questions] if self.examples != "prompt" else []
         return whole + ([each.prompt for each in questions] if self.examples != "whole" else [])
@@ -249,9 +249,6 @@ def answer_freely(model: Any, backbone: Backbone, domain: str, questions: Sequen
         model, backbone.need_tokenizer(), prompts, max_new_tokens=count, stop=stop, batch_size=48
     )
     if domain == "code":
-        return (
-            pass_at_1(answers, [Example("", e.answer, e.tests) for e in questions]).astype(int).tolist()
-            if questions
-            else []
-        )
+        examples = [Example("", each.answer, each.tests) for each in questions]
+        return pass_at_1(answers, examples).astype(int).tolist() if examples else []
     return [int(normalised(a) == normalised(each.answer)) for a, each in zip(answers, questions, strict=True)]

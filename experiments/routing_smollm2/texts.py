@@ -1,7 +1,7 @@
 """Questions of four skills with short answers, and three wrong answers for each.
 
-Validation is of another source than the test. No question of training is one of validation or test, by its text
-without punctuation and case.
+Validation is of another source than the test. No two of training, validation and the seeds' tests share a question, by
+its text without punctuation and case.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Parts = dict[str, list[RoutingQuestion]]
 
 
 def write_skills(
-    data: Path,
+    skills: Mapping[str, Parts],
     folder: Path,
     tokenizer: Any,
     counts: Mapping[str, int],
@@ -56,12 +56,13 @@ def write_skills(
     """Write training, validation, and a test part of its own for each seed: `DOMAIN-test0.jsonl`.
 
     Args:
+        skills: every question by domain and part, as `read_skills` gives them.
         counts: questions of a domain in `train`, `validation`, and `test` for each seed.
         longest: tokens of a `prompt`, of an `answer`, and of a `program`.
         known: shingles of the backbone's training text, which no question of validation and test shares.
     """
-    for domain, parts in read_skills(data).items():
-        limit = longest["program" if domain == "code" else "answer"]
+    for domain, parts in skills.items():
+        limit = longest["program" if domain.startswith("code") else "answer"]
         fitting = {
             part: [each for each in items if _fits(each, tokenizer, longest["prompt"], limit)]
             for part, items in parts.items()
@@ -73,6 +74,8 @@ def write_skills(
             fresh = {key: each for key, each in fresh.items() if not any(s in known for s in shingles([each.text]))}
             fitting[part] = shuffled([each for key, each in fresh.items() if key not in trained], "items")
         written["validation"] = fitting["validation"][: counts["validation"]]
+        chosen = {normalised(each.prompt) for each in written["validation"]}
+        fitting["test"] = [each for each in fitting["test"] if normalised(each.prompt) not in chosen]
         for number, seed in enumerate(seeds):
             written[f"test{seed}"] = fitting["test"][number * counts["test"] : (number + 1) * counts["test"]]
         for part, items in written.items():
@@ -95,11 +98,11 @@ def with_choices(domain: str, questions: Sequence[RoutingQuestion]) -> list[Rout
     completed = []
     for each in questions:
         source = random.Random(each.prompt)
-        if domain == "code":
+        if domain.startswith("code"):
             name = _name(each.answer)
             others = [other.answer for other in source.sample(list(questions), min(8, len(questions)))]
             wrong = [re.sub(rf"\b{_name(other)}\b", name, other) for other in others]
-        elif domain == "math":
+        elif domain.startswith("math"):
             right = int(each.answer)
             numbers = [int(n) for n in re.findall(r"\d+", each.prompt)] + [right + n for n in (-10, -1, 1, 10)]
             wrong = [f" {n}\n" for n in source.sample(numbers, len(numbers)) if n >= 0]
@@ -112,13 +115,21 @@ def with_choices(domain: str, questions: Sequence[RoutingQuestion]) -> list[Rout
 
 def _math(data: Path) -> Parts:
     train, validation = (
-        [_question(e["question"], e["answer"].rpartition("#### ")[2].replace(",", "")) for e in json_lines(data / file)]
+        [
+            question_of(e["question"], e["answer"].rpartition("#### ")[2].replace(",", ""))
+            for e in json_lines(data / file)
+        ]
         for file in GSM8K
     )
-    items = json.loads((data / SVAMP).read_text(encoding="utf-8"))
-    test = [_question(f"{e['Body'].rstrip(' .')}. {e['Question']}", f"{e['Answer']:g}") for e in items]
-    parts = {"train": train, "validation": validation, "test": test}
+    parts = {"train": train, "validation": validation, "test": [each for _, each in svamp(data)]}
     return {part: [each for each in of_part if each.answer.strip().isdigit()] for part, of_part in parts.items()}
+
+
+def svamp(data: Path) -> list[tuple[str, RoutingQuestion]]:
+    """SVAMP's questions whose answer is a natural number, each after its operation."""
+    items = json.loads((data / SVAMP).read_text(encoding="utf-8"))
+    texts = [(f"{e['Body'].rstrip(' .')}. {e['Question']}", f"{e['Answer']:g}") for e in items]
+    return [(e["Type"], question_of(*text)) for e, text in zip(items, texts, strict=True) if text[1].isdigit()]
 
 
 def _science(data: Path) -> Parts:
@@ -160,7 +171,8 @@ def _name(code: str) -> str:
     return named[1] if named else ""
 
 
-def _reading(data: Path) -> Parts:
+def xquad(data: Path) -> dict[str, list[RoutingQuestion]]:
+    """XQuAD's questions, by the title of the article."""
     articles: dict[str, list[RoutingQuestion]] = {}
     for article in json.loads((data / XQUAD).read_text(encoding="utf-8"))["data"]:
         articles[article["title"]] = [
@@ -169,6 +181,11 @@ def _reading(data: Path) -> Parts:
             for others in [[entry["answers"][0]["text"] for entry in paragraph["qas"]]]
             for entry in paragraph["qas"]
         ]
+    return articles
+
+
+def _reading(data: Path) -> Parts:
+    articles = xquad(data)
     dealt = deal(list(articles), {"train": 3, "test": 2})
     parts = {part: [each for title in titles for each in articles[title]] for part, titles in dealt.items()}
     parts["validation"] = []
@@ -192,10 +209,11 @@ def _passage(passage: str, question: str, answer: str, others: Sequence[str]) ->
         *(" ".join(words[start : start + size]) for start in starts),
     ]
     choices = tuple(f" {text.strip()}\n" for text in wrong)
-    return _question(f"{passage}\n{question}", answer)._replace(choices=choices)
+    return question_of(f"{passage}\n{question}", answer)._replace(choices=choices)
 
 
-def _question(question: str, answer: str) -> RoutingQuestion:
+def question_of(question: str, answer: str) -> RoutingQuestion:
+    """A question with a short answer."""
     return RoutingQuestion(f"{question.strip()}\nAnswer:", f" {answer.strip()}\n")
 
 

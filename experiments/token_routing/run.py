@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.parents import PretrainRun, read_texts
-from experiments.routing_smollm2.run import MORE, ROWS, SkillStudy, answered, tabulate
+from experiments.routing_smollm2.run import MORE, ROWS, SkillStudy, answered
 from experiments.routing_smollm2.runs import AnswerRun
 from experiments.routing_smollm2.texts import FILES as QUESTION_FILES
-from experiments.routing_smollm2.texts import write_skills
+from experiments.routing_smollm2.texts import read_skills, write_skills
 from experiments.study import aim, bars, check_files, combined_row, numbers_of, published
 from experiments.token_routing import runs
 from experiments.token_routing.documents import SECOND, Documents, SwitchRun, half_nats
@@ -91,7 +91,7 @@ class TokenRoutingStudy(SkillStudy):
         tokenizer = runs.load_once(self.backbone, self.options.device, self.dtype).need_tokenizer()
         longest = {"prompt": 100 if quick else 200, "answer": 48 if quick else 24, "program": 90 if quick else 110}
         known = set() if self.options.backbone else shingles(read_texts(corpus))
-        write_skills(self.options.data, self.texts, tokenizer, self.counts, self.seeds, longest, known)
+        write_skills(read_skills(self.options.data), self.texts, tokenizer, self.counts, self.seeds, longest, known)
         write_changing(self.texts, f"test{self.seeds[0]}", tokenizer, amounts)
 
     def _pretrain(self, corpus: Path, amounts: RoutingTextSizes) -> str:
@@ -147,30 +147,19 @@ class TokenRoutingStudy(SkillStudy):
 
 
 def run(options: Options) -> Results:
-    """Choose settings, then run the chosen tables; the results grow with the seeds."""
+    """Choose settings, then run the chosen tables."""
     tables = options.chosen(TABLES)
     check_files(options, (*FILES, *QUESTION_FILES))
     study = TokenRoutingStudy(options)
-    study.search()
-    results = None
-    for number, seed in enumerate(study.seeds):
-        study.measure(QUESTIONS, seed)
-        results = write(study, study.seeds[: number + 1], tables)
-    assert results is not None, "there is a seed"
-    return results
-
-
-def write(study: TokenRoutingStudy, seeds: Sequence[int], tables: Sequence[str]) -> Results:
-    """Results of the seeds that are measured."""
-    rows, details = tabulate(study, QUESTIONS, seeds)
+    rows, details = study.table(QUESTIONS)
     plots = {"log-perplexity": bars(rows, {f"nll_{d}": d for d in DOMAINS}, "nats per answer token")}
     if "switch" in tables:
-        of_documents, plots["switch"] = table_switch(study, seeds)
+        of_documents, plots["switch"] = table_switch(study, study.seeds)
         rows += of_documents
     if "cache" in tables:
-        rows += table_cache(study, seeds[0])
+        rows += table_cache(study, study.seeds[0])
     more: dict[str, Any] = {"paper": published(__file__, {row.id for row in rows}), "aims": aims(rows, details)}
-    return study.write(NAME, rows, seeds=list(seeds), details=details, plots=plots, **more)
+    return study.write(NAME, rows, details=details, plots=plots, **more)
 
 
 def table_switch(study: TokenRoutingStudy, seeds: Sequence[int]) -> tuple[list[Row], Figure]:
