@@ -151,8 +151,10 @@ class ComposedStudy(Study):
         validation: tasks that choose, beside the test sets whose names begin with `validation`.
         tasks: measured for all rows.
         evaluation: of all rows.
+        rates: that are tried, by kind of graft.
     """
 
+    rates: Mapping[str, Sequence[float]] = RATES
     validation: Sequence[PromptTask] = ()
     tasks: Sequence[PromptTask] = ()
     evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
@@ -241,7 +243,7 @@ class ComposedStudy(Study):
         return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
 
     def _rates(self, row: ComposedRow) -> Sequence[float]:
-        rates = RATES[row.graft["kind"]]
+        rates = self.rates[row.graft["kind"]]
         return rates[1:2] if self.options.quick else rates
 
     def report(
@@ -405,6 +407,15 @@ def composed_rows(augmenting: Mapping[str, Path], anchor: Backbone, **graft: Any
 def better_parent(names: Mapping[str, str], parents: tuple[str, ...] = ("m_b", "m_a")) -> Ratios:
     """The aims of `both`: within 1% of the better parent on every text, by metric."""
     return {(name, "both", parents, 1.01): f"{text}: both, over the better parent" for name, text in names.items()}
+
+
+def over_controls(names: Mapping[str, str], controls: Sequence[str]) -> Ratios:
+    """The aims of `both`: fewer bits than each control, by metric."""
+    return {
+        (name, "both", (control,), 1.0): f"{text}: both, over: {LABELS[control]}"
+        for name, text in names.items()
+        for control in controls
+    }
 
 
 def _of_seeds(values: Sequence[Mapping[str, float]], name: str, seeds: int) -> list[float]:

@@ -94,10 +94,14 @@ FIGURES = {
         "2.779": "random_m_a.ntrex_fr_en_bpb",
     },
     "composition_code": {
-        "1.984": "composition.t2c_bpb",
-        "2.044": "lora.t2c_bpb",
-        "2.077": "composition.c2t_bpb",
-        "2.039": "lora.c2t_bpb",
+        "1.903": "both.t2c_bpb",
+        "1.921": "m_a.t2c_bpb",
+        "1.916": "mixture.t2c_bpb",
+        "2.230": "lora.t2c_bpb",
+        "2.051": "both.c2t_bpb",
+        "2.075": "m_a.c2t_bpb",
+        "2.070": "mixture.c2t_bpb",
+        "2.211": "lora.c2t_bpb",
     },
     "kv_arithmetic": {
         "90.1%": "composition.kv_math_held_out",

@@ -12,13 +12,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from experiments import Options
-from experiments.composed import Amounts, ComposedRow, TextStudy, better_parent
+from experiments.composed import Amounts, ComposedRow, TextStudy, better_parent, over_controls
 from experiments.parents import fitting, read_texts, spaced, write_examples
 from graftlm.evaluation import Results
 
 TABLES = {"rows": ("mixture", "cross", "both", "lora", "skyline", "vanilla_m_a", "random_m_a")}
 LABELS = {"m_a": "code specialist m_A"}
 SHOWN = {"c2t_bpb": "docstring from function", "t2c_bpb": "function from docstring"}
+CONTROLS = ("fixed_mixture", *(row for row in TABLES["rows"] if row != "both"))
+RATIOS = better_parent(SHOWN) | over_controls(SHOWN, CONTROLS)
 SHORTEST_DOC, LONGEST_DOC = 24, 160
 SHORTEST_CODE, LONGEST_CODE = 60, 420
 
@@ -50,7 +52,7 @@ def run(options: Options) -> Results:
     models = {"m_b": study.anchor, "m_a": study.model(study.parents.code)}
     rows, details = study.measure(models, trained_rows(study))
     details["setting"] = study.setting() | {"texts": counts}
-    return study.report(__file__, rows, better_parent(SHOWN), SHOWN, details)
+    return study.report(__file__, rows, RATIOS, SHOWN, details)
 
 
 def write_texts(study: TextStudy, amounts: CodeAmounts) -> dict[str, int]:
