@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -194,6 +195,19 @@ def no_docstring(first):
     prompt, answer = code_of(found)
     assert prompt == f"# {found.doc}\ndef add(self, first, second):\n"
     assert answer == "    total = first + second\n    return total + 0 * self.zero\n"
+
+
+def test_real_verses_are_in_one_part_by_value(data_dir: Path) -> None:
+    parts = language.with_prompts(data_dir, language.LanguageAmounts())
+
+    def sides(name: str) -> set[str]:
+        pairs = [(prompt.rpartition("\n")[0].partition(": ")[2], answer) for prompt, answer in parts[name]]
+        return {" ".join(re.findall(r"\w+", side.lower())) for pair in pairs for side in pair}
+
+    train, validation, test = (sides(name) for name in ("verses-prompts", "task-validation_pairs", "task-bible_en_fr"))
+    assert len(train) > 1000
+    assert not train & (validation | test)
+    assert not validation & test
 
 
 def test_verses(folder: Path) -> None:
