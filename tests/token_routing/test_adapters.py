@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,16 @@ def test_the_tensor_logits_to_keep_is_refused_and_a_number_is_the_last_tokens(tm
         with pytest.raises(TapError, match="give the number of last tokens instead"):
             model(ids, logits_to_keep=torch.tensor([1, 2]))
         assert_close(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("change", [{"r": 0}, {"rank_pattern": {"q_proj": 7}}, {"lora_alpha": None}, {"r": -4}])
+def test_a_config_that_is_not_of_its_tensors_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    case = Case({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    case.adapter(tmp_path)
+    routed(case, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert "copy the expert again with its own config" in refusal(case, tmp_path)
 
 
 def refusal(case: Case, folder: Path) -> str:

@@ -316,15 +316,29 @@ def _checked_factors(
         reason = f"there is no module {path}"
     else:
         if (a.shape[1], b.shape[0], b.shape[1]) == (target.inputs, target.outputs, rank):
-            patterns = (peft_config.alpha_pattern or {}).items()
-            matches = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", path))
-            divisor = rank**0.5 if peft_config.use_rslora else rank
-            return Factors(a, b.T.contiguous(), next(matches, peft_config.lora_alpha) / divisor)
+            return Factors(a, b.T.contiguous(), _scale(name, path, rank, peft_config))
         reason = f"{path} has {target.inputs} inputs and {target.outputs} outputs, not {a.shape[1]} and {b.shape[0]}"
     base = peft_config.base_model_name_or_path or "an unnamed base"
     raise WrongBackboneError(
         f"The expert {name} was trained on {base}, and in {backbone.name} {reason}: use adapters of this backbone."
     )
+
+
+def _scale(name: str, path: str, rank: int, peft_config: LoraConfig) -> float:
+    """PEFT's factor of a module's update, whose tensors have this rank."""
+    named, alpha = (
+        next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", path)), default)
+        for patterns, default in (
+            (peft_config.rank_pattern, peft_config.r),
+            (peft_config.alpha_pattern, peft_config.lora_alpha),
+        )
+    )
+    if named != rank or not isinstance(alpha, int | float):
+        raise ArtifactError(
+            f"The expert {name} has tensors of rank {rank} at {path}, and its {ADAPTER_CONFIG} says rank {named!r} and "
+            f"alpha {alpha!r}: copy the expert again with its own config."
+        )
+    return alpha / (rank**0.5 if peft_config.use_rslora else rank)
 
 
 def _is_linear(module: nn.Module) -> bool:
