@@ -167,7 +167,7 @@ MUTATIONS = [
         ("training on the farthest expert", "routing", _ROUTING, "one_hot(scores.argmax(-1), experts + 1)", "one_hot(scores.argmin(-1), experts + 1)"),
         ("training route from padding", "routing", _STATE, " & real[:, None, :]", ""),
         # LoRA: experts and baseline
-        ("expert's alpha not over rank", "lora", _EXPERTS, "next(matches, peft_config.lora_alpha) / divisor", "next(matches, peft_config.lora_alpha)"),
+        ("expert's alpha not over rank", "lora", _EXPERTS, "return alpha / (rank**0.5 if peft_config.use_rslora else rank)", "return float(alpha)"),
         ("rslora's root dropped", "lora", _EXPERTS, "rank**0.5 if peft_config.use_rslora else rank", "rank"),
         ("baseline's alpha not times rank", "lora", "grafts/baselines/method.py", '"lora_alpha": config.scale * self._rank', '"lora_alpha": config.scale'),
         ("baseline's rank from one side", "lora", "grafts/baselines/method.py", "sum(shape[-2:])", "max(shape[-2:])"),
