@@ -100,7 +100,7 @@ def test_code_in_the_one_form(folder: Path, runs: Path) -> None:
     assert set(rows) == {*composed.LABELS, *code.LABELS}
     for metrics in rows.values():
         assert {"c2t", "c2t_bpb", "c2t_chrf", "t2c", "t2c_bpb", "t2c_chrf"} <= metrics.keys()
-    assert len(results.aims) == 2
+    assert {aim.text for aim in results.aims} == set(code.RATIOS.values())
 
 
 def test_a_fixed_mixture_has_the_shares_that_it_names(tmp_path: Path, tiny_backbone) -> None:
