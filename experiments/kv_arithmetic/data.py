@@ -10,15 +10,15 @@ As text, prompt and completion:
     scratchpad     abc+def>   #012+#034=640     direct       abc+def=     640
     recall         abc+def    #034
 
-An operand `#012` is one token, or three characters with `whole: false`; every other character is a token. A result has
-as many digits as the largest value, ones first, and lies in the range of the values.
+An operand, `abc` or `#012`, is one token, or three characters with `whole: false`; every other character is a token. A
+result has as many digits as the largest value, ones first, and lies in the range of the values.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
 from typing import Any, Literal, Self
@@ -43,14 +43,16 @@ class World(Config):
     """The form of keys, numbers and expressions.
 
     Args:
-        keys: number of keys; their values are the integers from 1 to this number, in random order.
+        keys: number of keys.
+        largest: values are the integers from 1 to this number, each as often as the others.
         letters: length of a key.
-        whole: an operand is one token, `#012`; otherwise it is written digit by digit like a result.
+        whole: an operand is one token, a key or `#012`; otherwise keys are letters, and numbers digits as in a result.
         operations: the operations, each equally likely.
         held_in: share of the keys that the joint training data may contain.
     """
 
-    keys: int = Field(999, ge=10)
+    keys: int = Field(4000, ge=10)
+    largest: int = Field(999, ge=9)
     letters: int = Field(3, ge=1)
     whole: bool = True
     operations: str = "+-*"
@@ -66,7 +68,7 @@ class World(Config):
     @property
     def digits(self) -> int:
         """The number of digits of a number."""
-        return len(str(self.keys))
+        return len(str(self.largest))
 
     def result(self, value: int) -> str:
         """The text of a result: its digits, ones first."""
@@ -138,7 +140,7 @@ class ArithmeticTask:
 
 
 def make_pairs(world: World, seed: int) -> Pairs:
-    """Random keys with unique values from 1 to their number; a share of them is held in, evenly over the values.
+    """Random keys and values; a share of the keys is held in, evenly over the values.
 
     A random share might contain few small values, of which all products are made.
     """
@@ -146,7 +148,7 @@ def make_pairs(world: World, seed: int) -> Pairs:
     names: dict[str, None] = {}
     while len(names) < world.keys:
         names[word(world, source)] = None
-    numbers = list(range(1, world.keys + 1))
+    numbers = [1 + index % world.largest for index in range(world.keys)]
     source.shuffle(numbers)
     values = dict(zip(names, numbers, strict=True))
     ordered = sorted(values, key=values.__getitem__)
@@ -169,7 +171,7 @@ def tasks(
         DataError: the keys allow too few other expressions.
     """
     values = np.array([pairs.values[key] for key in keys])
-    ranges = {name: _in_range(operation, values, world.keys) for name, operation in OPERATIONS.items()}
+    ranges = {name: _in_range(operation, values, world.largest) for name, operation in OPERATIONS.items()}
     tries = 0
     while tries < _TRIES:
         tries += 1
@@ -194,8 +196,11 @@ def _in_range(operation: Callable[[Any, Any], Any], values: np.ndarray, largest:
 
 
 def noise(world: World, source: random.Random, names: Container[str]) -> str:
-    """Irrelevant text before an expression: an expression over words that are no keys."""
-    first, second = word(world, source, names), word(world, source, names)
+    """Irrelevant text before an expression: one over words that are no keys; they are shorter where keys are whole."""
+    if world.whole:
+        first, second = (letters(source, max(1, world.letters - 1)) for _ in range(2))
+    else:
+        first, second = word(world, source, names), word(world, source, names)
     return f"{Expression(first, source.choice(world.operations), second)}{SUBSTITUTE}"
 
 
@@ -211,12 +216,13 @@ def letters(source: random.Random, count: int) -> str:
     return "".join(source.choices(ascii_lowercase, k=count))
 
 
-def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character, and for each number where they are whole."""
-    numbers = [world.number(value) for value in range(1, world.keys + 1)] if world.whole else []
+def make_tokenizer(world: World, keys: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each character, and for each key and number where they are whole."""
+    numbers = [world.number(value) for value in range(1, world.largest + 1)]
     characters = [END, *ascii_lowercase, *digits, *OPERATIONS, SUBSTITUTE, COMPUTE]
-    vocabulary = {token: number for number, token in enumerate([_PAD, *characters, *numbers])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{_NUMBER}[0-9]+|[\s\S]"), "isolated")
+    tokens = [_PAD, *characters, *([*sorted(keys), *numbers] if world.whole else [])]
+    tokenizer = Tokenizer(models.WordLevel({token: id_ for id_, token in enumerate(tokens)}, unk_token=_PAD))
+    whole = rf"{_NUMBER}[0-9]+|[a-z]{{{world.letters}}}|" if world.whole else ""
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD)

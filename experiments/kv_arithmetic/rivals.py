@@ -69,9 +69,9 @@ def oracle(m_b: Any, tokenizer: Any) -> Answer:
             return answers_of(m_b, tokenizer)(tasks, form)
         values = {}  # by row and token
         for row, task in enumerate(tasks):
-            first = len(task.keys.first)
+            first, both = (len(tokenizer.tokenize(text)) for text in (task.keys.first, str(task.keys)))
             values[row, first - 1] = vocabulary[task.numbers.first]
-            values[row, first + len(task.keys.second)] = vocabulary[task.numbers.second]
+            values[row, both - 1] = vocabulary[task.numbers.second]
         ends = tuple(map(torch.tensor, zip(*values, strict=True)))
         return _greedy(_with_values(m_b, ends, torch.tensor(list(values.values()))), tasks, form, tokenizer)
 

@@ -41,10 +41,10 @@ LABELS = {
     "random_m_a": "random m_A",
     "encoder_m_a": "m_A as encoder",
 }
-RATES: tuple[dict[str, Any], ...] = tuple({"rate": rate} for rate in (1e-3, 3e-3, 1e-2, 3e-2))
+RATES: tuple[dict[str, Any], ...] = tuple({"rate": rate} for rate in (1e-3, 3e-3, 1e-2))
 # What the search tries for each row that has settings.
 SEARCHED = dict.fromkeys(("composition", "lora", "random_m_a", "encoder_m_a"), RATES) | {
-    "probability_mixture": tuple({"weight": weight} for weight in (0.2, 0.4, 0.6, 0.8))
+    "probability_mixture": tuple({"weight": weight} for weight in (0.25, 0.5, 0.75))
 }
 RIVALS = {"pipeline": "pipeline", "probability_mixture": "mixture"}
 GRAFT: dict[str, Any] = {"norm": "pre", "positions": "local"}
@@ -76,23 +76,25 @@ class KvArithmeticSize(Config):
 
     world: World = Field(default_factory=World)
     exam: Exam = Field(default_factory=Exam)
-    memory: TrainingLength = TrainingLength(steps=800, learning_rate=5e-3, examples=40_000)
-    arithmetic: TrainingLength = TrainingLength(steps=3000, learning_rate=3e-3, examples=100_000)
-    joint: TrainingLength = TrainingLength(steps=500, examples=10_000)
+    memory: TrainingLength = TrainingLength(steps=1500, learning_rate=5e-3, examples=80_000)
+    arithmetic: TrainingLength = TrainingLength(steps=3500, learning_rate=3e-3, examples=120_000)
+    joint: TrainingLength = TrainingLength(steps=1200, examples=30_000)
     data: JointData = Field(default_factory=JointData)
-    shape: ModelShape = Field(default_factory=ModelShape)
-    pairs: tuple[tuple[int, int], ...] = ((3, 0), (1, 1), (3, 3))
-    lora_rank: int = 20
+    m_a: ModelShape = Field(default_factory=ModelShape)
+    m_b: ModelShape = ModelShape(layers=6, starts_at=1, attends_from=2)
+    pairs: tuple[tuple[int, int], ...] = ((3, 0), (3, 5))
+    lora_rank: int = 9
 
 
 FULL = KvArithmeticSize()
 QUICK = KvArithmeticSize(
-    world=World(keys=40, letters=2),
+    world=World(keys=60, largest=40, letters=2),
     exam=Exam(expressions=4, held_in=4, validation=3),
     memory=TrainingLength(steps=4, batch_size=4, examples=16),
     arithmetic=TrainingLength(steps=4, batch_size=4, examples=16),
     joint=TrainingLength(steps=4, batch_size=4, examples=16),
-    shape=ModelShape(width=16, layers=2, heads=2, inner=32),
+    m_a=ModelShape(width=16, layers=2, heads=2, inner=32),
+    m_b=ModelShape(width=16, layers=2, heads=2, inner=32, starts_at=1, attends_from=1),
     pairs=((1, 0), (1, 1)),
     lora_rank=9,
 )
@@ -130,8 +132,10 @@ class KvArithmeticStudy(Study):
     def parent(self, role: Role, seed: int, **changes: Any) -> ParentRun:
         """One of the models that rows depend on; `changes` are other fields of the run."""
         size = self.size
-        fields: dict[str, Any] = {"world": size.world, "exam": size.exam, "shape": size.shape} | changes
-        length = size.arithmetic if role == "arithmetic" else size.memory
+        computes = role == "arithmetic"
+        fields: dict[str, Any] = {"world": size.world, "exam": size.exam} | changes
+        fields = {"shape": size.m_b if computes else size.m_a} | fields
+        length = size.arithmetic if computes else size.memory
         run = ParentRun(id="parent", role=role, length=length, seed=seed, **fields)
         name = f"parent-{role}-s{seed}-{digest(run.settings())[:8]}"  # a table may have several of one role
         return self.parents.setdefault(name, run.model_copy(update={"id": name}))
@@ -229,34 +233,38 @@ def joint(study: KvArithmeticStudy) -> list[TableRow]:
     ]
 
 
-def probes(study: KvArithmeticStudy) -> list[TableRow]:
-    """What m_A's states hold at a key's end, and what m_B can use of values written there, with the first seed."""
-    seed, world = study.seeds[0], study.size.world
-    digits = world.model_copy(update={"whole": False})
-    memories = {
-        "digits": ("numbers of three tokens", study.parent("memory", seed, world=digits, recall=0.0)),
-        "digits-recall": ("and digits after the key", study.parent("memory", seed, world=digits)),
-        "whole": ("numbers of one token", study.parent("memory", seed, recall=0.0)),
-        "whole-recall": ("as composed", study.parent("memory", seed)),
+def obstacles(study: KvArithmeticStudy) -> list[TableRow]:
+    """What each change to the parents is for: the composition without it, and what states hold, with the first seed."""
+    seed, size = study.seeds[0], study.size
+    changes: dict[str, tuple[str, dict[str, Any]]] = {
+        "no-noise": ("m_B without noise in training", {"disturbed": 0.0}),
+        "attends-early": ("m_B whose second layer attends", {"shape": size.m_b.model_copy(update={"attends_from": 1})}),
+        "reads-first": (
+            "m_B whose first layer attends",
+            {"shape": size.m_b.model_copy(update={"starts_at": 0, "attends_from": 0})},
+        ),
     }
-    rows = [
-        TableRow(
-            f"probe-{name}",
-            f"probe of m_A: {label}",
-            [ProbeRun(id=f"probe-{name}", world=parent.world, seed=seed, depends_on=(parent.id,))],
-        )
-        for name, (label, parent) in memories.items()
-    ]
-    usual = study.parent("arithmetic", seed, shape=study.size.shape.model_copy(update={"starts_at": 0}))
-    for name, m_b in (("oracle-attends-first", usual), ("oracle", study.parent("arithmetic", seed))):
-        run = study.row_run("m_b", seed, name, rival="oracle").model_copy(update={"depends_on": (m_b.id,)})
-        label = "as composed" if name == "oracle" else "whose first layer has attention"
-        rows.append(TableRow(name, f"values written into m_B, {label}", [run]))
+    rows = [_oracle(study, "oracle", "as composed", study.parent("arithmetic", seed))]
+    memory = study.parent("memory", seed).id
+    for name, (label, change) in changes.items():
+        m_b = study.parent("arithmetic", seed, **change)
+        composed = study.row_run("composition", seed, name).model_copy(update={"depends_on": (m_b.id, memory)})
+        rows += [TableRow(name, label, [composed]), _oracle(study, f"oracle-{name}", label, m_b)]
+    letters = size.world.model_copy(update={"whole": False})
+    for name, world, label in (("letters", letters, "keys and numbers of characters"), ("whole", size.world, "whole")):
+        parent = study.parent("memory", seed, world=world)
+        probe = ProbeRun(id=f"probe-{name}", world=world, seed=seed, depends_on=(parent.id,))
+        rows.append(TableRow(f"probe-{name}", f"probe of m_A: {label}", [probe]))
     return rows
 
 
+def _oracle(study: KvArithmeticStudy, name: str, label: str, m_b: ParentRun) -> TableRow:
+    run = study.row_run("m_b", study.seeds[0], name, rival="oracle").model_copy(update={"depends_on": (m_b.id,)})
+    return TableRow(name, f"values written into m_B: {label}", [run])
+
+
 TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {"1": table_1} | {
-    table.__name__: table for table in (ablations, joint, probes)
+    table.__name__: table for table in (obstacles, joint, ablations)
 }
 
 

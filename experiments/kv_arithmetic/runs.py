@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from string import ascii_lowercase
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +67,7 @@ class Exam(Config):
     Args:
         expressions: of test expressions over keys held out.
         held_in: of test expressions over keys held in, which leave products for D_C.
-        validation: of expressions over keys held out, used only to choose settings.
+        validation: of expressions over other keys held out, used only to choose settings.
     """
 
     expressions: int = Field(300, ge=1)
@@ -100,8 +101,9 @@ def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
         return tuple(chosen)
 
     held_in = unique(pairs.held_in, exam.held_in)
-    held_out = unique(pairs.held_out, exam.expressions + exam.validation)
-    return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
+    few = len(pairs.held_out) // 4
+    held_out, validation = unique(pairs.held_out[few:], exam.expressions), unique(pairs.held_out[:few], exam.validation)
+    return Questions(held_in, held_out, validation)
 
 
 def examine(answer: Answer, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -161,6 +163,7 @@ class ModelShape(Config):
         theta: base of the rotary positions.
         starts_at: first layer that does anything; earlier ones are the identity, so that a composition, which writes
             after a layer, may write what this one reads.
+        attends_from: first layer with attention; earlier ones read each token by itself.
     """
 
     width: int = Field(64, ge=8)
@@ -170,6 +173,7 @@ class ModelShape(Config):
     spread: float = Field(0.1, gt=0)
     theta: float = Field(100.0, gt=1)
     starts_at: int = Field(0, ge=0)
+    attends_from: int = Field(0, ge=0)
 
 
 class TrainingLength(Config):
@@ -194,7 +198,9 @@ class ParentRun(Run):
         noise: share of m_B's sums that stand behind other text.
         spaced: share of m_B's sums that have letters before the numbers, fewer than a key has, `xy#012+z#034=640`.
         spelled: share of m_B's documents that write the digits of a number, `#012=210`.
-        disturbed: standard deviation of noise on the embeddings in training, so that a number is read over a letter.
+        disturbed: standard deviation of noise on m_B's embeddings of numbers in training, so that it reads what is
+            almost a number.
+        alike: all letters and keys have one small vector in m_B, so that a number can be read over any.
         recall: share of m_A's documents in which a number follows its key at once, `abc+def` and `#034`.
     """
 
@@ -206,7 +212,8 @@ class ParentRun(Run):
     noise: float = Field(0.1, ge=0, le=1)
     spaced: float = Field(0.4, ge=0, le=1)
     spelled: float = Field(0.1, ge=0, le=1)
-    disturbed: float = Field(0.0, ge=0)
+    disturbed: float = Field(0.07, ge=0)
+    alike: bool = True
     recall: float = Field(0.5, ge=0, le=1)
     seed: int = 0
 
@@ -214,14 +221,18 @@ class ParentRun(Run):
         return ("config.json", "tokenizer.json")
 
     def measure(self, context: RunContext) -> Measurement:
-        tokenizer = make_tokenizer(self.world)
+        names = make_pairs(self.world, self.seed).values
+        tokenizer = make_tokenizer(self.world, names)
         torch.manual_seed(2 * self.seed + (self.role == "arithmetic"))  # two models of one shape start apart
         model = _llama(self.shape, tokenizer)
         _set_numbers(model, tokenizer, self.world)
+        if self.alike and self.role == "arithmetic":
+            _set_names(model, tokenizer, names)
         metrics: dict[str, Any] = {}
         if self.role != "random":
-            if self.disturbed:
-                model.get_input_embeddings().register_forward_hook(partial(_disturb, self.disturbed))
+            if self.disturbed and self.role == "arithmetic":
+                numbers = len(tokenizer) - self.world.largest if self.world.whole else len(tokenizer)
+                model.get_input_embeddings().register_forward_hook(partial(_disturb, self.disturbed, numbers))
             examples = list(islice(documents(self), self.length.examples))
             batches = make_batches(examples, tokenizer, self.length.batch_size, self.seed)
             training = self.length.training(self.seed)
@@ -282,8 +293,11 @@ def make_batches(
     return Mixture({NEW: blocks}, {NEW: 1.0}, batch_size, seed)
 
 
-def _disturb(spread: float, module: torch.nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
-    return embedded + spread * torch.randn_like(embedded) if module.training else embedded
+def _disturb(
+    spread: float, numbers: int, module: torch.nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor
+) -> torch.Tensor:
+    noise = spread * torch.randn_like(embedded) * (inputs[0] >= numbers)[..., None]
+    return embedded + noise if module.training else embedded
 
 
 def _set_numbers(model: Any, tokenizer: PreTrainedTokenizerFast, world: World) -> None:
@@ -294,13 +308,24 @@ def _set_numbers(model: Any, tokenizer: PreTrainedTokenizerFast, world: World) -
     if not world.whole:
         return
     weight = model.get_input_embeddings().weight
-    ids = torch.tensor([tokenizer.get_vocab()[world.number(value)] for value in range(1, world.keys + 1)])
-    digits = torch.tensor([list(map(int, world.result(value))) for value in range(1, world.keys + 1)])
+    ids = torch.tensor([tokenizer.get_vocab()[world.number(value)] for value in range(1, world.largest + 1)])
+    digits = torch.tensor([list(map(int, world.result(value))) for value in range(1, world.largest + 1)])
     width = weight.shape[1]
     with torch.no_grad():
         vectors = torch.nn.init.orthogonal_(torch.empty(10 * world.digits, width)).unflatten(0, (world.digits, 10))
         vectors *= model.config.initializer_range * width**0.5
         weight[ids] = sum(vectors[power, digits[:, power]] for power in range(world.digits))
+    weight.register_hook(lambda gradient: gradient.index_fill(0, ids, 0.0))
+
+
+def _set_names(model: Any, tokenizer: PreTrainedTokenizerFast, names: Iterable[str]) -> None:
+    """Set the embeddings of letters and of names that are tokens to one small vector, and freeze them.
+
+    It is not zero, where a norm's gradient is unbounded.
+    """
+    weight = model.get_input_embeddings().weight
+    ids = torch.tensor([id_ for token, id_ in tokenizer.get_vocab().items() if token in {*ascii_lowercase, *names}])
+    weight.data[ids] = weight.data[ids[0]] / 2
     weight.register_hook(lambda gradient: gradient.index_fill(0, ids, 0.0))
 
 
@@ -322,10 +347,11 @@ def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> Any:
     )
     model = LlamaForCausalLM(config)
     layers: Any = model.model.layers
-    for layer in layers[: shape.starts_at]:
-        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            weight.data.zero_()
-            weight.register_hook(torch.zeros_like)
+    silenced = [layer.mlp.down_proj.weight for layer in layers[: shape.starts_at]]
+    silenced += [layer.self_attn.o_proj.weight for layer in layers[: max(shape.starts_at, shape.attends_from)]]
+    for weight in silenced:
+        weight.data.zero_()
+        weight.register_hook(torch.zeros_like)
     return model
 
 
@@ -343,7 +369,7 @@ class JointData(Config):
     task: Literal["arithmetic", "substitution", "mixture"] = "arithmetic"
     numeric: float = Field(0.2, ge=0, le=1)
     direct: float = Field(0.5, ge=0, le=1)
-    spelled: float = Field(0.3, ge=0, le=1)
+    spelled: float = Field(0.2, ge=0, le=1)
 
 
 class KvArithmeticRun(Run):
