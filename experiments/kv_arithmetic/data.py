@@ -20,6 +20,7 @@ import operator
 import random
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from string import ascii_lowercase, digits
 from typing import Any, Literal, Self
 
@@ -48,10 +49,10 @@ class World(Config):
         letters: length of a key.
         whole: an operand is one token, a key or `#012`; otherwise keys are letters, and numbers digits as in a result.
         operations: the operations, each equally likely.
-        held_in: share of the keys that the joint training data may contain.
+        held_in: share of the values whose keys the joint training data may contain.
     """
 
-    keys: int = Field(4000, ge=10)
+    keys: int = Field(999, ge=10)
     largest: int = Field(999, ge=9)
     letters: int = Field(3, ge=1)
     whole: bool = True
@@ -140,9 +141,10 @@ class ArithmeticTask:
 
 
 def make_pairs(world: World, seed: int) -> Pairs:
-    """Random keys and values; a share of the keys is held in, evenly over the values.
+    """Random keys and values; the keys of a share of the values are held in, evenly over the values.
 
-    A random share might contain few small values, of which all products are made.
+    No key held out has a value of one held in. A random share might contain few small values, of which all products are
+    made.
     """
     source = random.Random(f"pairs {seed}")
     names: dict[str, None] = {}
@@ -151,17 +153,17 @@ def make_pairs(world: World, seed: int) -> Pairs:
     numbers = [1 + index % world.largest for index in range(world.keys)]
     source.shuffle(numbers)
     values = dict(zip(names, numbers, strict=True))
-    ordered = sorted(values, key=values.__getitem__)
-    count = round(world.held_in * world.keys)
-    chosen = {ordered[source.randrange(i * world.keys // count, (i + 1) * world.keys // count)] for i in range(count)}
-    held_in, held_out = (tuple(key for key in values if (key in chosen) == is_in) for is_in in (True, False))
+    count = round(world.held_in * world.largest)
+    bounds = [index * world.largest // count for index in range(count + 1)]
+    chosen = {source.randrange(start, end) + 1 for start, end in pairwise(bounds)}
+    held_in, held_out = (tuple(key for key in values if (values[key] in chosen) == is_in) for is_in in (True, False))
     return Pairs(values, held_in, held_out)
 
 
 def tasks(
     world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Collection[Expression] = ()
 ) -> Iterator[ArithmeticTask]:
-    """An endless stream of tasks: an operation, each equally likely, then any operands whose result stays in range.
+    """An endless stream of tasks: any operation, any values whose result stays in range, any keys of these values.
 
     Args:
         keys: the operands.
@@ -170,7 +172,10 @@ def tasks(
     Raises:
         DataError: the keys allow too few other expressions.
     """
-    values = np.array([pairs.values[key] for key in keys])
+    by_value: dict[int, list[str]] = {}
+    for key in keys:
+        by_value.setdefault(pairs.values[key], []).append(key)
+    values = np.array([*by_value])
     ranges = {name: _in_range(operation, values, world.largest) for name, operation in OPERATIONS.items()}
     tries = 0
     while tries < _TRIES:
@@ -178,9 +183,8 @@ def tasks(
         operation = source.choice(world.operations)
         if not len(ranges[operation]):
             continue
-        first, second = map(int, ranges[operation][source.randrange(len(ranges[operation]))])
-        a, b = int(values[first]), int(values[second])
-        over_keys = Expression(keys[first], operation, keys[second])
+        a, b = (int(values[index]) for index in ranges[operation][source.randrange(len(ranges[operation]))])
+        over_keys = Expression(source.choice(by_value[a]), operation, source.choice(by_value[b]))
         over_numbers = Expression(world.number(a), operation, world.number(b))
         task = ArithmeticTask(over_keys, over_numbers, world.result(OPERATIONS[operation](a, b)))
         if not any(expression in without for expression in task.expressions()):
