@@ -52,7 +52,7 @@ class World(Config):
         held_in: share of the values whose keys the joint training data may contain.
     """
 
-    keys: int = Field(999, ge=10)
+    keys: int = Field(2000, ge=10)
     largest: int = Field(999, ge=9)
     letters: int = Field(3, ge=1)
     whole: bool = True

@@ -39,11 +39,10 @@ LABELS = {
     "composition": "composition",
     "lora": "LoRA on m_B",
     "random_m_a": "random m_A",
-    "encoder_m_a": "m_A as encoder",
 }
 RATES: tuple[dict[str, Any], ...] = tuple({"rate": rate} for rate in (1e-3, 3e-3, 1e-2))
 # What the search tries for each row that has settings.
-SEARCHED = dict.fromkeys(("composition", "lora", "random_m_a", "encoder_m_a"), RATES) | {
+SEARCHED = dict.fromkeys(("composition", "lora", "random_m_a"), RATES) | {
     "probability_mixture": tuple({"weight": weight} for weight in (0.25, 0.5, 0.75))
 }
 RIVALS = {"pipeline": "pipeline", "probability_mixture": "mixture"}
@@ -76,9 +75,9 @@ class KvArithmeticSize(Config):
 
     world: World = Field(default_factory=World)
     exam: Exam = Field(default_factory=Exam)
-    memory: TrainingLength = TrainingLength(steps=2000, learning_rate=5e-3, examples=80_000)
+    memory: TrainingLength = TrainingLength(steps=3000, learning_rate=5e-3, examples=100_000)
     arithmetic: TrainingLength = TrainingLength(steps=4000, learning_rate=3e-3, examples=120_000)
-    joint: TrainingLength = TrainingLength(steps=1200, examples=30_000)
+    joint: TrainingLength = TrainingLength(steps=1500, examples=30_000)
     data: JointData = Field(default_factory=JointData)
     m_a: ModelShape = Field(default_factory=ModelShape)
     m_b: ModelShape = ModelShape(layers=6, starts_at=1, attends_from=2)
@@ -157,7 +156,6 @@ class KvArithmeticStudy(Study):
         elif row in SEARCHED:
             roles.append("random" if row == "random_m_a" else "memory")
             fields["graft"] = {"kind": "composition", "augmenting": {"pairs": size.pairs}} | GRAFT | (graft or {})
-            fields["graft"] |= {"refresh": "prompt"} if row == "encoder_m_a" else {}
         return KvArithmeticRun(depends_on=tuple(self.parent(role, seed).id for role in roles), **fields)
 
 
