@@ -75,8 +75,8 @@ class KvArithmeticSize(Config):
 
     world: World = Field(default_factory=World)
     exam: Exam = Field(default_factory=Exam)
-    memory: TrainingLength = TrainingLength(steps=3000, learning_rate=5e-3, examples=100_000)
-    arithmetic: TrainingLength = TrainingLength(steps=4000, learning_rate=3e-3, examples=120_000)
+    memory: TrainingLength = TrainingLength(steps=2000, learning_rate=5e-3, examples=100_000)
+    arithmetic: TrainingLength = TrainingLength(steps=3500, learning_rate=3e-3, examples=120_000)
     joint: TrainingLength = TrainingLength(steps=1500, examples=30_000)
     data: JointData = Field(default_factory=JointData)
     m_a: ModelShape = Field(default_factory=ModelShape)
