@@ -5,16 +5,18 @@ It reads sums of numbers, some behind text that says nothing about them, and nev
 sum, and behind other text the sum's own characters as well. A row is a parent as it is, or a graft on m_B that is
 trained on the joint data D_C.
 
-m_A and the joint data are not trained on test expressions. m_B's stream does not exclude them.
+No stream holds a test or validation expression as numbers, in any order of operands that gives the same result.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from string import ascii_lowercase
 from typing import Any, Literal
 
 import numpy as np
@@ -26,24 +28,23 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from experiments.kv_arithmetic.data import (
     COMPUTE,
     END,
-    SUBSTITUTE,
     ArithmeticTask,
     Expression,
     Form,
     Pairs,
     World,
+    letters,
     make_pairs,
     make_tokenizer,
     noise,
     tasks,
-    word,
 )
+from experiments.kv_arithmetic.rivals import Answer, Rival, answers_of, mixture, oracle, pipeline, read_digits
 from experiments.study import losses, training_config
 from graftlm.backbone import load_backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
-from graftlm.evaluation.examples import generate_answers
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
@@ -64,11 +65,13 @@ class Exam(Config):
     """Numbers of different expressions.
 
     Args:
-        expressions: of test expressions over keys held in, and over keys held out.
-        validation: of expressions over keys held out, used only to choose settings.
+        expressions: of test expressions over keys held out.
+        held_in: of test expressions over keys held in, which leave products for D_C.
+        validation: of expressions over other keys held out, used only to choose settings.
     """
 
     expressions: int = Field(300, ge=1)
+    held_in: int = Field(100, ge=1)
     validation: int = Field(200, ge=1)
 
 
@@ -81,41 +84,48 @@ class Questions:
     validation: tuple[ArithmeticTask, ...]
 
     def expressions(self) -> set[Expression]:
-        """All expressions, over keys and over numbers."""
-        all_tasks = (*self.held_in, *self.held_out, *self.validation)
-        return {task.keys for task in all_tasks} | {task.numbers for task in all_tasks}
+        """All expressions in order, over keys and over numbers."""
+        return set().union(*(task.expressions() for task in (*self.held_in, *self.held_out, *self.validation)))
 
 
 def make_exam(world: World, pairs: Pairs, exam: Exam, seed: int) -> Questions:
     """The questions of a seed."""
     source = random.Random(f"exam {seed}")
+    drawn: set[Expression] = set()
 
     def unique(keys: Sequence[str], count: int) -> tuple[ArithmeticTask, ...]:
-        chosen: dict[Expression, ArithmeticTask] = {}
-        for task in islice(tasks(world, pairs, keys, source, chosen), count):
-            chosen[task.keys] = task
-        return tuple(chosen.values())
+        chosen: list[ArithmeticTask] = []
+        for task in islice(tasks(world, pairs, keys, source, drawn), count):
+            drawn.update(task.expressions())
+            chosen.append(task)
+        return tuple(chosen)
 
-    held_in = unique(pairs.held_in, exam.expressions)
-    held_out = unique(pairs.held_out, exam.expressions + exam.validation)
-    return Questions(held_in, held_out[: exam.expressions], held_out[exam.expressions :])
+    held_in = unique(pairs.held_in, exam.held_in)
+    few = len(pairs.held_out) // 4
+    held_out, validation = unique(pairs.held_out[few:], exam.expressions), unique(pairs.held_out[:few], exam.validation)
+    return Questions(held_in, held_out, validation)
 
 
-def examine(model: Any, tokenizer: Any, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Percentages by metric, and those of the arithmetic tests by operation or number of operands."""
+def examine(answer: Answer, questions: Questions) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Percentages by metric, and those of the arithmetic tests by operation."""
     marks: dict[str, list[bool]] = {}
     for name, test_tasks in (("held_in", questions.held_in), ("held_out", questions.held_out)):
-        answered = _answered(model, tokenizer, test_tasks, "scratchpad")
-        marks[f"subs_{name}"] = [substituted(answer) == task.completion("substitution") for task, answer in answered]
-        marks[f"kv_math_{name}"] = [COMPUTE in answer and result(answer) == task.result for task, answer in answered]
+        answered = list(zip(test_tasks, answer(test_tasks, "scratchpad"), strict=True))
+        marks[f"subs_{name}"] = [substituted(text) == task.completion("substitution") for task, text in answered]
+        marks[f"kv_math_{name}"] = [COMPUTE in text and result(text) == task.result for task, text in answered]
     alone: dict[str, Form] = {"num_math": "numeric", "kv_math_direct_held_out": "direct"}
     for name, form in alone.items():
-        answered = _answered(model, tokenizer, questions.held_out, form)
-        marks[name] = [answer == task.result for task, answer in answered]
+        marks[name] = right(answer, questions.held_out, form)
     by_kind = {
         name: _by_kind(questions.held_out, marks[name]) for name in METRICS if name in ("kv_math_held_out", *alone)
     }
     return {name: percent(marks[name]) for name in METRICS}, by_kind
+
+
+def right(answer: Answer, test_tasks: Sequence[ArithmeticTask], form: Form) -> list[bool]:
+    """Whether each answer gives the task's result."""
+    answers = answer(test_tasks, form)
+    return [result(text) == task.result for task, text in zip(test_tasks, answers, strict=True)]
 
 
 def percent(marks: Sequence[bool]) -> float:
@@ -133,19 +143,9 @@ def result(answer: str) -> str:
     return answer.rsplit(COMPUTE, 1)[-1]
 
 
-def _answered(
-    model: Any, tokenizer: Any, test_tasks: Sequence[ArithmeticTask], form: Form
-) -> list[tuple[ArithmeticTask, str]]:
-    prompts = [task.prompt(form) for task in test_tasks]
-    longest = max(len(task.completion(form)) for task in test_tasks) + len(END)
-    answers = generate_answers(model, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
-    return list(zip(test_tasks, answers, strict=True))
-
-
 def _by_kind(test_tasks: Sequence[ArithmeticTask], marks: Sequence[bool]) -> dict[str, float]:
-    """Percentages by operation, or by the number of operands where some have more than two."""
-    of_two = all(len(task.keys.operands) == 2 for task in test_tasks)
-    kinds = [task.keys.operations if of_two else f"{len(task.keys.operands)} operands" for task in test_tasks]
+    """Percentages by operation."""
+    kinds = [task.keys.operation for task in test_tasks]
     return {
         kind: percent([mark for own, mark in zip(kinds, marks, strict=True) if own == kind])
         for kind in sorted(set(kinds))
@@ -156,7 +156,15 @@ Role = Literal["memory", "arithmetic", "random"]
 
 
 class ModelShape(Config):
-    """The shape of a Llama. `spread` is the initial standard deviation, `theta` the base of its rotary positions."""
+    """The shape of a Llama.
+
+    Args:
+        spread: initial standard deviation.
+        theta: base of the rotary positions.
+        starts_at: first layer that does anything; earlier ones are the identity, so that a composition, which writes
+            after a layer, may write what this one reads.
+        attends_from: first layer with attention; earlier ones read each token by itself.
+    """
 
     width: int = Field(64, ge=8)
     layers: int = Field(4, ge=1)
@@ -164,6 +172,8 @@ class ModelShape(Config):
     inner: int = Field(192, ge=8)
     spread: float = Field(0.1, gt=0)
     theta: float = Field(100.0, gt=1)
+    starts_at: int = Field(0, ge=0)
+    attends_from: int = Field(0, ge=0)
 
 
 class TrainingLength(Config):
@@ -186,7 +196,12 @@ class ParentRun(Run):
 
     Args:
         noise: share of m_B's sums that stand behind other text.
-        named: share of m_B's sums over words that the text before gives values, `xyz210uvw430>xyz+uvw=640`.
+        spaced: share of m_B's sums that have letters before the numbers, fewer than a key has, `xy#012+z#034=640`.
+        spelled: share of m_B's documents that write the digits of a number, `#012=210`.
+        disturbed: standard deviation of noise on m_B's embeddings of numbers in training, so that it reads what is
+            almost a number.
+        alike: all letters and keys have one small vector in m_B, so that a number can be read over any.
+        recall: share of m_A's documents in which a number follows its key at once, `abc+def` and `#034`.
     """
 
     role: Role
@@ -194,19 +209,30 @@ class ParentRun(Run):
     exam: Exam
     shape: ModelShape
     length: TrainingLength
-    noise: float = Field(0.2, ge=0, le=1)
-    named: float = Field(0.0, ge=0, le=1)
+    noise: float = Field(0.1, ge=0, le=1)
+    spaced: float = Field(0.4, ge=0, le=1)
+    spelled: float = Field(0.1, ge=0, le=1)
+    disturbed: float = Field(0.07, ge=0)
+    alike: bool = True
+    recall: float = Field(0.5, ge=0, le=1)
     seed: int = 0
 
     def artefacts(self) -> tuple[str, ...]:
         return ("config.json", "tokenizer.json")
 
     def measure(self, context: RunContext) -> Measurement:
-        tokenizer = make_tokenizer()
+        names = make_pairs(self.world, self.seed).values
+        tokenizer = make_tokenizer(self.world, names)
         torch.manual_seed(2 * self.seed + (self.role == "arithmetic"))  # two models of one shape start apart
         model = _llama(self.shape, tokenizer)
+        _set_numbers(model, tokenizer, self.world)
+        if self.alike and self.role == "arithmetic":
+            _set_names(model, tokenizer, names)
         metrics: dict[str, Any] = {}
         if self.role != "random":
+            if self.disturbed and self.role == "arithmetic":
+                numbers = len(tokenizer) - self.world.largest if self.world.whole else len(tokenizer)
+                model.get_input_embeddings().register_forward_hook(partial(_disturb, self.disturbed, numbers))
             examples = list(islice(documents(self), self.length.examples))
             batches = make_batches(examples, tokenizer, self.length.batch_size, self.seed)
             training = self.length.training(self.seed)
@@ -220,45 +246,90 @@ class ParentRun(Run):
 
 
 def documents(run: ParentRun) -> Iterator[Document]:
-    """The endless training documents of a parent."""
-    world, pairs = run.world, make_pairs(run.world, run.seed)
+    """The endless training documents of a parent, without the expressions that are tested."""
+    pairs = make_pairs(run.world, run.seed)
+    tested = make_exam(run.world, pairs, run.exam, run.seed).expressions()
     source = random.Random(f"{run.role} {run.seed}")
-    if run.role == "memory":
-        tested = make_exam(world, pairs, run.exam, run.seed).expressions()
-        return (task.document("substitution") for task in tasks(world, pairs, tuple(pairs.values), source, tested))
-    return _sums(run, pairs, source)
+    return (_values if run.role == "memory" else _sums)(run, pairs, tested, source)
 
 
-def _sums(run: ParentRun, pairs: Pairs, source: random.Random) -> Iterator[Document]:
+def _values(run: ParentRun, pairs: Pairs, tested: set[Expression], source: random.Random) -> Iterator[Document]:
+    for task in tasks(run.world, pairs, tuple(pairs.values), source, tested):
+        if source.random() >= run.recall:
+            yield task.document("substitution")
+        elif source.random() < 0.5:
+            yield task.document("recall")
+        else:
+            yield Document(task.numbers.first + END, prompt=task.keys.first)
+
+
+def _sums(run: ParentRun, pairs: Pairs, tested: set[Expression], source: random.Random) -> Iterator[Document]:
     world, names = run.world, pairs.values
     # Products are the hardest, so they come twice as often.
     practised = world.model_copy(update={"operations": world.operations + "*" * world.operations.count("*")})
-    for task in tasks(practised, pairs, tuple(names), source):
-        before, expression, predicted = "", task.numbers, False
-        kind = source.random()
-        if kind < run.named:
-            words = tuple(word(world, source, names) for _ in expression.operands)
-            before = "".join(map("".join, zip(words, expression.operands, strict=True))) + SUBSTITUTE
-            expression = Expression(words, expression.operations)
-        elif kind < run.named + run.noise:
-            before, predicted = noise(world, source, names), True
-        known, rest = ("", f"{expression}") if predicted else (f"{expression}", "")
-        yield Document(f"{rest}{COMPUTE}{task.result}{END}", prompt=f"{before}{known}")
+    for task in tasks(practised, pairs, tuple(names), source, tested):
+        numbers, kind, answer = task.numbers, source.random(), f"{COMPUTE}{task.result}{END}"
+        if kind < run.noise:
+            yield Document(f"{numbers}{answer}", prompt=noise(world, source, names))
+        elif kind < run.noise + run.spaced:
+            first, second = (letters(source, source.randrange(world.letters)) for _ in range(2))
+            yield Document(answer, prompt=f"{first}{numbers.first}{numbers.operation}{second}{numbers.second}")
+        elif kind < run.noise + run.spaced + run.spelled:
+            yield Document(f"{COMPUTE}{world.spelled(numbers.first)}{END}", prompt=numbers.first)
+        else:
+            yield Document(answer, prompt=f"{numbers}")
 
 
 def make_batches(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int
 ) -> Mixture:
     """Batches of rows as long as the longest document, or as two of the shortest where that needs fewer tokens."""
-    by_length = sorted(documents, key=lambda document: len(document.full_text))  # those that share a row are neighbours
-    longest, shortest = len(by_length[-1].full_text), len(by_length[0].full_text)  # a character is a token
+    sizes = {document: len(tokenizer.tokenize(document.full_text)) for document in documents}
+    by_length = sorted(documents, key=sizes.__getitem__)  # those that share a row are neighbours
+    longest, shortest = sizes[by_length[-1]], sizes[by_length[0]]
     lengths = {longest, max(longest, 2 * shortest)}
     candidates = (pack(by_length, tokenizer, length, boundaries="whole") for length in lengths)
     blocks = min(candidates, key=lambda candidate: candidate.marked.size)
     return Mixture({NEW: blocks}, {NEW: 1.0}, batch_size, seed)
 
 
-def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def _disturb(
+    spread: float, numbers: int, module: torch.nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor
+) -> torch.Tensor:
+    noise = spread * torch.randn_like(embedded) * (inputs[0] >= numbers)[..., None]
+    return embedded + noise if module.training else embedded
+
+
+def _set_numbers(model: Any, tokenizer: PreTrainedTokenizerFast, world: World) -> None:
+    """Set and freeze the embeddings of whole numbers: each the sum of vectors of its digits at their places.
+
+    These vectors are orthogonal where the width allows it.
+    """
+    if not world.whole:
+        return
+    weight = model.get_input_embeddings().weight
+    ids = torch.tensor([tokenizer.get_vocab()[world.number(value)] for value in range(1, world.largest + 1)])
+    digits = torch.tensor([list(map(int, world.result(value))) for value in range(1, world.largest + 1)])
+    width = weight.shape[1]
+    with torch.no_grad():
+        vectors = torch.nn.init.orthogonal_(torch.empty(10 * world.digits, width)).unflatten(0, (world.digits, 10))
+        vectors *= model.config.initializer_range * width**0.5
+        weight[ids] = sum(vectors[power, digits[:, power]] for power in range(world.digits))
+    weight.register_hook(lambda gradient: gradient.index_fill(0, ids, 0.0))
+
+
+def _set_names(model: Any, tokenizer: PreTrainedTokenizerFast, names: Iterable[str]) -> None:
+    """Set the embeddings of letters and of names that are tokens to one small vector, and freeze them.
+
+    It is not zero, where a norm's gradient is unbounded.
+    """
+    weight = model.get_input_embeddings().weight
+    ids = torch.tensor([id_ for token, id_ in tokenizer.get_vocab().items() if token in {*ascii_lowercase, *names}])
+    weight.data[ids] = weight.data[ids[0]] / 2
+    weight.register_hook(lambda gradient: gradient.index_fill(0, ids, 0.0))
+
+
+def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> Any:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,
@@ -274,7 +345,14 @@ def _llama(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
         eos_token_id=tokenizer.get_vocab()[END],
         pad_token_id=padding_id(tokenizer),
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    layers: Any = model.model.layers
+    silenced = [layer.mlp.down_proj.weight for layer in layers[: shape.starts_at]]
+    silenced += [layer.self_attn.o_proj.weight for layer in layers[: max(shape.starts_at, shape.attends_from)]]
+    for weight in silenced:
+        weight.data.zero_()
+        weight.register_hook(torch.zeros_like)
+    return model
 
 
 class JointData(Config):
@@ -283,28 +361,32 @@ class JointData(Config):
     Args:
         task: `arithmetic` over keys, as in section 3.2 of the paper; `substitution`, as in section 4.1; or a `mixture`,
             half of each.
-        form: how arithmetic over keys is written.
         numeric: share of sums of numbers, which keep m_B's own task.
-        direct: share of the arithmetic in the direct form, whatever `form` is.
+        direct: share of the arithmetic in the direct form; the rest has the scratchpad form.
+        spelled: share of documents that ask for the digits of one key's value, `abc=` and `210`.
     """
 
     task: Literal["arithmetic", "substitution", "mixture"] = "arithmetic"
-    form: Literal["scratchpad", "direct"] = "scratchpad"
     numeric: float = Field(0.2, ge=0, le=1)
-    direct: float = Field(0.0, ge=0, le=1)
+    direct: float = Field(0.5, ge=0, le=1)
+    spelled: float = Field(0.2, ge=0, le=1)
 
 
 class KvArithmeticRun(Run):
-    """A row for one seed. The first dependency is the model; a second one is the model that a composition reads.
+    """A row for one seed. The first dependency is m_B; a second one is m_A.
 
     Args:
-        graft: None measures the first dependency as it is.
+        graft: on m_B, trained on D_C; without it nothing is trained.
+        rival: how m_A and m_B answer without a graft; None measures the first dependency as it is.
+        weight: of m_A in a mixture.
         validation: measure on the validation expressions alone.
     """
 
     world: World
     exam: Exam
     graft: dict[str, Any] | None = None
+    rival: Rival | None = None
+    weight: float = 0.5
     joint: JointData = Field(default_factory=JointData)
     length: TrainingLength
     rate: float | None = None
@@ -319,20 +401,29 @@ class KvArithmeticRun(Run):
     def measure(self, context: RunContext) -> Measurement:
         folder, *others = context.dependencies.values()
         backbone = load_backbone(folder)
+        tokenizer = backbone.need_tokenizer()
+        if self.rival == "oracle":
+            return self._examine(oracle(backbone.model, tokenizer))
+        if self.rival:
+            models = load_backbone(others[0]).model, backbone.model
+            pipelined = self.rival == "pipeline"
+            return self._examine(
+                pipeline(*models, tokenizer) if pipelined else mixture(*models, tokenizer, self.weight)
+            )
         if self.graft is None:
-            return self._examine(backbone.model, backbone.need_tokenizer())
+            return self._examine(answers_of(backbone.model, tokenizer))
         graft = dict(self.graft)
         for other in others:
             graft["augmenting"] = {"memory": graft.get("augmenting", {}) | {"name": str(other)}}
         examples = list(islice(joint_documents(self), self.length.examples))
-        batches = make_batches(examples, backbone.need_tokenizer(), self.length.batch_size, self.seed)
+        batches = make_batches(examples, tokenizer, self.length.batch_size, self.seed)
         set_seed(self.seed)
         started = time.process_time()
         with GraftedModel(backbone, {"graft": build_graft(graft_config(graft), backbone)}) as model:
             training = self.length.training(self.seed, self.rate)
             identity = {"run": context.key}
             summary = train(model, batches, training, context.folder, identity=identity, progress=False)
-            measurement = self._examine(model, backbone.need_tokenizer())
+            measurement = self._examine(answers_of(model, tokenizer))
             measurement.details["cost"] = {
                 "trainable_parameters": count_parameters(model.trainable_parameters().values()),
                 "training_cpu_s": round(time.process_time() - started, 1),
@@ -341,14 +432,14 @@ class KvArithmeticRun(Run):
             measurement.details["losses"] = losses(summary.history)
         return measurement
 
-    def _examine(self, model: Any, tokenizer: Any) -> Measurement:
+    def _examine(self, answer: Answer) -> Measurement:
         _, questions = self.questions()
         if self.validation:
-            answered = _answered(model, tokenizer, questions.validation, self.joint.form)
-            metrics = {"validation": percent([result(answer) == task.result for task, answer in answered])}
+            forms: tuple[Form, ...] = ("scratchpad", "direct")
+            metrics = {f"wrong_{form}": 100 - percent(right(answer, questions.validation, form)) for form in forms}
             details = {}
         else:
-            metrics, operations = examine(model, tokenizer, questions)
+            metrics, operations = examine(answer, questions)
             details = {"operations": operations}
         return Measurement(Row(id=self.id, label=self.label or self.id, metrics={**metrics}), details)
 
@@ -359,7 +450,9 @@ def joint_documents(run: KvArithmeticRun) -> Iterator[Document]:
     source = random.Random(f"joint {run.seed}")
     for task in tasks(run.world, pairs, pairs.held_in, source, questions.expressions()):
         form = _form(run.joint, source)
-        if form == "substitution":  # without an end, it leaves open how m_B continues
+        if source.random() < run.joint.spelled:
+            yield Document(run.world.spelled(task.numbers.first) + END, prompt=task.keys.first + COMPUTE)
+        elif form == "substitution":  # without an end, it leaves open how m_B continues
             yield Document(task.completion(form), prompt=task.prompt(form))
         else:
             yield task.document(form)
@@ -370,4 +463,23 @@ def _form(joint: JointData, source: random.Random) -> Form:
         return "numeric"
     if joint.task == "substitution" or (joint.task == "mixture" and source.random() < 0.5):
         return "substitution"
-    return "direct" if source.random() < joint.direct else joint.form
+    return "direct" if source.random() < joint.direct else "scratchpad"
+
+
+class ProbeRun(Run):
+    """How many digits of a key's value a linear map reads from m_A's states at the key's end, by its best layer."""
+
+    world: World
+    seed: int = 0
+
+    def measure(self, context: RunContext) -> Measurement:
+        backbone = load_backbone(next(iter(context.dependencies.values())))
+        values = make_pairs(self.world, self.seed).values
+        read = backbone.need_tokenizer()(list(values), padding=True, padding_side="left", return_tensors="pt")
+        inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
+        with torch.inference_mode():
+            layers = backbone.model(**inputs, output_hidden_states=True).hidden_states
+        digits = torch.tensor([list(map(int, self.world.result(value))) for value in values.values()])
+        by_layer = [read_digits(states[:, -1], digits) for states in layers]
+        metrics = {f"digit_{10**power}": score for power, score in enumerate(max(by_layer, key=sum))}
+        return Measurement(Row(id=self.id, label=self.label, metrics={**metrics}), {"by_layer": by_layer})
