@@ -1,6 +1,6 @@
-"""Both models without a graft: a pipeline, a mixture of probabilities, and what their states and inputs allow.
+"""Both models without a graft: a pipeline and a mixture of probabilities.
 
-Shape suffixes: B prompts, T tokens, D the width, V the vocabulary, N keys, P digits of a number.
+Shape suffixes: B prompts, T tokens, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from graftlm.evaluation.examples import generate_answers
 
 Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]
 """Gives an answer to each task in a form."""
-Rival = Literal["pipeline", "mixture", "oracle"]
+Rival = Literal["pipeline", "mixture"]
 Scores = Callable[[Tensor, Tensor], Tensor]
 """Scores (B, V) of the next token, by ids and mask (B, T)."""
-_RIDGE = 1e-3
 
 
 def answers_of(model: Any, tokenizer: Any) -> Answer:
@@ -60,44 +59,6 @@ def mixture(m_a: Any, m_b: Any, tokenizer: Any, weight: float) -> Answer:
     return lambda tasks, form: _greedy(scores, tasks, form, tokenizer)
 
 
-def oracle(m_b: Any, tokenizer: Any) -> Answer:
-    """m_B, whose first layer gives at each key's end what it gives where the key's value stands there."""
-    vocabulary = tokenizer.get_vocab()
-
-    def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
-        if form == "numeric":
-            return answers_of(m_b, tokenizer)(tasks, form)
-        values = {}  # by row and token
-        for row, task in enumerate(tasks):
-            first, both = (len(tokenizer.tokenize(text)) for text in (task.keys.first, str(task.keys)))
-            values[row, first - 1] = vocabulary[task.numbers.first]
-            values[row, both - 1] = vocabulary[task.numbers.second]
-        ends = tuple(map(torch.tensor, zip(*values, strict=True)))
-        return _greedy(_with_values(m_b, ends, torch.tensor(list(values.values()))), tasks, form, tokenizer)
-
-    return answer
-
-
-def _with_values(m_b: Any, ends: tuple[Tensor, ...], values: Tensor) -> Scores:
-    """m_B's scores with the first layer's states of `values` at `ends`, (row, token)."""
-
-    def scores(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        states: list[Tensor] = []
-
-        def replace(module: Any, inputs: Any, states_BTD: Tensor) -> None:
-            states.append(states_BTD)
-            if len(states) == 2:
-                states_BTD[ends] = states[0][ends]
-
-        hook = m_b.model.layers[0].register_forward_hook(replace)
-        m_b(input_ids=ids_BT.index_put(ends, values), attention_mask=mask_BT)
-        logits_BTV = m_b(input_ids=ids_BT, attention_mask=mask_BT).logits
-        hook.remove()
-        return logits_BTV[:, -1]
-
-    return scores
-
-
 def _longest(tasks: Sequence[ArithmeticTask], form: Form, tokenizer: Any) -> int:
     return max(len(tokenizer.tokenize(task.completion(form))) for task in tasks) + len(END)
 
@@ -112,20 +73,3 @@ def _greedy(scores: Scores, tasks: Sequence[ArithmeticTask], form: Form, tokeniz
             best_B1 = scores(ids_BT, mask_BT).argmax(-1, keepdim=True)
             ids_BT, mask_BT = torch.cat([ids_BT, best_B1], 1), functional.pad(mask_BT, (0, 1), value=1)
     return [text.split(END, 1)[0] for text in tokenizer.batch_decode(ids_BT[:, start:])]
-
-
-def read_digits(states_ND: Tensor, digits_NP: Tensor) -> list[float]:
-    """Of every place, the percent of digits that a linear map reads right; it is fitted on half of the keys.
-
-    Args:
-        states_ND: of a model at the end of each key.
-        digits_NP: digits of each key's value.
-    """
-    half = len(states_ND) // 2
-    x_ND = functional.pad(states_ND.double(), (0, 1), value=1.0)
-    targets_NPV = functional.one_hot(digits_NP, 10).double()
-    fitted = x_ND[:half]
-    gram = fitted.T @ fitted + _RIDGE * torch.eye(x_ND.shape[1], dtype=torch.float64)
-    weights = torch.linalg.solve(gram, fitted.T @ targets_NPV[:half].flatten(1))
-    read_NP = (x_ND[half:] @ weights).unflatten(-1, (-1, 10)).argmax(-1)
-    return (100 * (read_NP == digits_NP[half:]).double().mean(0)).tolist()

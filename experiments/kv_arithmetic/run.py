@@ -20,7 +20,6 @@ from experiments.kv_arithmetic.runs import (
     KvArithmeticRun,
     ModelShape,
     ParentRun,
-    ProbeRun,
     Role,
     TrainingLength,
 )
@@ -48,13 +47,6 @@ SEARCHED = dict.fromkeys(("composition", "lora", "random_m_a"), RATES) | {
 RIVALS = {"pipeline": "pipeline", "probability_mixture": "mixture"}
 GRAFT: dict[str, Any] = {"norm": "pre", "positions": "local"}
 COMPARED = ("kv_math_held_out", "kv_math_direct_held_out")
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "norm-none": {"norm": "none"},
-    "init-paper": {"init": "paper"},
-    "positions-none": {"positions": "none"},
-    "positions-rotary": {"positions": "rotary"},
-    "stride": {"augmenting": {}, "stride": 2},
-}
 SHOWN = {
     "subs_held_out": "values of keys held out",
     "num_math": "sums of numbers",
@@ -65,9 +57,7 @@ SHOWN = {
 FORMS = """Percent of right answers. Two forms of KV-MATH: *direct*, the answer alone (`abc+def=` to `640`):
 kv_math_direct_held_out; and *scratchpad*, where the answer puts the values in and then computes (`abc+def>` to
 `#012+#034=640`): kv_math_held_in, kv_math_held_out. KV-SUBS (subs) is what a scratchpad answer puts in, NUM-MATH
-(num_math) `#012+#034=` to `640`. Results are written with their ones first. Probes of m_A: the percent of keys whose
-ones, tens and hundreds a linear map reads from its states at the key's end. Oracle: m_B, whose first layer gives at a
-key's end the states of the key's value."""
+(num_math) `#012+#034=` to `640`. Results are written with their ones first."""
 
 
 class KvArithmeticSize(Config):
@@ -205,65 +195,7 @@ def table_1(study: KvArithmeticStudy) -> list[TableRow]:
     return [TableRow(row, label, [study.row_run(row, seed) for seed in study.seeds]) for row, label in LABELS.items()]
 
 
-def _first(study: KvArithmeticStudy, name: str, label: str, **changes: Any) -> TableRow:
-    """A changed composition, with the first seed alone."""
-    return TableRow(name, label, [study.row_run("composition", study.seeds[0], name, **changes)])
-
-
-def ablations(study: KvArithmeticStudy) -> list[TableRow]:
-    """Normalisation, start, positions and pairs of the cross-attention, one changed at a time, with the first seed."""
-    return [
-        _first(study, name, ", ".join(f"{key} {value}" for key, value in graft.items()), graft=graft)
-        for name, graft in ABLATIONS.items()
-    ]
-
-
-def joint(study: KvArithmeticStudy) -> list[TableRow]:
-    """The content of D_C, with the first seed; substitutions alone are the D_C of the paper's section 4.1."""
-    changes: dict[str, dict[str, Any]] = {
-        "substitution": {"task": "substitution"},
-        "mixture": {"task": "mixture"},
-        "no-numbers": {"numeric": 0.0},
-    }
-    return [
-        _first(study, f"joint-{name}", f"D_C: {name}", joint=study.size.data.model_copy(update=change))
-        for name, change in changes.items()
-    ]
-
-
-def obstacles(study: KvArithmeticStudy) -> list[TableRow]:
-    """What each change to the parents is for: the composition without it, and what states hold, with the first seed."""
-    seed, size = study.seeds[0], study.size
-    changes: dict[str, tuple[str, dict[str, Any]]] = {
-        "no-noise": ("m_B without noise in training", {"disturbed": 0.0}),
-        "attends-early": ("m_B whose second layer attends", {"shape": size.m_b.model_copy(update={"attends_from": 1})}),
-        "reads-first": (
-            "m_B whose first layer attends",
-            {"shape": size.m_b.model_copy(update={"starts_at": 0, "attends_from": 0})},
-        ),
-    }
-    rows = [_oracle(study, "oracle", "as composed", study.parent("arithmetic", seed))]
-    memory = study.parent("memory", seed).id
-    for name, (label, change) in changes.items():
-        m_b = study.parent("arithmetic", seed, **change)
-        composed = study.row_run("composition", seed, name).model_copy(update={"depends_on": (m_b.id, memory)})
-        rows += [TableRow(name, label, [composed]), _oracle(study, f"oracle-{name}", label, m_b)]
-    letters = size.world.model_copy(update={"whole": False})
-    for name, world, label in (("letters", letters, "keys and numbers of characters"), ("whole", size.world, "whole")):
-        parent = study.parent("memory", seed, world=world)
-        probe = ProbeRun(id=f"probe-{name}", world=world, seed=seed, depends_on=(parent.id,))
-        rows.append(TableRow(f"probe-{name}", f"probe of m_A: {label}", [probe]))
-    return rows
-
-
-def _oracle(study: KvArithmeticStudy, name: str, label: str, m_b: ParentRun) -> TableRow:
-    run = study.row_run("m_b", study.seeds[0], name, rival="oracle").model_copy(update={"depends_on": (m_b.id,)})
-    return TableRow(name, f"values written into m_B: {label}", [run])
-
-
-TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {"1": table_1} | {
-    table.__name__: table for table in (obstacles, joint, ablations)
-}
+TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {"1": table_1}
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
@@ -297,5 +229,5 @@ def _details(study: KvArithmeticStudy, table_rows: Sequence[TableRow]) -> dict[s
             for row, details in firsts.items()
             if key in details and (key != "losses" or row in LABELS)
         }
-        for name, key in (("costs", "cost"), ("operations", "operations"), ("probes", "by_layer"), ("losses", "losses"))
+        for name, key in (("costs", "cost"), ("operations", "operations"), ("losses", "losses"))
     }

@@ -39,7 +39,7 @@ from experiments.kv_arithmetic.data import (
     noise,
     tasks,
 )
-from experiments.kv_arithmetic.rivals import Answer, Rival, answers_of, mixture, oracle, pipeline, read_digits
+from experiments.kv_arithmetic.rivals import Answer, Rival, answers_of, mixture, pipeline
 from experiments.study import losses, training_config
 from graftlm.backbone import load_backbone, padding_id
 from graftlm.config import Config
@@ -402,8 +402,6 @@ class KvArithmeticRun(Run):
         folder, *others = context.dependencies.values()
         backbone = load_backbone(folder)
         tokenizer = backbone.need_tokenizer()
-        if self.rival == "oracle":
-            return self._examine(oracle(backbone.model, tokenizer))
         if self.rival:
             models = load_backbone(others[0]).model, backbone.model
             pipelined = self.rival == "pipeline"
@@ -464,22 +462,3 @@ def _form(joint: JointData, source: random.Random) -> Form:
     if joint.task == "substitution" or (joint.task == "mixture" and source.random() < 0.5):
         return "substitution"
     return "direct" if source.random() < joint.direct else "scratchpad"
-
-
-class ProbeRun(Run):
-    """How many digits of a key's value a linear map reads from m_A's states at the key's end, by its best layer."""
-
-    world: World
-    seed: int = 0
-
-    def measure(self, context: RunContext) -> Measurement:
-        backbone = load_backbone(next(iter(context.dependencies.values())))
-        values = make_pairs(self.world, self.seed).values
-        read = backbone.need_tokenizer()(list(values), padding=True, padding_side="left", return_tensors="pt")
-        inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
-        with torch.inference_mode():
-            layers = backbone.model(**inputs, output_hidden_states=True).hidden_states
-        digits = torch.tensor([list(map(int, self.world.result(value))) for value in values.values()])
-        by_layer = [read_digits(states[:, -1], digits) for states in layers]
-        metrics = {f"digit_{10**power}": score for power, score in enumerate(max(by_layer, key=sum))}
-        return Measurement(Row(id=self.id, label=self.label, metrics={**metrics}), {"by_layer": by_layer})

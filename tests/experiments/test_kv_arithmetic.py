@@ -199,13 +199,9 @@ def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
 def test_every_row_in_the_one_form(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1)
     results = reproduce("kv-arithmetic", options)
-    assert [row.id for row in results.rows][:7] == [*ROWS[:2], "pipeline", "probability_mixture", *ROWS[2:]]
-    assert {"oracle", "no-noise", "joint-substitution", "norm-none", "init-paper", "positions-none"} <= {
-        row.id for row in results.rows
-    }
+    assert [row.id for row in results.rows] == [*ROWS[:2], "pipeline", "probability_mixture", *ROWS[2:]]
     for row in results.rows:
-        probed = ["digit_1", "digit_10"] if row.id.startswith("probe") else METRICS
-        assert list(row.metrics) == list(probed)
+        assert list(row.metrics) == list(METRICS)
         assert all(0 <= value_of(value) <= 100 for value in row.metrics.values())
     details: dict[str, Any] = dict(results.details)
     costs = [details["costs"][row]["trainable_parameters"] for row in ROWS[2:]]
@@ -230,5 +226,5 @@ def test_the_committed_results_are_of_this_form() -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no table 'join' in this experiment \(did you mean joint\?\)"):
+    with pytest.raises(RecipeError, match="There is no table 'join' in this experiment"):
         reproduce("kv-arithmetic", Options(data=tmp_path, out=tmp_path / "out", tables=("join",)))
