@@ -57,7 +57,7 @@ CHARACTERS = {"train": 400_000, "validation": 1_800, "test": 2_000}  # of each s
 LANGUAGES, SPECIALISTS = ("german", "french"), ("german", "french", "python")
 PARENTS = ("m_b", *SPECIALISTS)
 RATES = {"composition": (3e-4, 1e-3, 3e-3), "lora": (3e-4, 1e-3, 3e-3), "finetune": (3e-5, 1e-4, 3e-4)}
-TABLES = {"main": ("both", "mixture", "lora", "vanilla_m_a"), "more": ("cross", "skyline")}
+TABLES = {"main": ("both", "mixture", "lora"), "controls": ("vanilla_m_a", "cross", "skyline")}
 CONTROLS = ("fixed_mixture", "mixture", "cross", "lora", "skyline", "vanilla_m_a")
 LABELS = SHARED_LABELS | {
     "m_b": "SmolLM2",
