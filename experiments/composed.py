@@ -143,7 +143,7 @@ class ComposedStudy(Study):
         tables: rows by table.
         labels: of models and rows.
         anchor: the backbone of all rows.
-        steps: of each row; a search has a third of them.
+        steps: of each row.
         batch_size: rows of a step.
 
     Attributes:
@@ -152,6 +152,7 @@ class ComposedStudy(Study):
         tasks: measured for all rows.
         evaluation: of all rows.
         rates: that are tried, by kind of graft.
+        search_steps: of a row at each rate; a third of `steps`.
     """
 
     rates: Mapping[str, Sequence[float]] = RATES
@@ -173,6 +174,7 @@ class ComposedStudy(Study):
         self.wanted = {row for table in options.chosen(tuple(tables)) for row in tables[table]}
         self.labels, self.anchor = dict(labels), anchor
         self.steps, self.batch_size = (3, 2) if options.quick else (steps, batch_size)
+        self.search_steps = max(1, self.steps // 3)
 
     def bare(self, name: str, backbone: BackboneConfig, data: DataConfig, **more: Any) -> PromptedRun:
         """A model as it is; `more` are other fields of the run."""
@@ -188,8 +190,8 @@ class ComposedStudy(Study):
         return run.model_copy(update={"id": f"{row.id}_lr{rate:g}_s{seed}"})
 
     def search_run(self, row: ComposedRow, rate: float) -> PromptedRun:
-        """A row at one rate, with a third of the steps, measured on validation texts."""
-        run, steps = self.cell(row, rate, self.seeds[0]), max(1, self.steps // 3)
+        """A row at one rate, with the steps of a search, measured on validation texts."""
+        run, steps = self.cell(row, rate, self.seeds[0]), self.search_steps
         changes = {"id": f"search_{row.id}_lr{rate:g}", "training": self._training(steps, rate, self.seeds[0])}
         return run.model_copy(update=changes | self._validated(row.data))
 
@@ -266,7 +268,7 @@ class ComposedStudy(Study):
                 aims.append(aim(text, name, limit, interval.mean, operator.le))
         plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
         name = Path(module).parent.name.replace("_", "-")
-        paper = published(module)
+        paper = published(module) if Path(module).with_name("paper.yaml").exists() else []
         return self.write(name, rows, plots=plots, details=details, aims=aims, paper=paper)
 
 

@@ -103,6 +103,14 @@ FIGURES = {
         "2.070": "mixture.c2t_bpb",
         "2.211": "lora.c2t_bpb",
     },
+    "composition_smollm2": {
+        "2.290": "both.german_bpb",
+        "2.271": "german.german_bpb",
+        "2.291": "mixture.german_bpb",
+        "2.513": "lora.german_bpb",
+        "1.116": "both.python_bpb",
+        "1.034": "python.python_bpb",
+    },
     "kv_arithmetic": {
         "90.1%": "composition.kv_math_held_out",
         "0.4%": "composition.kv_math_direct_held_out",

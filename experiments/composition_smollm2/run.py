@@ -1,0 +1,239 @@
+"""SmolLM2 composed with three specialists at once: copies of it that were trained on German, on French and on code.
+
+Every trained row takes as many steps on the same data, at the rate that its own search on validation text chose. No
+document of a test is in training or validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from experiments import Options
+from experiments.composed import LABELS as SHARED_LABELS
+from experiments.composed import (
+    ComposedRow,
+    ComposedStudy,
+    PromptTask,
+    Ratios,
+    better_parent,
+    composed_rows,
+    named,
+    over_controls,
+)
+from experiments.keep_smollm2.run import CODE, ENGLISH, GERMAN, MODEL
+from experiments.parents import FRENCH, cut_texts, fitting, read_texts, spaced, write_examples
+from experiments.study import check_files, training_config
+from graftlm.artifact import load_graft
+from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig
+from graftlm.demo.corpus import write_documents
+from graftlm.evaluation import Results
+from graftlm.export import export_graft
+from graftlm.grafts import graft_config
+from graftlm.grafts.composition.augmenting import AugmentingModel
+from graftlm.io import digest
+from graftlm.runs.graft_run import EvaluationConfig, GraftRun
+
+NTREX = {name: f"parallel/ntrex/newstest2019-{file}.txt" for name, file in
+         {"english": "src.eng", "german": "ref.deu", "french": "ref.fra"}.items()}  # fmt: skip
+SOURCES = {"german": GERMAN, "french": FRENCH, "python": CODE, "old": ENGLISH}
+FILES = (*SOURCES.values(), *NTREX.values())
+PARTS = ("train", "validation", "test")
+# Documents of each part. No author of novels is in two parts.
+DOCUMENTS = {
+    "german": {"train": range(19), "validation": range(19, 21), "test": range(21, 24)},
+    "french": {"train": range(24), "validation": range(24, 27), "test": range(27, 31)},
+    "python": {"train": range(900), "validation": range(900, 1000), "test": range(1000, 1163)},
+    "old": {"train": range(18), "validation": range(18, 21), "test": range(21, 25)},
+}
+CHARACTERS = {"train": 400_000, "validation": 1_800, "test": 2_000}  # of each source
+LANGUAGES, SPECIALISTS = ("german", "french"), ("german", "french", "python")
+PARENTS = ("m_b", *SPECIALISTS)
+RATES = {"composition": (3e-4, 1e-3, 3e-3), "lora": (3e-4, 1e-3, 3e-3), "finetune": (3e-5, 1e-4, 3e-4)}
+TABLES = {"main": ("both", "mixture", "lora"), "controls": ("vanilla_m_a", "cross", "skyline")}
+CONTROLS = ("fixed_mixture", "mixture", "cross", "lora", "skyline", "vanilla_m_a")
+LABELS = SHARED_LABELS | {
+    "m_b": "SmolLM2",
+    **{name: f"specialist, {name.capitalize()}" for name in SPECIALISTS},
+    "vanilla_m_a": "both, with three copies of SmolLM2",
+}
+TEXTS = {"german_bpb": "German", "french_bpb": "French", "python_bpb": "Python", "old_bpb": "English"}
+INTO_ENGLISH = {f"ntrex_{name}_english_bpb": f"NTREX, {name.capitalize()} into English" for name in LANGUAGES}
+LENGTH = 128  # tokens of a row
+
+
+def run(options: Options) -> Results:
+    """Train the specialists, then search and run the chosen tables."""
+    options.chosen(tuple(TABLES))
+    check_files(options, FILES)
+    anchor = BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device)
+    study = ComposedStudy(options, TABLES, LABELS, anchor, steps=8, batch_size=4)
+    study.rates, study.search_steps = RATES, study.steps
+    study.evaluation = EvaluationConfig(decode_prompts=0, own_tokens=0, precision="bf16", batch_size=8)
+    backbone = anchor.load()
+    study.tasks = write_texts(options, backbone)
+    folders = make_specialists(study, backbone)
+    trained = trained_rows(options, folders, backbone)
+    models = {name: anchor.model_copy(update={"name": str(folders[name])}) for name in SPECIALISTS}
+    with frozen_states_kept():
+        results, details = study.measure({"m_b": anchor, **models}, trained)
+    setting: dict[str, Any] = {"steps": study.steps, "batch_size": study.batch_size, "length": LENGTH}
+    setting |= {"characters": CHARACTERS, "rates": {kind: list(rates) for kind, rates in RATES.items()}}
+    details["setting"] = setting
+    return study.report(__file__, results, ratios(), TEXTS, details)
+
+
+def make_specialists(study: ComposedStudy, backbone: Backbone) -> dict[str, Path]:
+    """The folders of SmolLM2 with a merged LoRA of each specialist's text, and of SmolLM2 as it is (`m_b`).
+
+    The rate of each is chosen on its validation text, by a quarter of the steps.
+    """
+    quick = study.options.quick
+    steps = 4 if quick else 36
+    candidates = {
+        f"specialist_{name}": [
+            _specialist(study, name, rate, steps // 4) for rate in RATES["lora"][: 1 if quick else 3]
+        ]
+        for name in SPECIALISTS
+    }
+    chosen = study.choose(candidates, ["new"], "the specialists' search")
+    runs = {
+        name: _specialist(study, name, chosen[f"specialist_{name}"].training.learning_rate, steps)
+        for name in SPECIALISTS
+    }
+    study.execute(list(runs.values()), "the specialists")
+    folders = {name: study.options.out / "specialists" / name for name in PARENTS}
+    for name, folder in folders.items():
+        if name == "m_b":
+            backbone.model.save_pretrained(folder)
+            backbone.need_tokenizer().save_pretrained(folder)
+        elif not (folder / "config.json").exists():
+            export_graft(load_graft(study.runs / runs[name].id / "graft", backbone), backbone, folder)
+    return folders
+
+
+def _specialist(study: ComposedStudy, name: str, rate: float, steps: int) -> GraftRun:
+    data = {
+        "new": [source(study.options, name, "train")],
+        "replay_fraction": 0.0,
+        "length": LENGTH,
+        "boundaries": "whole",
+        "test": {"new": [source(study.options, name, "validation")]},
+    }
+    return GraftRun(
+        id=f"specialist_{name}_lr{rate:g}_{steps}",
+        backbone=study.anchor,
+        graft=graft_config({"kind": "lora", "capacity": 0.1}),
+        data=DataConfig.parse(data),
+        training=training_config(steps, study.batch_size, rate, 0, warmup_steps=min(5, steps // 3), precision="bf16"),
+        evaluation=study.evaluation,
+    )
+
+
+def trained_rows(options: Options, folders: Mapping[str, Path], backbone: Backbone) -> list[ComposedRow]:
+    """Every trained row, those first whose frozen states also serve others."""
+    tests = {name: [source(options, name, "test")] for name in SOURCES}
+    tests |= {f"validation_{name}": [source(options, name, "validation")] for name in SOURCES}
+    data = DataConfig.parse(
+        {
+            "new": [source(options, name, "train") for name in SPECIALISTS]
+            + [{"path": str(options.out / "texts" / "pairs-prompts.jsonl"), "prompt_column": "prompt"}],
+            "old": [source(options, "old", "train")],
+            "replay_fraction": 0.25,
+            "length": LENGTH,
+            "boundaries": "whole",
+            "test": tests,
+        }
+    )
+    rows = composed_rows({name: folders[name] for name in SPECIALISTS}, backbone, stride=1 if options.quick else 15)
+    rows["vanilla_m_a"] = rows["both"] | {"augmenting": named(dict.fromkeys(SPECIALISTS, folders["m_b"]))}
+    order = [name for table in TABLES.values() for name in table]
+    return [ComposedRow(name, rows[name], data) for name in order]
+
+
+def source(options: Options, name: str, part: str) -> dict[str, Any]:
+    """The file of one part of a source."""
+    return {"path": str(options.out / "texts" / f"{name}-{part}.jsonl")}
+
+
+def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
+    """Write an excerpt of every document, and pairs of sentences of NTREX; gives the tasks of its last quarter.
+
+    Training has the first seven tenths of NTREX's sentences: other documents of it. No choice is made on them.
+    """
+    folder, tokenizer = options.out / "texts", backbone.need_tokenizer()
+    for name, file in SOURCES.items():
+        for part, texts in excerpts(read_texts(options.data / file), name, quick=options.quick).items():
+            cut = cut_texts(texts, tokenizer, LENGTH) if part == "train" else texts
+            write_documents(folder / f"{name}-{part}.jsonl", cut)
+    trained, tasks = [], []
+    for name, pairs in read_pairs(options.data).items():
+        count = len(pairs)
+        trained += fitting(spaced(pairs[: 7 * count // 10], 300), tokenizer, LENGTH)
+        tested = spaced(pairs[3 * count // 4 :], 2 if options.quick else 12 if name.endswith("english") else 4)
+        path = folder / f"ntrex_{name}.jsonl"
+        write_examples(path, tested)
+        tasks.append(PromptTask(name=f"ntrex_{name}", path=str(path)))
+    write_examples(folder / "pairs-prompts.jsonl", trained)
+    return tasks
+
+
+def excerpts(texts: Sequence[str], name: str, *, quick: bool = False) -> dict[str, list[str]]:
+    """By part, the text behind the first quarter of its documents: of all together as much as `CHARACTERS` says."""
+    parts: dict[str, list[str]] = {}
+    for part, characters in CHARACTERS.items():
+        documents = texts if quick else [texts[index] for index in DOCUMENTS[name][part]]
+        chosen = spaced(documents, 200 if part == "train" else 6)
+        size = characters // len(chosen)
+        parts[part] = [text[len(text) // 4 :][:size] for text in chosen]
+    return parts
+
+
+def read_pairs(data: Path) -> dict[str, list[tuple[str, str]]]:
+    """Prompts and answers of NTREX's sentences of at most 140 characters, in order, into English and from it."""
+    sides = {name: (data / file).read_text(encoding="utf-8").splitlines() for name, file in NTREX.items()}
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for name in LANGUAGES:
+        both = [pair for pair in zip(sides[name], sides["english"], strict=True) if max(map(len, pair)) <= 140]
+        label = name.capitalize()
+        pairs[f"{name}_english"] = [(f"{label}: {text}\nEnglish:", f" {english}\n") for text, english in both]
+        pairs[f"english_{name}"] = [(f"English: {english}\n{label}:", f" {text}\n") for text, english in both]
+    return pairs
+
+
+def ratios() -> Ratios:
+    """The aims: near the better parent on each text, better into English; and below each control."""
+    aims = better_parent(TEXTS, PARENTS) | over_controls(TEXTS | INTO_ENGLISH, CONTROLS)
+    for name, text in INTO_ENGLISH.items():
+        aims[name, "both", PARENTS, 0.97] = f"{text}: both, over the best parent"
+    return aims
+
+
+@contextmanager
+def frozen_states_kept() -> Iterator[None]:
+    """What frozen models gave for a batch is kept for other rows of this process, which read the same batches."""
+    kept: dict[str, tuple[dict[int, Tensor], Tensor]] = {}
+    run = AugmentingModel._run
+
+    def read(model: AugmentingModel, aligned: Any, cache: Any) -> Any:
+        if cache is not None or aligned.inputs is None:
+            return run(model, aligned, cache)
+        inputs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in aligned.inputs.items()}
+        key = digest([model.backbone.fingerprint.id, inputs])
+        if key not in kept or not kept[key][0].keys() >= set(model._layers):
+            states, last = run(model, aligned, cache)
+            assert states is not None, "there are inputs"
+            assert last is not None, "there are inputs"
+            kept[key] = dict(zip(model._layers, states, strict=True)), last
+        states, last = kept[key]
+        return [states[layer] for layer in model._layers], last
+
+    with mock.patch.object(AugmentingModel, "_run", read):
+        yield
