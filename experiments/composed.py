@@ -268,7 +268,7 @@ class ComposedStudy(Study):
                 aims.append(aim(text, name, limit, interval.mean, operator.le))
         plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
         name = Path(module).parent.name.replace("_", "-")
-        paper = published(module) if Path(module).with_name("paper.yaml").exists() else []
+        paper = published(module)
         return self.write(name, rows, plots=plots, details=details, aims=aims, paper=paper)
 
 

@@ -151,8 +151,9 @@ def combined_row(row_id: str, label: str, by_seed: Sequence[Mapping[str, Metric]
 
 
 def published(module: str, ids: Container[str] | None = None) -> list[PaperRow]:
-    """The published figures of these rows, or all; `paper.yaml` beside a module has them by table and row."""
-    tables = read_yaml(Path(module).with_name("paper.yaml"))
+    """The published figures of these rows, or all; `paper.yaml` beside a module may have them by table and row."""
+    file = Path(module).with_name("paper.yaml")
+    tables = read_yaml(file) if file.exists() else {}
     return [
         PaperRow(id=row, metrics=metrics, where=where)
         for where, rows in tables.items()

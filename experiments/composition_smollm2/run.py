@@ -6,6 +6,7 @@ document of a test is in training or validation.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ from graftlm.evaluation import Results
 from graftlm.export import export_graft
 from graftlm.grafts import graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
-from graftlm.io import digest
+from graftlm.io import digest, fill_once
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun
 
 NTREX = {name: f"parallel/ntrex/newstest2019-{file}.txt" for name, file in
@@ -109,14 +110,22 @@ def make_specialists(study: ComposedStudy, backbone: Backbone) -> dict[str, Path
         for name in SPECIALISTS
     }
     study.execute(list(runs.values()), "the specialists")
-    folders = {name: study.options.out / "specialists" / name for name in PARENTS}
-    for name, folder in folders.items():
-        if name == "m_b":
-            backbone.model.save_pretrained(folder)
-            backbone.need_tokenizer().save_pretrained(folder)
-        elif not (folder / "config.json").exists():
-            export_graft(load_graft(study.runs / runs[name].id / "graft", backbone), backbone, folder)
-    return folders
+    return {"m_b": _saved(study, backbone)} | {name: _merged(study, run, backbone) for name, run in runs.items()}
+
+
+def _saved(study: ComposedStudy, backbone: Backbone) -> Path:
+    folder = study.options.out / "specialists" / "m_b"
+    backbone.model.save_pretrained(folder)
+    backbone.need_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _merged(study: ComposedStudy, run: GraftRun, backbone: Backbone) -> Path:
+    def fill(folder: Path) -> None:
+        shutil.rmtree(folder / "model", ignore_errors=True)  # what a killed export has left
+        export_graft(load_graft(study.runs / run.id / "graft", backbone), backbone, folder / "model")
+
+    return fill_once(study.options.out / "specialists" / run.id, {"id": run.id, "run": run.settings()}, fill) / "model"
 
 
 def _specialist(study: ComposedStudy, name: str, rate: float, steps: int) -> GraftRun:
