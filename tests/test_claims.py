@@ -125,6 +125,9 @@ FIGURES = {
     "routing_smollm2": {
         "98.4%": "routed_k2.routing_accuracy",
         "99.8%": "form_classifier.routing_accuracy",
+        "81.0%": "twenty_routed_k2.routing_accuracy",
+        "70.7%": "twenty_bag_of_words.routing_accuracy",
+        "62.4%": "twenty_form_classifier.routing_accuracy",
         "44.2%": "routed_k2.likelihood_accuracy",
         "41.4%": "xlora.likelihood_accuracy",
         "39.3%": "uniform.likelihood_accuracy",

@@ -271,7 +271,7 @@ def run(options: Options) -> Results:
         of_twenty, details["twenty"] = study.table(TWENTY)
         of_twenty += classifier_rows(study.texts, study.domains, study.seeds)
         rows += [study.short(row) for row in of_twenty]
-    return study.write(NAME, rows, aims=aimed, details=details, plots=plots)
+    return Study(options).write(NAME, rows, aims=aimed, details=details, plots=plots)
 
 
 def merge(row: str, density: float) -> dict[str, Any]:
