@@ -112,8 +112,10 @@ FIGURES = {
         "1.034": "python.python_bpb",
     },
     "kv_arithmetic": {
-        "90.1%": "composition.kv_math_held_out",
-        "0.4%": "composition.kv_math_direct_held_out",
+        "59.1%": "composition.kv_math_held_out",
+        "41.2%": "composition.kv_math_direct_held_out",
+        "81.3%": "pipeline.kv_math_direct_held_out",
+        "0.3%": "lora.kv_math_held_out",
     },
     "token_routing": {
         "94.0%": "routed_k2.routing_accuracy",
