@@ -126,13 +126,11 @@ class KvArithmeticStudy(Study):
         fields = {"shape": size.m_b if computes else size.m_a} | fields
         length = size.arithmetic if computes else size.memory
         run = ParentRun(id="parent", role=role, length=length, seed=seed, **fields)
-        name = f"parent-{role}-s{seed}-{digest(run.settings())[:8]}"  # a table may have several of one role
+        name = f"parent-{role}-s{seed}-{digest(run.settings())[:8]}"
         return self.parents.setdefault(name, run.model_copy(update={"id": name}))
 
-    def row_run(
-        self, row: str, seed: int, name: str = "", *, graft: dict[str, Any] | None = None, **changes: Any
-    ) -> KvArithmeticRun:
-        """A row for one seed; `graft` changes the composition's config, `changes` other fields of the run."""
+    def row_run(self, row: str, seed: int, name: str = "", **changes: Any) -> KvArithmeticRun:
+        """A row for one seed; `changes` are other fields of the run."""
         size = self.size
         fields: dict[str, Any] = {"world": size.world, "exam": size.exam, "joint": size.data, "length": size.joint}
         fields |= {"id": f"{name or row}_s{seed}", "label": LABELS[row], "seed": seed}
@@ -145,7 +143,7 @@ class KvArithmeticStudy(Study):
             fields["graft"] = {"kind": "lora", "rank": size.lora_rank}
         elif row in SEARCHED:
             roles.append("random" if row == "random_m_a" else "memory")
-            fields["graft"] = {"kind": "composition", "augmenting": {"pairs": size.pairs}} | GRAFT | (graft or {})
+            fields["graft"] = {"kind": "composition", "augmenting": {"pairs": size.pairs}} | GRAFT
         return KvArithmeticRun(depends_on=tuple(self.parent(role, seed).id for role in roles), **fields)
 
 
@@ -160,8 +158,7 @@ def run(options: Options) -> Results:
         for name, label, runs in table_rows
     ]
     by_seed = {table_row.id: table_row.runs for table_row in table_rows}
-    shown = [row for row in rows if row.id in LABELS]
-    plots = {"accuracy": bars(shown, SHOWN, "right answers, %")} if shown else {}
+    plots = {"accuracy": bars(rows, SHOWN, "right answers, %")}
     details = {"wall_s": study.seconds} | study.evidence(by_seed) | _details(study, table_rows)
     if LABELS.keys() <= by_seed.keys():
         details["differences"] = differences(study, by_seed)
@@ -224,10 +221,6 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
 def _details(study: KvArithmeticStudy, table_rows: Sequence[TableRow]) -> dict[str, Any]:
     firsts = {table_row.id: study.measured[table_row.runs[0].id].details for table_row in table_rows}
     return {"size": study.size.model_dump(mode="json"), "settings": study.settings} | {
-        name: {
-            row: details[key]
-            for row, details in firsts.items()
-            if key in details and (key != "losses" or row in LABELS)
-        }
+        name: {row: details[key] for row, details in firsts.items() if key in details}
         for name, key in (("costs", "cost"), ("operations", "operations"), ("losses", "losses"))
     }

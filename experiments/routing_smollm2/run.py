@@ -143,11 +143,11 @@ class SkillStudy(Study):
     def search(self) -> None:
         """Choose every row's settings on validation questions with the first seed, three settings for each."""
         seed, few = self.seeds[0], slice(None, None, 2 if self.options.quick else 1)
-        answered = {**{name: (name,) for name in self.domains}, ALL: self.domains}
-        tried = {name: [self.expert(name, seed, rate) for rate in self.expert_rates[few]] for name in answered}
+        domains_of = {**{name: (name,) for name in self.domains}, ALL: self.domains}
+        tried = {name: [self.expert(name, seed, rate) for rate in self.expert_rates[few]] for name in domains_of}
         runs: dict[str, dict[Any, AnswerRun]] = {
             name: {
-                run.learning_rate: self.answers(f"{run.id}-answers", seed, [run.id], (name,), asks=answered[name])
+                run.learning_rate: self.answers(f"{run.id}-answers", seed, [run.id], (name,), asks=domains_of[name])
                 for run in of_name
             }
             for name, of_name in tried.items()
