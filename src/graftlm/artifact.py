@@ -372,7 +372,7 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
         raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is not a whole safetensors file ({first_line(error)}): copy or train the graft again."
+            f"{path} is not a whole safetensors file ({first_line(error)}): copy it again, or train again."
         ) from None
 
 

@@ -310,6 +310,13 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
         values = None
     if not isinstance(values, dict):
         raise ArtifactError(f"{path} is not readable JSON, so the {what} is damaged: copy it again.")
+    for key, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ArtifactError(
+                f"{path} has {value} as {key}, but finite numbers are expected: correct it, or copy the {what} again."
+            ) from None
     if not (folder / ADAPTER_TENSORS).exists():
         pickled = (folder / "adapter_model.bin").exists()
         content = "only a pickled adapter_model.bin, which is never read" if pickled else f"no {ADAPTER_TENSORS}"

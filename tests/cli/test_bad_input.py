@@ -101,7 +101,7 @@ CASES = {
     "a truncated file of tensors": (
         ("inspect", "bad/truncated"),
         "bad/truncated/graft.safetensors is not a whole safetensors file (Error while deserializing header: incomplete "
-        "metadata, file not fully covered): copy or train the graft again.",
+        "metadata, file not fully covered): copy it again, or train again.",
     ),
     "an export into a folder that holds something": (
         ("export", "GRAFT", "--to", "old"),

@@ -124,6 +124,14 @@ def truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def infinite(folder: Path) -> None:
+    change_config(str(folder), alpha_pattern={"q_proj": float("nan")})
+
+
+def worded(folder: Path) -> None:
+    change_config(str(folder), lora_alpha="eight")
+
+
 def gone(folder: Path) -> None:
     (folder / "adapter_config.json").unlink()
 
@@ -137,6 +145,8 @@ def gone(folder: Path) -> None:
         ),
         (without_json, "bad/adapter_config.json is not readable JSON, so the PEFT adapter is damaged: copy it again."),
         (truncated, "bad/adapter_model.safetensors is not a whole safetensors file"),
+        (infinite, "bad/adapter_config.json has {'q_proj': nan} as alpha_pattern, but finite numbers are expected: "),
+        (worded, "bad/adapter_config.json: alpha"),
         (gone, "The PEFT adapter has no adapter_config.json in bad: name bad/START."),
     ],
 )

@@ -112,7 +112,8 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
     """Describe a PEFT adapter, in a folder or on the hub, and what takes it; no backbone is loaded.
 
     Raises:
-        ArtifactError: the folder is no PEFT adapter, or its weights are pickled.
+        ArtifactError: the folder is no PEFT adapter, its config is damaged, or its weights are pickled.
+        RecipeError: rank or alpha is no number.
     """
     local = fetch_folder(folder, ADAPTER_CONFIG)
     values = read_adapter_config(local)
@@ -128,19 +129,22 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
             except ArtifactError as error:
                 refusals[kind] = str(error)
     remedies = ("merge it", "convert it")  # what PEFT can convert, it can merge
-    return AdapterInspection(
-        folder=str(folder),
-        method=str(values.get("peft_type")),
-        base=values.get("base_model_name_or_path"),
-        rank=values.get("r"),
-        alpha=next((value for key, value in values.items() if key.endswith("_alpha")), None),
-        targets=values.get("target_modules"),
-        parameters=sum(group.parameters for group in tensors),
-        size=(local / ADAPTER_TENSORS).stat().st_size,
-        tensors=tensors,
-        sections=sections,
-        refusals=refusals,
-        mergeable=bool(sections) or any(remedy in text for text in refusals.values() for remedy in remedies),
+    return AdapterInspection.parse(
+        {
+            "folder": str(folder),
+            "method": str(values.get("peft_type")),
+            "base": values.get("base_model_name_or_path"),
+            "rank": values.get("r"),
+            "alpha": next((value for key, value in values.items() if key.endswith("_alpha")), None),
+            "targets": values.get("target_modules"),
+            "parameters": sum(group.parameters for group in tensors),
+            "size": (local / ADAPTER_TENSORS).stat().st_size,
+            "tensors": tensors,
+            "sections": sections,
+            "refusals": refusals,
+            "mergeable": bool(sections) or any(remedy in text for text in refusals.values() for remedy in remedies),
+        },
+        where=str(local / ADAPTER_CONFIG),
     )
 
 

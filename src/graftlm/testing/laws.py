@@ -325,7 +325,7 @@ class GraftLaws:
         with pytest.raises(WrongBackboneError, match=r"but other was given and its .* differ"):
             load_graft(folder, other)
         (folder / "graft.safetensors").write_bytes((folder / "graft.safetensors").read_bytes()[:-1])
-        with pytest.raises(ArtifactError, match="copy or train the graft again"):
+        with pytest.raises(ArtifactError, match="copy it again, or train again"):
             load_graft(folder, self.backbone(family))
 
     # 12: an exported graft is a plain model with the same logits, or a sentence says why there is none
