@@ -152,10 +152,12 @@ class ComposedStudy(Study):
         tasks: measured for all rows.
         evaluation: of all rows.
         rates: that are tried, by kind of graft.
+        shares: that are tried for a mixture without a gate.
         search_steps: of a row at each rate; a third of `steps`.
     """
 
     rates: Mapping[str, Sequence[float]] = RATES
+    shares: Sequence[float] = SHARES
     validation: Sequence[PromptTask] = ()
     tasks: Sequence[PromptTask] = ()
     evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
@@ -201,7 +203,7 @@ class ComposedStudy(Study):
         models = len(row.graft["augmenting"])
         bare = self.bare("fixed_mixture", self.anchor, row.data, graft=graft)
         fields: dict[str, Any] = dict(bare) | self._validated(row.data)
-        return [FixedMixtureRun(**fields | {"id": f"search_fixed_{s:g}", "share": s / models}) for s in SHARES]
+        return [FixedMixtureRun(**fields | {"id": f"search_fixed_{s:g}", "share": s / models}) for s in self.shares]
 
     def _validated(self, data: DataConfig) -> dict[str, Any]:
         tests = {name: sources for name, sources in data.test.items() if name.startswith("validation")}

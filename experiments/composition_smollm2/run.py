@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from experiments import Options
 from experiments.composed import LABELS as SHARED_LABELS
 from experiments.composed import (
+    SHARES,
     ComposedRow,
     ComposedStudy,
     PromptTask,
@@ -27,6 +29,7 @@ from experiments.composed import (
     named,
     over_controls,
 )
+from experiments.composition_language.run import BIBLE, into_english, read_verses
 from experiments.keep_smollm2.run import CODE, ENGLISH, GERMAN, MODEL
 from experiments.parents import FRENCH, cut_texts, fitting, read_texts, spaced, write_examples
 from experiments.study import check_files, training_config
@@ -45,7 +48,7 @@ from graftlm.runs.graft_run import EvaluationConfig, GraftRun
 NTREX = {name: f"parallel/ntrex/newstest2019-{file}.txt" for name, file in
          {"english": "src.eng", "german": "ref.deu", "french": "ref.fra"}.items()}  # fmt: skip
 SOURCES = {"german": GERMAN, "french": FRENCH, "python": CODE, "old": ENGLISH}
-FILES = (*SOURCES.values(), *NTREX.values())
+FILES = (*SOURCES.values(), *NTREX.values(), *BIBLE)
 PARTS = ("train", "validation", "test")
 # Documents of each part. No author of novels is in two parts.
 DOCUMENTS = {
@@ -58,16 +61,19 @@ CHARACTERS = {"train": 400_000, "validation": 1_800, "test": 2_000}  # of each s
 LANGUAGES, SPECIALISTS = ("german", "french"), ("german", "french", "python")
 PARENTS = ("m_b", *SPECIALISTS)
 RATES = {"composition": (3e-4, 1e-3, 3e-3), "lora": (3e-4, 1e-3, 3e-3), "finetune": (3e-5, 1e-4, 3e-4)}
-TABLES = {"main": ("both", "mixture", "lora"), "controls": ("vanilla_m_a", "cross", "skyline")}
-CONTROLS = ("fixed_mixture", "mixture", "cross", "lora", "skyline", "vanilla_m_a")
+TABLES = {"main": ("both", "mixture", "lora"), "controls": ("vanilla_m_a", "random_m_a", "cross", "skyline")}
+CONTROLS = ("fixed_mixture", "mixture", "cross", "lora", "skyline", "vanilla_m_a", "random_m_a")
 LABELS = SHARED_LABELS | {
     "m_b": "SmolLM2",
     **{name: f"specialist, {name.capitalize()}" for name in SPECIALISTS},
     "vanilla_m_a": "both, with three copies of SmolLM2",
+    "random_m_a": "both, with three random models",
 }
 TEXTS = {"german_bpb": "German", "french_bpb": "French", "python_bpb": "Python", "old_bpb": "English"}
 INTO_ENGLISH = {f"ntrex_{name}_english_bpb": f"NTREX, {name.capitalize()} into English" for name in LANGUAGES}
+INTO_ENGLISH["verses_french_english_bpb"] = "verses, French into English"
 LENGTH = 128  # tokens of a row
+LONGEST = 140  # characters of a sentence of a pair
 
 
 def run(options: Options) -> Results:
@@ -75,8 +81,8 @@ def run(options: Options) -> Results:
     options.chosen(tuple(TABLES))
     check_files(options, FILES)
     anchor = BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device)
-    study = ComposedStudy(options, TABLES, LABELS, anchor, steps=8, batch_size=4)
-    study.rates, study.search_steps = RATES, study.steps
+    study = ComposedStudy(options, TABLES, LABELS, anchor, steps=24, batch_size=4)
+    study.rates, study.shares, study.search_steps = RATES, (*SHARES, 0.9), study.steps
     study.evaluation = EvaluationConfig(decode_prompts=0, own_tokens=0, precision="bf16", batch_size=8)
     backbone = anchor.load()
     study.tasks = write_texts(options, backbone)
@@ -92,7 +98,7 @@ def run(options: Options) -> Results:
 
 
 def make_specialists(study: ComposedStudy, backbone: Backbone) -> dict[str, Path]:
-    """The folders of SmolLM2 with a merged LoRA of each specialist's text, and of SmolLM2 as it is (`m_b`).
+    """The folders of SmolLM2 with a merged LoRA of each specialist's text, of SmolLM2 as it is, and random.
 
     The rate of each is chosen on its validation text, by a quarter of the steps.
     """
@@ -110,14 +116,13 @@ def make_specialists(study: ComposedStudy, backbone: Backbone) -> dict[str, Path
         for name in SPECIALISTS
     }
     study.execute(list(runs.values()), "the specialists")
-    return {"m_b": _saved(study, backbone)} | {name: _merged(study, run, backbone) for name, run in runs.items()}
-
-
-def _saved(study: ComposedStudy, backbone: Backbone) -> Path:
-    folder = study.options.out / "specialists" / "m_b"
-    backbone.model.save_pretrained(folder)
-    backbone.need_tokenizer().save_pretrained(folder)
-    return folder
+    torch.manual_seed(0)
+    untrained = {"vanilla": backbone.model, "random": type(backbone.model)(backbone.model.config)}
+    folders = {name: study.options.out / "specialists" / name for name in untrained}
+    for name, model in untrained.items():
+        model.to(dtype=backbone.model.dtype).save_pretrained(folders[name])
+        backbone.need_tokenizer().save_pretrained(folders[name])
+    return folders | {name: _merged(study, run, backbone) for name, run in runs.items()}
 
 
 def _merged(study: ComposedStudy, run: GraftRun, backbone: Backbone) -> Path:
@@ -162,7 +167,8 @@ def trained_rows(options: Options, folders: Mapping[str, Path], backbone: Backbo
         }
     )
     rows = composed_rows({name: folders[name] for name in SPECIALISTS}, backbone, stride=1 if options.quick else 15)
-    rows["vanilla_m_a"] = rows["both"] | {"augmenting": named(dict.fromkeys(SPECIALISTS, folders["m_b"]))}
+    for name in ("vanilla", "random"):
+        rows[f"{name}_m_a"] = rows["both"] | {"augmenting": named(dict.fromkeys(SPECIALISTS, folders[name]))}
     order = [name for table in TABLES.values() for name in table]
     return [ComposedRow(name, rows[name], data) for name in order]
 
@@ -173,7 +179,7 @@ def source(options: Options, name: str, part: str) -> dict[str, Any]:
 
 
 def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
-    """Write an excerpt of every document, and pairs of sentences of NTREX; gives the tasks of its last quarter.
+    """Write an excerpt of every document, and pairs of NTREX; gives the tasks: its last quarter, and verses.
 
     Training has the first seven tenths of NTREX's sentences: other documents of it. No choice is made on them.
     """
@@ -182,15 +188,18 @@ def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
         for part, texts in excerpts(read_texts(options.data / file), name, quick=options.quick).items():
             cut = cut_texts(texts, tokenizer, LENGTH) if part == "train" else texts
             write_documents(folder / f"{name}-{part}.jsonl", cut)
-    trained, tasks = [], []
+    trained: list[tuple[str, str]] = []
+    verses = read_verses(options.data, LONGEST)
+    tested = {"verses_french_english": [into_english(pair) for pair in verses[3 * len(verses) // 4 :]]}
     for name, pairs in read_pairs(options.data).items():
-        count = len(pairs)
-        trained += fitting(spaced(pairs[: 7 * count // 10], 300), tokenizer, LENGTH)
-        tested = spaced(pairs[3 * count // 4 :], 2 if options.quick else 12 if name.endswith("english") else 4)
-        path = folder / f"ntrex_{name}.jsonl"
-        write_examples(path, tested)
-        tasks.append(PromptTask(name=f"ntrex_{name}", path=str(path)))
+        trained += fitting(spaced(pairs[: 7 * len(pairs) // 10], 300), tokenizer, LENGTH)
+        tested[f"ntrex_{name}"] = pairs[3 * len(pairs) // 4 :]
     write_examples(folder / "pairs-prompts.jsonl", trained)
+    tasks = []
+    for name, pairs in tested.items():
+        into = name.endswith("english")
+        write_examples(path := folder / f"{name}.jsonl", spaced(pairs, 2 if options.quick else 24 if into else 8))
+        tasks.append(PromptTask(name=name, path=str(path), answers=12 if into else 0))
     return tasks
 
 
@@ -206,11 +215,11 @@ def excerpts(texts: Sequence[str], name: str, *, quick: bool = False) -> dict[st
 
 
 def read_pairs(data: Path) -> dict[str, list[tuple[str, str]]]:
-    """Prompts and answers of NTREX's sentences of at most 140 characters, in order, into English and from it."""
+    """Prompts and answers of NTREX's sentences of at most `LONGEST` characters, in order, into English and from it."""
     sides = {name: (data / file).read_text(encoding="utf-8").splitlines() for name, file in NTREX.items()}
     pairs: dict[str, list[tuple[str, str]]] = {}
     for name in LANGUAGES:
-        both = [pair for pair in zip(sides[name], sides["english"], strict=True) if max(map(len, pair)) <= 140]
+        both = [pair for pair in zip(sides[name], sides["english"], strict=True) if max(map(len, pair)) <= LONGEST]
         label = name.capitalize()
         pairs[f"{name}_english"] = [(f"{label}: {text}\nEnglish:", f" {english}\n") for text, english in both]
         pairs[f"english_{name}"] = [(f"English: {english}\n{label}:", f" {text}\n") for text, english in both]
