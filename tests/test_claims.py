@@ -104,11 +104,12 @@ FIGURES = {
         "2.211": "lora.c2t_bpb",
     },
     "composition_smollm2": {
-        "2.290": "both.german_bpb",
+        "2.284": "both.german_bpb",
         "2.271": "german.german_bpb",
-        "2.291": "mixture.german_bpb",
-        "2.513": "lora.german_bpb",
-        "1.116": "both.python_bpb",
+        "2.285": "mixture.german_bpb",
+        "2.439": "lora.german_bpb",
+        "2.518": "vanilla_m_a.german_bpb",
+        "1.086": "both.python_bpb",
         "1.034": "python.python_bpb",
     },
     "kv_arithmetic": {
