@@ -49,7 +49,7 @@ def _normed(x: Tensor, norm: Any) -> Tensor:
 
 def _outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, E, M, C): outputs of every system at every token, of inputs (T, E)."""
-    if config.kernel == "s4d":
+    if config.kernel != "unstructured":
         return _recurrence(kernels, u)
     return torch.stack([_convolution(kernels, u, number) for number in range(kernels.shape[0])], dim=-1)[:, :, None]
 
@@ -150,8 +150,27 @@ def _context(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
 
 
 def _both_directions(module: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    if config.kernel == "delta":
+        y = _delta(module.ssm, u)
+        return y + _delta(module.backward_ssm, u.flip(0)).flip(0) if config.bidirectional else y
     y = _outputs(module.ssm.kernels, u, config)
     return y + _outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
+
+
+def _delta(module: Any, u: Tensor) -> Tensor:
+    """(T, E, 1, 1): what a state answers that each token corrects at its key."""
+    n = (len(module.mix[0]) - u.shape[1]) // 2
+    z = u @ module.qkv.weight.T
+    state, rows = u.new_zeros(n, u.shape[1]), []
+    for t, token in enumerate(u):
+        mixed = sum(module.mix[j] * z[t - j] for j in range(len(module.mix)) if j <= t)
+        q, k, v = mixed[:n], mixed[n : 2 * n], mixed[2 * n :]
+        q, k = q / torch.sqrt((q * q).sum()), k / torch.sqrt((k * k).sum())
+        forgets, writes = module.rate_weight @ token + module.rate_bias
+        state = state / (1 + torch.exp(forgets))  # exp(-softplus(x)) = 1 / (1 + exp(x))
+        state = state + torch.outer(k, (v - k @ state) / (1 + torch.exp(-writes)))
+        rows.append(q @ state)
+    return torch.stack(rows)[:, :, None, None]
 
 
 def _token_keys(module: Any, y: Tensor, config: BlockStateConfig) -> tuple[Tensor, Tensor]:

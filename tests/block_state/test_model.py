@@ -159,6 +159,7 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"window": "wide"}, "window is 'wide'"),
         ({"mixer": "lstm"}, "mixer is 'lstm'; one of block-state, recurrent"),
         ({"context": "xx"}, "context is 'xx'; one of sh, mh, mf"),
+        ({"context": "mh", "kernel": "delta"}, "kernel: delta has one state for each token, but context is mh: set"),
         ({"context": "mf", "filters": 0}, "filters is 0; a whole number from 1"),
         ({"state_size": 5}, "state_size is 5; an even number"),
         ({"mixer_layers": [6], "num_hidden_layers": 6}, "names layer 6; the 6 layers are counted from 0 to 5"),
@@ -227,3 +228,15 @@ def test_free_parameters_have_the_deviation_of_the_config(context: str, name: st
     config = BlockStateConfig(**sizes, num_attention_heads=4, context=context, filters=32, initializer_range=0.05)
     parameters = {key.rpartition(".")[2]: value for key, value in BlockStateForCausalLM(config).named_parameters()}
     assert float(parameters[name].detach().std()) == pytest.approx(0.05, rel=0.05)
+
+
+def test_an_untrained_delta_state_answers_with_what_followed_a_token() -> None:
+    """Its key is the token before: after u_1 and u_2, a query q reads b (q k(u_1)) v(u_2)."""
+    torch.manual_seed(0)
+    ssm = BlockStateForCausalLM(tools.config("sh-delta", initializer_range=1.0)).model.layers[0].mixer.context.ssm
+    u = torch.randn(1, 2, ssm.sizes[-1])
+    q, k, v = (u @ ssm.qkv.weight.T).split(ssm.sizes, dim=-1)
+    cosine = torch.cosine_similarity(q[0, 1], k[0, 0], dim=0)
+    y = ssm(u, WindowGrid.build(u, None, None, tools.W), None)
+    assert torch.equal(y[0, 0], torch.zeros_like(y[0, 0]))
+    torch.testing.assert_close(y[0, 1, :, 0], 0.5 * cosine * v[0, 1])

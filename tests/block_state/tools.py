@@ -19,14 +19,12 @@ BLOCK_STATE: dict[str, dict[str, Any]] = {
     f"{context}-{kernel}": {"context": context, "kernel": kernel}
     for context in ("sh", "mh", "mf")
     for kernel in ("s4d", "unstructured")
-}
+} | {"sh-delta": {"context": "sh", "kernel": "delta"}}
 VARIANTS = BASELINES | BLOCK_STATE
 # Each kind once in the default run; the other variants run with -m "".
+DEFAULT_VARIANTS = ("slide", "recurrent", "sh-s4d", "sh-delta", "mf-unstructured")
 EXHAUSTIVE_VARIANTS = [
-    pytest.param(
-        name, marks=[] if name in ("slide", "recurrent", "sh-s4d", "mf-unstructured") else pytest.mark.exhaustive
-    )
-    for name in VARIANTS
+    pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.exhaustive) for name in VARIANTS
 ]
 BIDIRECTIONAL = {"slide": BASELINES["slide"]} | BLOCK_STATE
 VOCABULARY = 50
@@ -69,7 +67,8 @@ def _with_noise(model: Any) -> Any:
     """Add noise to norms, gates, steps and zero projections, so that a test notices if any of them is not used."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 1 or "log_" in name or "positional_ssm.out_proj" in name:
+            constant = ("log_", "rate_weight", ".mix", "positional_ssm.out_proj")
+            if weight.dim() == 1 or any(part in name for part in constant):
                 weight.add_(0.3 * torch.randn_like(weight))
     return model.double().eval()
 

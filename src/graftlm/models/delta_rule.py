@@ -59,6 +59,25 @@ def delta_rule(
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
+def mixed_tokens(
+    z_BTE: Tensor, mix_CE: Tensor, document_BT: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(B, T, E) sums of each token and the C - 1 tokens before, weighted by channel; and the last C - 1 tokens.
+
+    `before` are those of the pass before, None for none. A token of another document counts as zero.
+    """
+    length, longest = z_BTE.shape[1], len(mix_CE) - 1
+    z = torch.cat([z_BTE.new_zeros(len(z_BTE), longest, z_BTE.shape[2]) if before is None else before, z_BTE], 1)
+    result = mix_CE[0] * z_BTE
+    for shift in range(1, longest + 1):
+        past = z[:, longest - shift :][:, :length]
+        if document_BT is not None:
+            same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
+            past = past * same[..., None]
+        result = result + mix_CE[shift] * past
+    return result, z[:, length:].clone()  # not a view that keeps all tokens
+
+
 def _decays(g: Tensor, document_BT: Tensor | None, length: int, chunk: int) -> tuple[Tensor, ...]:
     """The decays of a chunk: between its tokens (.., c, c), from its start, to its end (.., c), over all of it (..)."""
     difference = g[..., :, None] - g[..., None, :]

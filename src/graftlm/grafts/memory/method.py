@@ -30,7 +30,7 @@ from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, GraftConfig
 from graftlm.grafts.memory.window import WindowShape, hidden_keys, window_layers
-from graftlm.models.delta_rule import delta_rule
+from graftlm.models.delta_rule import delta_rule, mixed_tokens
 
 
 class MemoryConfig(GraftConfig):
@@ -101,25 +101,6 @@ class DeltaState(nn.Module):
         if layer is not None:
             layer.update(state, before)
         return self.w_o(read.to(x_BTD.dtype))
-
-
-def mixed_tokens(
-    z_BTE: Tensor, mix_CE: Tensor, document_BT: Tensor | None, before: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(B, T, E) sums of each token and the C - 1 tokens before, weighted by channel; and the last C - 1 tokens.
-
-    `before` are those of the pass before, None for none. A token of another document counts as zero.
-    """
-    length, longest = z_BTE.shape[1], len(mix_CE) - 1
-    z = torch.cat([z_BTE.new_zeros(len(z_BTE), longest, z_BTE.shape[2]) if before is None else before, z_BTE], 1)
-    result = mix_CE[0] * z_BTE
-    for shift in range(1, longest + 1):
-        past = z[:, longest - shift :][:, :length]
-        if document_BT is not None:
-            same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
-            past = past * same[..., None]
-        result = result + mix_CE[shift] * past
-    return result, z[:, length:].clone()  # not a view that keeps all tokens
 
 
 class WindowedMemory(Graft):

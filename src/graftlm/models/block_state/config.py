@@ -13,7 +13,7 @@ from graftlm.errors import RecipeError, did_you_mean
 _CHOICES = {
     "mixer": ("block-state", "recurrent", "memory", "slide"),
     "context": ("sh", "mh", "mf"),
-    "kernel": ("s4d", "unstructured"),
+    "kernel": ("s4d", "unstructured", "delta"),
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "window"),
@@ -35,7 +35,8 @@ class BlockStateConfig(PreTrainedConfig):
         context: the states that `block-state` attends to. `sh`: one state-space output for each token of the window.
             `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
         kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
-        state_size: N, real numbers in the state of each channel.
+            `delta`, for `sh`: the gated delta rule, whose states depend on the text; positions keep `s4d`.
+        state_size: N, real numbers in the state of each channel; of `delta`, the width of its keys.
         state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
@@ -65,7 +66,7 @@ class BlockStateConfig(PreTrainedConfig):
     mixer: Literal["block-state", "recurrent", "memory", "slide"] = "block-state"
     mixer_layers: list[int] | tuple[int, ...] = (0, 3)
     context: Literal["sh", "mh", "mf"] = "sh"
-    kernel: Literal["s4d", "unstructured"] = "s4d"
+    kernel: Literal["s4d", "unstructured", "delta"] = "s4d"
     state_size: int = 16
     state_width: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     filters: int = 32
@@ -140,6 +141,8 @@ class BlockStateConfig(PreTrainedConfig):
                 f"{self.relative_buckets} relative_buckets up to a relative_distance of {self.relative_distance} leave "
                 "none for long distances: take at least 4, and a distance above half of them."
             )
+        if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
+            yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
         if self.bidirectional and self.mixer in ("recurrent", "memory"):

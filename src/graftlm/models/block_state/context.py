@@ -12,6 +12,7 @@ window, H heads, K width of a head, S states, E channels, d hidden.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from graftlm.models.block_state.attention import (
 from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.grid import WindowGrid
-from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
+from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM, WindowEndSSM
 
 
 class TokenStateAttention(nn.Module):
@@ -46,8 +47,9 @@ class TokenStateAttention(nn.Module):
         width, channels = config.hidden_size, config.state_width
         self.in_proj = nn.Linear(width, channels, bias=False)
         outputs = self.num_heads if self.multi_head else 1
-        self.ssm = TokenSSM(config, outputs, "state")
-        self.backward_ssm = TokenSSM(config, outputs, "back") if config.bidirectional else None
+        make = partial(DeltaSSM, config) if config.kernel == "delta" else partial(TokenSSM, config, outputs)
+        self.ssm = make("state")
+        self.backward_ssm = make("back") if config.bidirectional else None
         self.q = nn.Linear(width, width, bias=False)
         self.norm = RMSNorm(channels, config)
         if self.multi_head:

@@ -27,7 +27,7 @@ from graftlm.models.block_state.cache import LayerCache, cache_from_tensors, cac
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import FilterStateAttention, RecurrentStateAttention, TokenStateAttention
 from graftlm.models.block_state.grid import WindowGrid, check_not_packed
-from graftlm.models.block_state.sequence_ssm import TokenSSM
+from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
 
 
@@ -151,7 +151,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, S4DKernel | UnstructuredKernel):
+        if isinstance(module, S4DKernel | UnstructuredKernel | DeltaSSM):
             module.reset_parameters()
         elif isinstance(module, ZeroInitLinear):
             module.weight.zero_()

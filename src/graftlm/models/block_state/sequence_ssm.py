@@ -6,17 +6,23 @@ P pairs of states.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.convolution import fft_convolution, last_output, states_after_chunks, window_end_outputs
 from graftlm.models.block_state.grid import WindowGrid, slice_rows
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel, at_least_float32
+from graftlm.models.delta_rule import delta_rule, mixed_tokens
+
+_MIXED = 4
+"""From how many last tokens a query, key and value of the delta rule are mixed."""
 
 
 class TokenSSM(nn.Module):
@@ -60,6 +66,61 @@ class TokenSSM(nn.Module):
         else:
             y = fft_convolution(inputs, kernel)[:, -length:]
         return y + u_BTE[..., None] * self.kernels.d[:, 0].T
+
+
+class DeltaSSM(nn.Module):
+    """The gated delta rule (`models/delta_rule.py`): a state that maps keys to values, at rates that the text decides.
+
+        z_t = sum over j < 4 of m_j * (u_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
+        log a_t = -softplus(u_t w_a + c_a)           b_t = sigmoid(u_t w_b + c_b)
+
+    Initially a key is that of the token before, so a query finds what followed its token. Queries and keys have
+    `state_size` numbers, values `state_width`. The cache has the state under `name`, and the last tokens' u W.
+    """
+
+    def __init__(self, config: BlockStateConfig, name: str) -> None:
+        super().__init__()
+        self.name, self.kernel_length = name, config.kernel_length
+        self.sizes = (config.state_size, config.state_size, config.state_width)
+        self.qkv = nn.Linear(config.state_width, sum(self.sizes), bias=False)
+        self.mix = nn.Parameter(torch.empty(_MIXED, sum(self.sizes)))
+        self.rate_weight = nn.Parameter(torch.empty(2, config.state_width))  # of a, then of b
+        self.rate_bias = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        """Keys of the token before, a state that falls to 1/e in `kernel_length` tokens, and b = 1/2."""
+        with torch.no_grad():
+            self.mix.zero_()
+            queries, keys, values = self.mix.split(self.sizes, dim=1)
+            queries[0], keys[1], values[0] = 1, 1, 1
+            self.rate_weight.zero_()
+            self.rate_bias.copy_(torch.tensor([math.log(math.expm1(1 / self.kernel_length)), 0.0]))
+
+    def forward(self, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, G, E, 1), at least in float32; values of empty slots are arbitrary."""
+        u, offsets = at_least_float32(u_BGE), grid.offsets
+        aligned = slice_rows(u, offsets, grid.slots - min(offsets))
+        with _without_autocast(u.device):
+            y = self._outputs(aligned, grid, cache)
+        return slice_rows(y, tuple(-offset for offset in offsets), grid.slots)[..., None]
+
+    def _outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, E) of left-aligned inputs."""
+        lengths, dtype = grid.per_row(grid.new_lengths), u_BTE.dtype
+        inside = torch.arange(u_BTE.shape[1], device=u_BTE.device) < lengths[:, None]  # others leave the state alone
+        z = functional.linear(u_BTE, self.qkv.weight.to(dtype))
+        tensors = {} if cache is None else cache.tensors
+        before = tensors.get(f"{self.name} inputs", z.new_zeros(len(z), _MIXED - 1, z.shape[-1]))
+        mixed, _ = mixed_tokens(z, self.mix.to(dtype), None, before)
+        q, k, v = mixed[:, None].split(self.sizes, dim=-1)
+        rates = functional.linear(u_BTE, self.rate_weight.to(dtype), self.rate_bias.to(dtype)).transpose(1, 2)
+        a, b = (rate * inside[:, None] for rate in (-functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()))
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+        y, state = delta_rule(q, k, v, a, b, tensors.get(self.name))
+        if cache is not None:
+            cache.store(self.name, state)
+            cache.store(f"{self.name} inputs", slice_rows(torch.cat([before, z], 1), grid.new_lengths, _MIXED - 1))
+        return y[:, 0]
 
 
 class WindowEndSSM(nn.Module):
@@ -134,7 +195,7 @@ class WindowEndSSM(nn.Module):
 
 
 def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel | UnstructuredKernel:
-    if config.kernel == "s4d":
+    if config.kernel != "unstructured":  # positions have no other
         return S4DKernel(config.state_width, outputs, systems, config.state_size)
     return UnstructuredKernel(config.state_width, outputs * systems, config.kernel_length, config.kernel_limit)
 
