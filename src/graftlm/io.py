@@ -204,6 +204,12 @@ def packaged_model(name: str) -> Path | None:
     return next(Path(spec.origin).parent.glob("*.gguf"), None) if spec and spec.origin else None
 
 
+def named_model(name: str) -> str:
+    """A packaged model's name, given its package's folder, which PEFT records as the base; other names as they are."""
+    folder = Path(name).name
+    return next((model for model, (package, _) in PACKAGED_MODELS.items() if package == folder), name)
+
+
 def _find_gguf(name: str, path: Path) -> ModelFiles:
     if path.is_file():
         with path.open("rb") as file:

