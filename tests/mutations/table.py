@@ -180,7 +180,7 @@ MUTATIONS = [
         ("heads forget in 1 to 12 windows", "memory", _MEMORY, "math.log10(128)", "math.log10(12)"),
         ("heads write all", "memory", _MEMORY, "torch.zeros(self.heads)", "torch.ones(self.heads)"),
         ("padding mixed into tokens", "memory", _MEMORY, "self.w_qkv(x_BTD).to(exact) * real_BT[..., None]", "self.w_qkv(x_BTD).to(exact)"),
-        ("tokens mixed over documents", "memory", _MEMORY, "past = past * same[..., None]", "past = past * 1"),
+        ("tokens mixed over documents", "memory", _DELTA, "past = past * same[..., None]", "past = past * 1"),
         ("tokens of the pass before not mixed", "memory", _MEMORY, "layer.update(state, before)", "layer.update(state, 0 * before)"),
         ("no key of the token before", "memory", _MEMORY, "keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1", "keys_CHK[0, ::2], keys_CHK[1, ::2] = 1, 0"),
         ("keys of any length", "memory", _MEMORY, "functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)", "functional.normalize(q, dim=-1), k"),
