@@ -117,10 +117,11 @@ def make_specialists(study: ComposedStudy, backbone: Backbone) -> dict[str, Path
     }
     study.execute(list(runs.values()), "the specialists")
     torch.manual_seed(0)
-    untrained = {"vanilla": backbone.model, "random": type(backbone.model)(backbone.model.config)}
+    model: Any = backbone.model
+    untrained = {"vanilla": model, "random": type(model)(model.config)}
     folders = {name: study.options.out / "specialists" / name for name in untrained}
-    for name, model in untrained.items():
-        model.to(dtype=backbone.model.dtype).save_pretrained(folders[name])
+    for name, other in untrained.items():
+        other.to(dtype=model.dtype).save_pretrained(folders[name])
         backbone.need_tokenizer().save_pretrained(folders[name])
     return folders | {name: _merged(study, run, backbone) for name, run in runs.items()}
 
