@@ -236,6 +236,7 @@ def test_an_untrained_delta_state_answers_with_what_followed_a_token() -> None:
     ssm = BlockStateForCausalLM(tools.config("sh-delta", initializer_range=1.0)).model.layers[0].mixer.context.ssm
     u = torch.randn(1, 2, ssm.sizes[-1])
     q, k, v = (u @ ssm.qkv.weight.T).split(ssm.sizes, dim=-1)
+    torch.testing.assert_close(k, q)
     cosine = torch.cosine_similarity(q[0, 1], k[0, 0], dim=0)
     y = ssm(u, WindowGrid.build(u, None, None, tools.W), None)
     assert torch.equal(y[0, 0], torch.zeros_like(y[0, 0]))

@@ -74,7 +74,7 @@ class DeltaSSM(nn.Module):
         z_t = sum over j < 4 of m_j * (u_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
         log a_t = -softplus(u_t w_a + c_a)           b_t = sigmoid(u_t w_b + c_b)
 
-    Initially a key is that of the token before, so a query finds what followed its token. Queries and keys have
+    Initially a key is the query of the token before, so a query finds what followed its token. Queries and keys have
     `state_size` numbers, values `state_width`. The cache has the state under `name`, and the last tokens' u W.
     """
 
@@ -88,11 +88,13 @@ class DeltaSSM(nn.Module):
         self.rate_bias = nn.Parameter(torch.empty(2))
 
     def reset_parameters(self) -> None:
-        """Keys of the token before, a state that falls to 1/e in `kernel_length` tokens, and b = 1/2."""
+        """Keys are the queries of the token before, a state falls to 1/e in `kernel_length` tokens, and b = 1/2."""
         with torch.no_grad():
             self.mix.zero_()
             queries, keys, values = self.mix.split(self.sizes, dim=1)
             queries[0], keys[1], values[0] = 1, 1, 1
+            queries, keys, _ = self.qkv.weight.split(self.sizes)
+            keys.copy_(queries)
             self.rate_weight.zero_()
             self.rate_bias.copy_(torch.tensor([math.log(math.expm1(1 / self.kernel_length)), 0.0]))
 
