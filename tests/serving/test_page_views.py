@@ -156,6 +156,27 @@ def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
         assert all("status of 401" in one for one in complaints)
 
 
+def test_a_late_answer_to_an_old_key_does_not_ask_again(
+    browser: Browser, service: Service, complaints: list[str]
+) -> None:
+    key, held = "a-key-of-some-length", []
+    guarded = changed(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
+    with running(guarded) as address, opened(browser, address, complaints) as page:
+        expect(page.locator("#key-note")).to_contain_text("The API key is missing")
+        page.route("**/v1/models", lambda route: held.append(route), times=1)
+        page.get_by_label("API key").fill("another-key-of-some-length")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-note")).to_contain_text("is not one that this server knows")
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        expect(column(page, "danish")).to_be_visible()
+        with page.expect_response("**/v1/models") as late:
+            held[0].continue_()
+        assert late.value.status == 401
+        expect(page.get_by_label("API key")).to_be_hidden()
+        assert all("status of 401" in one for one in complaints)
+
+
 def test_colours_follow_the_system_and_the_switch(browser: Browser, address: str, complaints: list[str]) -> None:
     def paper(page: Page) -> str:
         return page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")

@@ -44,14 +44,17 @@ export async function* stream(path, body, signal) {
 
 async function send(path, body, signal) {
   const headers = { Accept: "application/json" };
-  if (key()) headers.Authorization = `Bearer ${key()}`;
+  const used = key();
+  if (used) headers.Authorization = `Bearer ${used}`;
   if (body !== null) headers["Content-Type"] = "application/json";
   const options = { method: body === null ? "GET" : "POST", headers, signal, cache: "no-store" };
   if (body !== null) options.body = JSON.stringify(body);
   const response = await reached(new URL(path, BASE), options);
   if (response.ok) return response;
   const error = errorOf(await response.json().catch(() => null), response.status);
-  if (response.status === 401) document.dispatchEvent(new CustomEvent("graftlm:key", { detail: error.message }));
+  // An answer to a key that has been replaced since says nothing of the new one.
+  if (response.status === 401 && used === key())
+    document.dispatchEvent(new CustomEvent("graftlm:key", { detail: error.message }));
   throw error;
 }
 
