@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import config as lora
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graftlm.artifact import load_graft, save_graft
@@ -301,6 +302,37 @@ def test_a_config_that_is_not_of_its_tensors_is_refused(change: dict[str, Any], 
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert "copy the expert again with its own config" in refusal(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"target_modules": ["k_proj"]}, "has factors of model.layers.0.self_attn.q_proj, and its"),
+        ({"target_modules": ["q_proj", "up_proj"]}, "lacks the factors of model.layers.0.mlp.up_proj, which its"),
+        ({"layers_to_transform": [0]}, "has factors of model.layers.1.self_attn.q_proj, and its"),
+        ({"layers_to_transform": ["x"]}, "has factors of model.layers.0.self_attn.q_proj, and its"),
+        ({"target_modules": 5}, "can't be read ("),
+        ({"target_modules": "q_proj("}, "can't be read ("),
+        ({"alpha_pattern": {"q_proj(": 4}}, "can't be read ("),
+        ({"alpha_pattern": [1]}, "can't be read ("),
+    ],
+)
+def test_modules_that_a_config_does_not_name_are_refused(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """PEFT would leave their factors out, or make new ones for a module that lacks them."""
+    case = Case({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    case.adapter(tmp_path)
+    routed(case, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert sentence in refusal(case, tmp_path)
+
+
+def test_a_layer_without_factors_is_refused(tmp_path: Path) -> None:
+    case = Case({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    case.adapter(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(path).items() if ".layers.1." not in key}, path)
+    assert "lacks the factors of model.layers.1.self_attn.q_proj" in refusal(case, tmp_path)
 
 
 def refusal(case: Case, folder: Path) -> str:

@@ -117,6 +117,15 @@ def test_a_packaged_model_is_audited_by_its_name(tmp_path: Path) -> None:
     assert "graft audit smollm2-135m-instruct" in invoke("import-peft", str(tmp_path / "maths")).out
 
 
+@pytest.mark.parametrize("change", [{"r": 0}, {"lora_alpha": None}, {"target_modules": ["k_proj"]}])
+def test_what_the_build_refuses_has_no_section(change: dict, tmp_path: Path) -> None:
+    Case({"r": 4, "target_modules": ["q_proj"]}).adapter(tmp_path / "one")
+    change_config(str(tmp_path / "one"), **change)
+    described = inspect_adapter(tmp_path / "one")
+    assert not described.sections
+    assert "copy the expert again with its own config" in described.refusals["token-routing"]
+
+
 def pickled(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 

@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -145,7 +146,10 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
             "another SHA-256): restore that adapter, or build the graft again."
         )
     pairs = _pair_factors(name, folder, tensors, backbone)
+    _check_targets(name, folder, peft_config, pairs, backbone)
     if backbone is None:
+        for path, pair in pairs.items():
+            _scale(name, path, len(pair["A"]), peft_config)
         return {}, digest
     factors = {
         path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone) for path, pair in pairs.items()
@@ -242,11 +246,16 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
         raise _unmixable(name, folder, variant, next(known_inits, _TRAIN))
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}
     try:
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in dict(values.get(key) or {}):
+                re.compile(pattern)
         return LoraConfig(**known)
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert {name} again."
-        ) from None
+    except (TypeError, ValueError, re.error) as error:
+        raise _unreadable(name, folder, error) from None
+
+
+def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert {name} again.")
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
@@ -304,6 +313,36 @@ def _pair_factors(
     if not pairs:
         raise ArtifactError(f"The expert {name} in {folder} has no factors: copy it again.")
     return pairs
+
+
+def _check_targets(
+    name: str, folder: Path, peft_config: LoraConfig, paths: Mapping[str, Any], backbone: Backbone | None
+) -> None:
+    """Raise an `ArtifactError` unless the modules that have factors are those that the config names.
+
+    Without a backbone, modules that lack factors are not seen. PEFT would leave such factors out in silence, or make
+    new ones.
+    """
+    if peft_config.target_modules in (None, "all-linear"):
+        return  # PEFT's own list for the model
+    modules = dict(backbone.model.named_modules()) if backbone else {}
+    linear = [path for path, module in modules.items() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)]
+    try:
+        unnamed = [path for path in paths if not check_target_module_exists(peft_config, path)]
+        lacking = [path for path in linear if path not in paths and check_target_module_exists(peft_config, path)]
+    except (TypeError, ValueError, re.error) as error:
+        raise _unreadable(name, folder, error) from None
+    tied = peft_config.ensure_weight_tying  # adds the module that shares its weights with a named one
+    if unnamed and not tied:
+        raise ArtifactError(
+            f"The expert {name} in {folder} has factors of {unnamed[0]}, and its {ADAPTER_CONFIG} does not name that "
+            "module: copy the expert again with its own config."
+        )
+    if lacking:
+        raise ArtifactError(
+            f"The expert {name} in {folder} lacks the factors of {lacking[0]}, which its {ADAPTER_CONFIG} names: copy "
+            "it again."
+        )
 
 
 def _checked_factors(
