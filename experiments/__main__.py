@@ -51,6 +51,8 @@ def run(
     given |= {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
     options = Options.parse(given, where="python -m experiments")
     print_report(reproduce(name, options), folder, as_json)
+    if quick:
+        log("A quick run only shows that the experiment runs: its models are hardly trained, and its aims say nothing.")
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ def test_an_encoder_and_a_model_that_only_ends_its_texts_are_named(tmp_path: Pat
     head.bias = torch.nn.Parameter(bias)
     with pytest.raises(
         DataError,
-        match="samples nothing but texts that end at once .3 batches of 8 texts, after 0 of .*: try a temperature of 1",
+        match="nothing but texts that end at once .3 batches of at most 8 texts of .*, after 0 of .*: try a temp",
     ):
         sample(tmp_path, mute)
 
@@ -165,9 +165,27 @@ def test_conversations_that_never_end_their_first_turn_are_told_from_free_text(t
     head: Any = endless.model.get_output_embeddings()
     out: Any = endless.need_tokenizer().convert_tokens_to_ids("<|out|>")
     head.bias.data[[out, EOS]] = -1e4
-    message = "samples no conversation whose user's turn ends .3 batches .*: set chat_fraction to 0 for free text"
+    message = "samples no conversation whose user's turn ends .3 batches .* of 64 tokens, .*: raise the length, set"
     with pytest.raises(DataError, match=message):
         sample(tmp_path, endless, tokens=100, chat_fraction=0.5, length=64)
+
+
+def test_conversations_that_bring_nothing_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
+    """And an interrupted sampling that went on with free text does so again."""
+    endless = chat_backbone()
+    head: Any = endless.model.get_output_embeddings()
+    out: Any = endless.need_tokenizer().convert_tokens_to_ids("<|out|>")
+    head.bias.data[[out, EOS]] = -1e4
+    texts = sample(tmp_path, endless, tokens=500, length=64)
+    assert sum(text.tokens for text in texts) >= 500
+    assert not any(text.is_chat for text in texts)
+    path = tmp_path / "samples.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    barren = [number for number, line in enumerate(lines) if line == "[]\n"]
+    assert len(barren) == 3
+    for kept in (barren[1], barren[-1] + 1, len(lines) - 1):
+        path.write_text("".join(lines[:kept]))
+        assert sample(tmp_path, endless, tokens=500, length=64) == texts
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"temperature": 2.0, "top_p": 0.5}])

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +101,16 @@ def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str
         if not lines:
             file.truncate(0)
             file.write(json.dumps({"key": key}).encode() + b"\n")
-        barren = 0
+        for stop in range(1, len(lines) + 1):
+            sampler.check_yield(lines[:stop])
         show(samples)
         while (total := sum(sample.tokens for sample in samples)) < config.tokens:
             batch = sampler.batch(len(lines), samples, config.tokens - total)
-            barren = 0 if batch else barren + 1
-            if barren == _BARREN_BATCHES:
-                raise DataError(sampler.nothing_usable(total, samples, barren))
             lines.append(batch)
             samples += batch
             file.write(json.dumps([asdict(sample) for sample in batch]).encode() + b"\n")
             file.flush()
+            sampler.check_yield(lines)
             show(samples)
     return samples
 
@@ -208,16 +209,26 @@ class _Sampler:
                 total += sample.tokens
         return kept
 
-    def nothing_usable(self, total: int, samples: Sequence[OwnText], barren: int) -> str:
-        """What the user is told when batch after batch brings nothing."""
-        chats = sum(sample.tokens for sample in samples if sample.is_chat)
-        only_chats = total > chats and self._chat_fraction > 0
+    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> None:
+        """Leave out conversations for which nobody asked, or raise, when batch upon batch brings nothing."""
+        barren = sum(1 for _ in takewhile(operator.not_, reversed(batches)))
+        if not barren or barren % _BARREN_BATCHES:
+            return
+        samples = [sample for batch in batches for sample in batch]
+        if not self._chat_fraction or self._config.chat_fraction is not None:
+            raise DataError(self._nothing_usable(samples, barren))
+        self._chat_fraction = 0.0
+        self._starts = self._free_starts(self.name)
+
+    def _nothing_usable(self, samples: Sequence[OwnText], barren: int) -> str:
+        total = sum(sample.tokens for sample in samples)
+        only_chats = self._chat_fraction > 0 and any(not sample.is_chat for sample in samples)
         what = "no conversation whose user's turn ends" if only_chats else "nothing but texts that end at once"
-        way = "set chat_fraction to 0 for free text alone" if only_chats else "try a temperature of 1"
+        way = "raise the length, set chat_fraction to 0" if only_chats else "try a temperature of 1"
         return (
-            f"The backbone {self.name} samples {what} ({barren} batches of {self._config.batch_size} texts, after "
-            f"{total:,} of {self._config.tokens:,} tokens): {way}, or name real text under data.old; for own_kl, set "
-            "evaluation.own_tokens to 0."
+            f"The backbone {self.name} samples {what} ({barren} batches of at most {self._config.batch_size} texts of "
+            f"{self._length} tokens, after {total:,} of {self._config.tokens:,} tokens): {way}, or name real text "
+            "under data.old; for own_kl, set evaluation.own_tokens to 0."
         )
 
     def _free_texts(self, rows: int, number: int) -> Iterator[OwnText]:

@@ -129,7 +129,7 @@ class SelfSourceConfig(Config):
         ge=0,
         le=1,
         description="Share of the tokens in conversations, of which the model writes both sides; when absent, half for "
-        "a model with a chat template and none for others.",
+        "a model with a chat template and none for others, nor where its user's turns don't end within half a text.",
     )
     openings: list[str] = Field([], description="Texts with which free text begins in turn; none begins with nothing.")
     temperature: float = Field(1.0, ge=0.01, le=100, description="Divides the logits; 1 draws what the model means.")

@@ -116,6 +116,8 @@ class SamplingRun(Run):
         with PartialState().main_process_first():  # the others read its file
             path, show = context.folder / _SAMPLES, context.progress
             samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=show)
+        if not any(sample.is_chat for sample in samples):
+            context.log("None of it is a conversation: there is no usable chat template, or users' turns don't end.")
         metrics: dict[str, Any] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),

@@ -245,16 +245,8 @@ class _Auditor:
         """Text of the base's own; none where it has no tokens to sample."""
         if not self.config.tokens:
             return []
-        try:
-            return self._sample_with(given, out)
-        except DataError:  # that it samples no conversation is noted below; any other reason is raised again
-            if not self.pair[0].tokenizer.chat_template:
-                raise
-            return self._sample_with(given, out, chat_fraction=0)
-
-    def _sample_with(self, given: Auditable, out: str | Path | None, **settings: Any) -> list[OwnText]:
         base, config = self.pair[0], self.config
-        source = SelfSourceConfig(self=True, tokens=config.tokens, seed=config.seed, **settings)
+        source = SelfSourceConfig(self=True, tokens=config.tokens, seed=config.seed)
         identity: Any = by_content({"name": str(given)}) if isinstance(given, str | Path) else uuid4().hex
         key = digest(
             identity, base.backbone.fingerprint.id, source.model_dump(mode="json"), config.length, config.dtype
@@ -277,7 +269,8 @@ class _Auditor:
             self.metrics[1]["chat_kl"] = scores.subset(chats).interval("kl_per_token")
         else:
             self.notes.append(
-                "BASE sampled no conversation: it has no usable chat template, or its user's turns do not end."
+                "BASE sampled no conversation: it has no usable chat template, or its user's turns do not end within "
+                "half a text."
             )
         self.metrics[1]["changed_tokens"] = changed_tokens(compared, by_document=True)
 
