@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from experiments import Options
-from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_texts
+from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_examples, read_texts
 from experiments.study import Study, aim, bars, check_files, over_seeds, published, training_config
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.load import BackboneConfig
@@ -74,8 +73,7 @@ class PromptTask(Config):
 
     def measure(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """The metrics of a model."""
-        lines = map(json.loads, Path(self.path).read_text(encoding="utf-8").splitlines())
-        examples = [Example(prompt=line["prompt"], answer=line["text"]) for line in lines]
+        examples = [Example(prompt=prompt, answer=answer) for prompt, answer in read_examples(Path(self.path))]
         scores = score_answers(model, tokenizer, examples)
         metrics: dict[str, Any] = {
             self.name: scores.interval("nats_per_token"),
@@ -255,7 +253,8 @@ class ComposedStudy(Study):
     ) -> Results:
         """Write the results of an experiment's module, with its aims, published figures and bits per byte.
 
-        `details` get, for each aim, the ratio of every seed with its interval.
+        `details` get, for each aim, the ratio of every seed with its interval over seeds. An aim is met if the whole
+        interval is within it.
         """
         by_seed, aims = {name: list(runs.values()) for name, runs in details["by_seed"].items()}, []
         for (name, row, others, limit), text in ratios.items():
@@ -267,7 +266,8 @@ class ComposedStudy(Study):
                 ]
                 interval = combine_seeds(values)
                 details.setdefault("ratios", {})[text] = interval.model_dump() | {"by_seed": values}
-                aims.append(aim(text, name, limit, interval.mean, operator.le))
+                end = f"{text}, upper end of the interval"
+                aims.append(aim(end, name, limit, interval.high, operator.le))
         plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
         name = Path(module).parent.name.replace("_", "-")
         paper = published(module)

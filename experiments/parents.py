@@ -349,6 +349,12 @@ def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
     return [text for text in parts if text.strip()]
 
 
+def read_examples(path: Path) -> list[tuple[str, str]]:
+    """What `write_examples` wrote."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line["prompt"], line["text"]) for line in lines]
+
+
 def write_examples(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
     """One JSON object with a `prompt` and a `text` a line."""
     write_lines(path, ({"prompt": prompt, "text": answer} for prompt, answer in pairs))

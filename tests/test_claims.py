@@ -168,6 +168,41 @@ FIGURES = {
     "clarify": {},
     "ambiguity_checkers": {"90.2": "formality_es.right_of_all", "99.6%": "formality_de.right_of_all"},
 }
+# The same for what the pages say of compositions, as experiment/row.metric.
+COMPOSITIONS = {
+    "1.963": "composition_language/both.new_bpb",
+    "1.964": "composition_language/mixture.new_bpb",
+    "2.437": "composition_language/lora.new_bpb",
+    "2.434": "composition_language/m_b.new_bpb",
+    "2.440": "composition_language/random_m_a.new_bpb",
+    "2.381": "composition_language/cross.new_bpb",
+    "2.860": "composition_language/both.ntrex_fr_en_bpb",
+    "3.286": "composition_language/m_b.ntrex_fr_en_bpb",
+    "2.779": "composition_language/random_m_a.ntrex_fr_en_bpb",
+    "1.903": "composition_code/both.t2c_bpb",
+    "1.921": "composition_code/m_a.t2c_bpb",
+    "2.230": "composition_code/lora.t2c_bpb",
+    "2.252": "composition_code/random_m_a.t2c_bpb",
+    "2.284": "composition_smollm2/both.german_bpb",
+    "2.271": "composition_smollm2/german.german_bpb",
+    "2.439": "composition_smollm2/lora.german_bpb",
+    "2.518": "composition_smollm2/vanilla_m_a.german_bpb",
+    "1.911": "composition_smollm2/both.french_bpb",
+    "1.906": "composition_smollm2/french.french_bpb",
+    "2.025": "composition_smollm2/lora.french_bpb",
+    "2.117": "composition_smollm2/vanilla_m_a.french_bpb",
+    "1.086": "composition_smollm2/both.python_bpb",
+    "1.034": "composition_smollm2/python.python_bpb",
+    "1.101": "composition_smollm2/lora.python_bpb",
+    "1.129": "composition_smollm2/vanilla_m_a.python_bpb",
+    "1.097": "composition_smollm2/both.ntrex_french_english_bpb",
+    "1.081": "composition_smollm2/m_b.ntrex_french_english_bpb",
+    "41.2%": "kv_arithmetic/composition.kv_math_direct_held_out",
+    "59.1%": "kv_arithmetic/composition.kv_math_held_out",
+    "81.3%": "kv_arithmetic/pipeline.kv_math_held_out",
+    "60.8%": "kv_arithmetic/probability_mixture.kv_math_held_out",
+    "0.1%": "kv_arithmetic/lora.kv_math_direct_held_out",
+}
 SHARES: set[str] = set()  # metrics kept as shares of one, quoted in percent
 METHODS = {
     "neutral residues, its own text": "open-self",
@@ -238,6 +273,28 @@ def test_the_front_page_quotes_the_real_model() -> None:
     distilled = {"0.028": "neutral_self_distil.own_kl", "0.019": "neutral_self_distil.own_kl_at_equal"}
     places = FIGURES["keep_smollm2"] | distilled
     assert {figure: _rounded("keep_smollm2", places[figure], figure) for figure in quoted} == {f: f for f in quoted}
+
+
+@pytest.mark.parametrize(
+    ("page", "start"), [("docs/which-method.md", "| composition | French"), ("docs/methods/composition.md", "| ")]
+)
+def test_pages_on_compositions_quote_committed_results(page: str, start: str) -> None:
+    """Ratios with their intervals, in round brackets, are those of `ratios` or of two rows' means."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition("So try a pipeline first")[0]
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(start))
+    published = {"84.3%"}
+    quoted = _quoted(re.sub(r"(ratio )?\d\.\d+ \[[^]]*\]", "", lines)) - published
+    assert quoted <= COMPOSITIONS.keys()
+    assert len(quoted) > 10
+    for figure in quoted:
+        experiment, _, place = COMPOSITIONS[figure].partition("/")
+        assert _rounded(experiment, place, figure) == figure
+    found = {float(number) for number in re.findall(r"(\d\.\d{3}) \[", lines)}
+    ratios = json.loads((ROOT / "experiments/composition_smollm2/results.json").read_text())["details"]["ratios"]
+    best = {round(ratio["mean"], 3) for text, ratio in ratios.items() if "better parent" in text}
+    rows = _rows("composition_smollm2")
+    into = rows["both"]["ntrex_french_english_bpb"] / rows["m_b"]["ntrex_french_english_bpb"]
+    assert found <= best | {round(into, 3)}
 
 
 def test_every_experiment_has_its_figures_checked() -> None:

@@ -47,6 +47,7 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
 }
+LOCAL_MODELS = ("french-gpt2", "smollm2-french", "code", "random", "some-model", "writer")
 NOT_OURS = {  # the first words of commands of other programs, and why they do not run here
     "git": "downloads",
     "cd": "goes into the clone",
@@ -138,8 +139,8 @@ def _write_adapters(folder: Path) -> None:
 
 def _write_models(folder: Path, tiny_backbone: BackboneFolder) -> None:
     """Random models under the names of the pages. Causal models have 4,096 positions, for clarify's prompts."""
-    names = ["google/gemma-2-2b", "HuggingFaceTB/SmolLM2-135M", "models/french-gpt2", "models/code", "models/random"]
-    for seed, name in enumerate([*names, "models/some-model", "models/writer"]):
+    names = ["google/gemma-2-2b", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-1.7B"]
+    for seed, name in enumerate([*names, *(f"models/{name}" for name in LOCAL_MODELS)]):
         tiny_model("llama", seed, max_position_embeddings=4096).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     chat = tiny_tokenizer()

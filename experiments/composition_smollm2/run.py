@@ -31,14 +31,15 @@ from experiments.composed import (
 )
 from experiments.composition_language.run import BIBLE, into_english, read_verses
 from experiments.keep_smollm2.run import CODE, ENGLISH, GERMAN, MODEL
-from experiments.parents import FRENCH, cut_texts, fitting, read_texts, spaced, write_examples
+from experiments.parents import FRENCH, cut_texts, fitting, read_examples, read_texts, spaced, write_examples
 from experiments.study import check_files, training_config
 from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.demo.corpus import write_documents
-from graftlm.evaluation import Results
+from graftlm.evaluation import Results, Row
+from graftlm.evaluation.examples import Example, chrf
 from graftlm.export import export_graft
 from graftlm.grafts import graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
@@ -67,7 +68,9 @@ LABELS = SHARED_LABELS | {
     "m_b": "SmolLM2",
     **{name: f"specialist, {name.capitalize()}" for name in SPECIALISTS},
     "vanilla_m_a": "both, with three copies of SmolLM2",
-    "random_m_a": "both, with three random models",
+    "random_m_a": "both, with one random model three times",
+    "copied": "the source, not translated",
+    "constant": "one English sentence for every source",
 }
 TEXTS = {"german_bpb": "German", "french_bpb": "French", "python_bpb": "Python", "old_bpb": "English"}
 INTO_ENGLISH = {f"ntrex_{name}_english_bpb": f"NTREX, {name.capitalize()} into English" for name in LANGUAGES}
@@ -91,6 +94,7 @@ def run(options: Options) -> Results:
     models = {name: anchor.model_copy(update={"name": str(folders[name])}) for name in SPECIALISTS}
     with frozen_states_kept():
         results, details = study.measure({"m_b": anchor, **models}, trained)
+    results += trivial_rows(study.tasks, options.out / "texts" / "pairs-prompts.jsonl")
     setting: dict[str, Any] = {"steps": study.steps, "batch_size": study.batch_size, "length": LENGTH}
     setting |= {"characters": CHARACTERS, "rates": {kind: list(rates) for kind, rates in RATES.items()}}
     details["setting"] = setting
@@ -202,6 +206,20 @@ def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
         write_examples(path := folder / f"{name}.jsonl", spaced(pairs, 2 if options.quick else 24 if into else 8))
         tasks.append(PromptTask(name=name, path=str(path), answers=12 if into else 0))
     return tasks
+
+
+def trivial_rows(tasks: Sequence[PromptTask], trained: Path) -> list[Row]:
+    """chrF of answers that no model gives: the source itself, and one sentence of the pairs that are trained on."""
+    into = (text for prompt, text in read_examples(trained) if prompt.endswith("English:"))
+    rows = {name: Row(id=name, label=LABELS[name], metrics={}) for name in ("copied", "constant")}
+    constant = next(into).strip()
+    for task in (task for task in tasks if task.answers):
+        examples = read_examples(Path(task.path))[: task.answers]
+        right = [Example(prompt=prompt, answer=answer) for prompt, answer in examples]
+        sources = [prompt.partition(": ")[2].rpartition("\n")[0] for prompt, _ in examples]
+        for name, answers in {"copied": sources, "constant": [constant] * len(examples)}.items():
+            rows[name].metrics[f"{task.name}_chrf"] = chrf(answers, right, beta=1)
+    return list(rows.values())
 
 
 def excerpts(texts: Sequence[str], name: str, *, quick: bool = False) -> dict[str, list[str]]:

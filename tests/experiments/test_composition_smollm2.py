@@ -10,22 +10,26 @@ import pytest
 import torch
 
 from experiments import Options, reproduce
-from experiments.composed import SHARES
+from experiments.composed import SHARES, PromptTask
 from experiments.composition_smollm2.run import (
     DOCUMENTS,
     FILES,
     INTO_ENGLISH,
     LABELS,
+    MODEL,
     SOURCES,
     SPECIALISTS,
     TEXTS,
     excerpts,
     frozen_states_kept,
     ratios,
+    trivial_rows,
     write_texts,
 )
+from experiments.parents import write_examples
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import DataError
+from graftlm.evaluation.examples import Example, chrf
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
 
@@ -54,7 +58,7 @@ def test_three_specialists_in_the_one_form(tmp_path: Path, tiny_backbone) -> Non
     results = reproduce("composition-smollm2", options)
     rows = {row.id: row.metrics for row in results.rows}
     assert set(rows) == set(LABELS) - {"m_a"}
-    for metrics in rows.values():
+    for metrics in (metrics for name, metrics in rows.items() if name not in {"copied", "constant"}):
         assert {*TEXTS, *INTO_ENGLISH, "ntrex_english_french_bpb"} <= metrics.keys()
     assert len(results.aims) == len(ratios())
     assert len(results.details["search"]["fixed_mixture"]) == len(SHARES) + 1
@@ -90,6 +94,38 @@ def test_texts_of_a_test_are_in_no_training(tmp_path: Path, tiny_backbone) -> No
     assert answers
     for task in tasks:
         assert not answers & {*lines(Path(task.path).name), *lines(Path(task.path).name, "prompt")}
+
+
+def test_no_author_document_or_phrase_of_a_real_test_is_trained_on(data_dir: Path, tmp_path: Path) -> None:
+    """By value, on the texts of the published figures: novels, files, sentences and verses."""
+    for name in ("german", "french", "old"):
+        lines = (data_dir / SOURCES[name]).read_text(encoding="utf-8").splitlines()
+        authors = {part: {json.loads(lines[n])["author"] for n in of} for part, of in DOCUMENTS[name].items()}
+        assert not authors["test"] & (authors["train"] | authors["validation"])
+    options = Options(data=data_dir, out=tmp_path)
+    tasks = write_texts(options, load_backbone(MODEL))
+
+    def phrases(path: Path) -> set[str]:
+        words = [f"{line.get('prompt', '')} {line['text']}".split() for line in map(json.loads, path.open())]
+        return {" ".join(text[start : start + 12]) for text in words for start in range(len(text) - 11)}
+
+    texts = tmp_path / "texts"
+    trained = set.union(*(phrases(path) for path in [*texts.glob("*-train.jsonl"), texts / "pairs-prompts.jsonl"]))
+    chosen = set.union(*map(phrases, texts.glob("*-validation.jsonl")))
+    tested = set.union(*(phrases(Path(path)) for path in [*texts.glob("*-test.jsonl"), *(task.path for task in tasks)]))
+    assert min(map(len, (trained, chosen, tested))) > 1_000
+    assert not tested & (trained | chosen)
+
+
+def test_answers_that_no_model_gives(tmp_path: Path) -> None:
+    write_examples(tmp_path / "trained", [("English: A\nGerman:", " B\n"), ("German: B\nEnglish:", " my garden\n")])
+    write_examples(tmp_path / "task", [("German: mein Garten\nEnglish:", " my garden\n")])
+    copied, constant = trivial_rows(
+        [PromptTask(name="x", path=str(tmp_path / "task"), answers=1)], tmp_path / "trained"
+    )
+    right = [Example(prompt="", answer=" my garden\n")]
+    assert copied.metrics["x_chrf"] == pytest.approx(chrf(["mein Garten"], right, beta=1))
+    assert constant.metrics["x_chrf"] == pytest.approx(100)
 
 
 def test_an_excerpt_is_behind_the_start_of_each_document() -> None:
