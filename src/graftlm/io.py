@@ -312,10 +312,10 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
         inner = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # an adapter's own name is a folder
         remedy = f"name {inner.parent}" if inner else "name a folder that PEFT's save_pretrained wrote"
         raise ArtifactError(f"The {what} has no {ADAPTER_CONFIG} in {folder}: {remedy}.") from None
-    except (UnicodeDecodeError, ValueError, RecursionError):
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise ArtifactError(f"{path} is not readable JSON, so the {what} is damaged: copy it again.")
+        raise ArtifactError(f"{path} is not a readable JSON object, so the {what} is damaged: copy it again.")
     for key, value in values.items():
         try:
             json.dumps(value, allow_nan=False)

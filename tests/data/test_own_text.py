@@ -170,6 +170,15 @@ def test_conversations_that_never_end_their_first_turn_are_told_from_free_text(t
         sample(tmp_path, endless, tokens=100, chat_fraction=0.5, length=64)
 
 
+def test_a_long_opening_leaves_others_their_length(tmp_path: Path) -> None:
+    """Texts go on to the length that they may have, whatever is sampled beside them."""
+    model = backbone()
+    long = "the garden " * 4
+    width = len(model.need_tokenizer()(long)["input_ids"])
+    texts = sample(tmp_path, model, tokens=400, openings=["the", long], length=width + 4)
+    assert max(text.tokens for text in texts if text.turns[0][0] < width // 2) > 8
+
+
 def test_conversations_that_bring_nothing_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
     """And an interrupted sampling that went on with free text does so again."""
     endless = chat_backbone()

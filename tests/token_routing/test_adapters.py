@@ -20,6 +20,7 @@ from torch import Tensor
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError, TapError
+from graftlm.generation.inspect import inspect_adapter
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel
 from graftlm.grafts.token_routing.experts import PLAIN_FIELDS
@@ -325,6 +326,62 @@ def test_modules_that_a_config_does_not_name_are_refused(change: dict[str, Any],
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert sentence in refusal(case, tmp_path)
+
+
+LAYER = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "sentence"),
+    [
+        ({"target_modules": ["q_proj"]}, {"ensure_weight_tying": True}, None),
+        ({"target_modules": "all-linear"}, {"exclude_modules": ["q_proj"]}, "has factors of model.layers.0.self_attn."),
+        ({"target_modules": "All-Linear"}, {}, None),
+        (
+            {"target_modules": ["q_proj", "k_proj"]},
+            {"target_modules": None},
+            "has factors of model.layers.0.self_attn.",
+        ),
+        ({"target_modules": ["q_proj"]}, {"base_model_name_or_path": 5}, "5 is of a wrong type or size"),
+        ({"target_modules": ["q_proj"]}, {"lora_alpha": 10**400}, "is of a wrong type or size"),
+        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", None]}, "None is of a wrong type or size"),
+    ],
+)
+def test_a_config_is_read_as_peft_reads_it(
+    settings: dict[str, Any], change: dict[str, Any], sentence: str | None, tmp_path: Path
+) -> None:
+    case = Case({"r": 4, "lora_alpha": 8} | settings)
+    case.adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if sentence is None:
+        routed(case, tmp_path)
+    else:
+        assert sentence in refusal(case, tmp_path)
+
+
+@pytest.mark.parametrize("change", ["prefix", "kind", "stray"])
+def test_tensors_that_peft_does_not_load_are_refused(change: str, tmp_path: Path) -> None:
+    case = Case({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "ensure_weight_tying": True})
+    case.adapter(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    if change == "stray":
+        tensors |= {LAYER.format(0, "k", part): tensors[LAYER.format(0, "q", part)].clone() for part in "AB"}
+    else:
+        old, new = {"prefix": ("base_model.model.", ""), "kind": ("lora_A.weight", "lora_embedding_A")}[change]
+        tensors = {key.replace(old, new, 1): tensor for key, tensor in tensors.items()}
+    save_file(tensors, path)
+    refusal(case, tmp_path)
+
+
+def test_factors_of_two_ranks_are_refused_without_a_backbone(tmp_path: Path) -> None:
+    Case({"r": 4, "target_modules": ["q_proj"]}).adapter(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[LAYER.format(0, "q", "B")] = tensors[LAYER.format(0, "q", "B")][:, :3].contiguous()
+    save_file(tensors, path)
+    assert "has factors of the ranks 4 and 3 at model.layers.0" in inspect_adapter(tmp_path).refusals["token-routing"]
 
 
 def test_a_layer_without_factors_is_refused(tmp_path: Path) -> None:

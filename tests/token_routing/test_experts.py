@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
     "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
     "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "under a name": (lambda f: [p.rename(Path(f, "x") / p.name) for p in moved_below(f)], r"name .*x\.$"),
-    "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not readable JSON"),
+    "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not a readable JSON object"),
     "no tensors": (lambda f: (Path(f) / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "a pickle": (
         lambda f: (Path(f) / "adapter_model.safetensors").rename(Path(f) / "adapter_model.bin"),

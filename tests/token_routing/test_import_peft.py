@@ -158,7 +158,10 @@ def gone(folder: Path) -> None:
             pickled,
             "The PEFT adapter in bad has only a pickled adapter_model.bin, which is never read: save it again with ",
         ),
-        (without_json, "bad/adapter_config.json is not readable JSON, so the PEFT adapter is damaged: copy it again."),
+        (
+            without_json,
+            "bad/adapter_config.json is not a readable JSON object, so the PEFT adapter is damaged: copy it again.",
+        ),
         (truncated, "bad/adapter_model.safetensors is not a whole safetensors file"),
         (infinite, "bad/adapter_config.json has {'q_proj': nan} as alpha_pattern, but finite numbers are expected: "),
         (worded, "bad/adapter_config.json: alpha"),

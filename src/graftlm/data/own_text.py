@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,8 @@ class _Sampler:
 
     def _nothing_usable(self, samples: Sequence[OwnText], barren: int) -> str:
         total = sum(sample.tokens for sample in samples)
-        only_chats = self._chat_fraction > 0 and any(not sample.is_chat for sample in samples)
+        some_free = any(not sample.is_chat for sample in samples)
+        only_chats = self._chat_fraction == 1 or (self._chat_fraction > 0 and some_free)
         what = "no conversation whose user's turn ends" if only_chats else "nothing but texts that end at once"
         way = "raise the length, set chat_fraction to 0" if only_chats else "try a temperature of 1"
         return (
@@ -235,9 +236,11 @@ class _Sampler:
         first = number * self._config.batch_size
         starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
         ends = self._ends | ({starts[0][0]} if leading_bos(self._tokenizer) is None else set())
-        for start, new in zip(starts, self._continue(starts, ends, self._length), strict=True):
-            if new and new[0] not in ends:
-                yield OwnText(start + new, [(len(start), len(start) + len(new))])
+        for _, group in groupby(sorted(starts, key=len), len):  # each to its full length
+            openings = list(group)
+            for start, new in zip(openings, self._continue(openings, ends, self._length), strict=True):
+                if new and new[0] not in ends:
+                    yield OwnText(start + new, [(len(start), len(start) + len(new))])
 
     def _conversations(self, rows: int) -> Iterator[OwnText]:
         before, after = self._template

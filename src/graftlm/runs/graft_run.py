@@ -116,12 +116,12 @@ class SamplingRun(Run):
         with PartialState().main_process_first():  # the others read its file
             path, show = context.folder / _SAMPLES, context.progress
             samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=show)
-        if not any(sample.is_chat for sample in samples):
-            context.log("None of it is a conversation: there is no usable chat template, or users' turns don't end.")
+        chats = sum(sample.is_chat for sample in samples)
+        context.log(f"Of {len(samples):,} texts, {chats:,} are conversations.")
         metrics: dict[str, Any] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
-            "chat_texts": sum(sample.is_chat for sample in samples),
+            "chat_texts": chats,
             "seconds": perf_counter() - started,
         }
         return Measurement(Row(id=self.id, label=self.label, metrics=metrics))

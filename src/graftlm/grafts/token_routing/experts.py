@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_
 from graftlm.grafts.token_routing.config import ExpertConfig
 from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, named_model, read_adapter_config
 
-_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
 # What a user types instead. FOLDER is the adapter's, and model a fresh backbone in transformers.
 _TRAIN = "train it as plain LoRA"
 _MERGE = (
@@ -146,14 +147,15 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
             "another SHA-256): restore that adapter, or build the graft again."
         )
     pairs = _pair_factors(name, folder, tensors, backbone)
-    _check_targets(name, folder, peft_config, pairs, backbone)
     if backbone is None:
+        _check_targets(name, folder, peft_config, pairs, None)
         for path, pair in pairs.items():
             _scale(name, path, len(pair["A"]), peft_config)
         return {}, digest
     factors = {
         path: _checked_factors(name, path, pair["A"], pair["B"], peft_config, backbone) for path, pair in pairs.items()
     }
+    _check_targets(name, folder, peft_config, pairs, backbone)
     base = named_model(peft_config.base_model_name_or_path or "")
     if base and Path(base).name.lower() != Path(backbone.name).name.lower():  # folders move, names stay
         warnings.warn(
@@ -249,13 +251,32 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in dict(values.get(key) or {}):
                 re.compile(pattern)
+        _check_types(name, folder, values)
         return LoraConfig(**known)
     except (TypeError, ValueError, re.error) as error:
         raise _unreadable(name, folder, error) from None
 
 
+def _check_types(name: str, folder: Path, values: Mapping[str, Any]) -> None:
+    """Raise an `ArtifactError` if a value that the factors' weights follow from is of a wrong type."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+
+    patterns = [value for key in ("rank_pattern", "alpha_pattern") for value in dict(values.get(key) or {}).values()]
+    numbers = [values.get("r", 8), values.get("lora_alpha", 8), *patterns]
+    wrong = [value for value in numbers if not is_number(value)]
+    named = values.get("target_modules")
+    wrong += [part for part in (named if isinstance(named, list) else []) if not isinstance(part, str)]
+    wrong += [base] if not isinstance(base := values.get("base_model_name_or_path"), str | None) else []
+    if wrong:
+        raise _unreadable(name, folder, ValueError(f"{str(wrong[0])[:40]} is of a wrong type or size"))
+
+
 def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert {name} again.")
+    return ArtifactError(
+        f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert again with its own config."
+    )
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
@@ -292,12 +313,15 @@ def _pair_factors(
         ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
     parameters = dict(backbone.model.named_parameters(remove_duplicate=False)) if backbone else {}
+    modules = _base_modules(backbone.model) if backbone else {}
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if match := _KEY.fullmatch(key):
             if tensor.dim() != 2:
                 raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
-            pairs.setdefault(match[1], {})[match[3]] = tensor
+            if match[1] in modules and bool(match[2]) != isinstance(modules[match[1]], nn.Embedding):
+                raise _unmixable(name, folder, f"the tensor {key}, of another kind of layer", _TRAIN)
+            pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
             continue
         if backbone is None:
             continue  # only a backbone tells
@@ -310,39 +334,66 @@ def _pair_factors(
     for path, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
             raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
+        rank, other = pair["A"].shape[0], pair["B"].shape[1]
+        if rank != other or not rank:
+            raise ArtifactError(
+                f"The expert {name} in {folder} has factors of the ranks {rank} and {other} at {path}, and one rank "
+                "above 0 is expected: copy it again."
+            )
     if not pairs:
         raise ArtifactError(f"The expert {name} in {folder} has no factors: copy it again.")
     return pairs
 
 
-def _check_targets(
-    name: str, folder: Path, peft_config: LoraConfig, paths: Mapping[str, Any], backbone: Backbone | None
-) -> None:
-    """Raise an `ArtifactError` unless the modules that have factors are those that the config names.
+def _base_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by path, those below another adapter included."""
+    return {
+        path: module.base_layer if isinstance(module, BaseTunerLayer) else module  # type: ignore[misc]
+        for path, module in model.named_modules()
+    }
 
-    Without a backbone, modules that lack factors are not seen. PEFT would leave such factors out in silence, or make
-    new ones.
+
+def _check_targets(
+    name: str, folder: Path, peft_config: LoraConfig, paths: Iterable[str], backbone: Backbone | None
+) -> None:
+    """Raise an `ArtifactError` unless the modules that have factors are those that PEFT would give them to.
+
+    PEFT leaves out other factors in silence, and makes new ones where they lack. Without a backbone, only the names in
+    the config are compared.
     """
-    if peft_config.target_modules in (None, "all-linear"):
-        return  # PEFT's own list for the model
-    modules = dict(backbone.model.named_modules()) if backbone else {}
-    linear = [path for path, module in modules.items() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)]
     try:
-        unnamed = [path for path in paths if not check_target_module_exists(peft_config, path)]
-        lacking = [path for path in linear if path not in paths and check_target_module_exists(peft_config, path)]
-    except (TypeError, ValueError, re.error) as error:
+        if backbone is not None:
+            expected = _peft_targets(peft_config, backbone)
+        elif str(peft_config.target_modules).lower() in ("none", "all-linear") or peft_config.ensure_weight_tying:
+            return  # only a model tells
+        else:
+            expected = {path for path in paths if check_target_module_exists(peft_config, path)}
+    except (TypeError, ValueError, AttributeError, re.error) as error:
         raise _unreadable(name, folder, error) from None
-    tied = peft_config.ensure_weight_tying  # adds the module that shares its weights with a named one
-    if unnamed and not tied:
+    if unnamed := sorted({*paths} - expected):
         raise ArtifactError(
             f"The expert {name} in {folder} has factors of {unnamed[0]}, and its {ADAPTER_CONFIG} does not name that "
             "module: copy the expert again with its own config."
         )
-    if lacking:
+    if lacking := sorted(expected - {*paths}):
         raise ArtifactError(
             f"The expert {name} in {folder} lacks the factors of {lacking[0]}, which its {ADAPTER_CONFIG} names: copy "
             "it again."
         )
+
+
+def _peft_targets(peft_config: LoraConfig, backbone: Backbone) -> set[str]:
+    """The paths of the modules that PEFT gives factors, found on a copy of the model without weights."""
+    model: Any = backbone.model
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        skeleton = type(model)(deepcopy(model.config))
+        try:
+            adapted: Any = get_peft_model(skeleton, deepcopy(peft_config), low_cpu_mem_usage=True)
+        except ValueError:  # none of the named modules is there
+            return set()
+    modules = adapted.base_model.model.named_modules()
+    return {path for path, module in modules if isinstance(module, BaseTunerLayer)}
 
 
 def _checked_factors(
