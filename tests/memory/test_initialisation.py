@@ -28,6 +28,18 @@ def test_every_second_head_has_the_token_before_as_its_key() -> None:
         assert memory_of(model).blocks[0].mix.eq(1).all()
 
 
+def test_such_a_head_finds_what_followed_a_token() -> None:
+    """Its keys are the queries of the token before; the other heads' keys have weights of their own."""
+    with memory_model(live(), spread=0, heads=4) as model:
+        weight = memory_of(model).blocks[0].w_qkv.weight.detach()
+    queries, keys, _ = weight.unflatten(0, (3, 4, -1))
+    assert torch.equal(queries[::2], keys[::2])
+    assert not queries[1::2].eq(keys[1::2]).any()
+    with memory_model(live(), spread=0, mixed=1) as model:
+        queries, keys, _ = memory_of(model).blocks[0].w_qkv.weight.detach().chunk(3)
+    assert not queries.eq(keys).any()
+
+
 def test_heads_forget_in_1_to_128_windows_and_write_half() -> None:
     with memory_model(live(), spread=0, heads=8, window=6) as model:
         block = memory_of(model).blocks[0]

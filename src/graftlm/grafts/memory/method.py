@@ -76,8 +76,10 @@ class DeltaState(nn.Module):
         self.w_qkv.weight.normal_(0, 1 / math.sqrt(self.w_qkv.in_features))
         self.mix[0] = 1
         keys_CHK = self.mix.chunk(3, dim=1)[1].unflatten(-1, (self.heads, -1))
-        if len(keys_CHK) > 1:  # half of the heads find what followed a token
+        if len(keys_CHK) > 1:  # half of the heads find what followed a token: their keys are the query before
             keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1
+            queries, keys, _ = self.w_qkv.weight.unflatten(0, (3, self.heads, -1))
+            keys[::2] = queries[::2]
         self.rates.weight.zero_()
         times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window  # a head forgets in 1 to 128 windows
         self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(self.heads)]))
