@@ -38,7 +38,9 @@ def print_inspection(inspection: Inspection) -> None:
         for quantity, by_name in inspection.layers.items()
         for name, values in by_name.items()
     ]
-    for group in _fit_columns(columns, console.width):
+    single = [(head, values) for head, values in columns if len(values) == 1]  # of the whole graft, not of a layer
+    _print_pairs(((head, _layer_cell(values, 0)) for head, values in single), console)
+    for group in _fit_columns([column for column in columns if column not in single], console.width):
         count = max(len(values) for _, values in group)
         lines = [[str(layer), *(_layer_cell(values, layer) for _, values in group)] for layer in range(count)]
         print_columns(["layer", *(head for head, _ in group)], lines, console, gap=True)
