@@ -28,9 +28,31 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     for kernel, (name, contexts) in _KERNELS.items()
     for context in contexts
 }
+# What a result of a block-state row may be owed to, one at a time.
+_CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "slide_ssm": ("sliding window, state space behind the embeddings", {"mixer": "block-state", "mixer_layers": []}),
+    "sh_s4d": (
+        "BST single-head, S4D, no state space behind the embeddings",
+        {"mixer": "block-state", "positional_ssm": False, "state_size": 64},
+    ),
+    "sh_delta": (
+        "BST single-head, delta rule, no state space behind the embeddings",
+        {"mixer": "block-state", "kernel": "delta", "positional_ssm": False, "state_size": 64},
+    ),
+    "gss_hybrid": (
+        "gated state space, S4D, attention in the last layer",
+        {"mixer": "state-space", "mixer_layers": "all but the last", "state_size": 64},
+    ),
+    "gss": ("gated state space, S4D, no attention", {"mixer": "state-space", "mixer_layers": "all", "state_size": 64}),
+    "gated_delta": (
+        "gated state space, delta rule, no attention",
+        {"mixer": "state-space", "kernel": "delta", "mixer_layers": "all", "state_size": 64},
+    ),
+}
 LABELS = {row: label for row, (label, _) in _MODELS.items()}
-ROWS = {row: difference for row, (_, difference) in _MODELS.items()}
-BLOCK_STATE = tuple(row for row in ROWS if row.startswith("bst_"))
+CONTROLS = {row: label for row, (label, _) in _CONTROLS.items()}
+ROWS = {row: difference for row, (_, difference) in (_MODELS | _CONTROLS).items()}
+BLOCK_STATE = tuple(row for row in LABELS if row.startswith("bst_"))
 
 
 def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
@@ -40,6 +62,9 @@ def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
         RecipeError: the row has more parameters without its FFNs.
     """
     config = {"model_type": "block-state", **shape, **ROWS[row]}
+    layers = list(range(config["num_hidden_layers"]))
+    named = {"all": layers, "all but the last": layers[:-1]}
+    config["mixer_layers"] = named.get(str(config["mixer_layers"]), config["mixer_layers"])
     narrow, wide = (parameter_count(config | {"intermediate_size": width}) for width in (8, 16))
     width = 8 + round(8 * (parameters - narrow) / (wide - narrow))
     if width < 8:

@@ -155,9 +155,10 @@ FIGURES = {
         "2.530": "longer-slide.bpb_documents",
     },
     "long_memory": {
-        "100%": "bst_sh_s4d.recall",
-        "79.2%": "block_recurrent.recall",
-        "13.7%": "slide.recall",
+        "99.6%": "sh_delta.recall64",
+        "0.0%": "sh_s4d.recall64",
+        "31.9%": "sh_s4d.recall",
+        "96.5%": "gated_delta.recall64",
     },
     "summarize": {
         "36.1": "default.rouge1_lead3",

@@ -34,13 +34,27 @@ def hidden_states(model: Any, ids: list[int]) -> Tensor:
         x = x + _outputs(module.ssm.kernels, u, config)[..., 0, 0] @ module.out_proj.weight.T
     for layer in model.layers:
         h = _normed(x, layer.mixer_norm)
-        out = _attention(layer.mixer.attention, h, config)
-        if layer.mixer.context is not None:
-            out = torch.cat([out, _context(layer.mixer, h, config)], dim=-1)
+        if hasattr(layer.mixer, "gate"):
+            out = _gated_state_space(layer.mixer, h, config)
+        else:
+            out = _attention(layer.mixer.attention, h, config)
+            if layer.mixer.context is not None:
+                out = torch.cat([out, _context(layer.mixer, h, config)], dim=-1)
         x = x + out @ layer.mixer.out.weight.T
         inner = torch.relu(_normed(x, layer.ffn_norm) @ layer.ffn.up.weight.T)
         x = x + inner @ layer.ffn.down.weight.T
     return _normed(x, model.norm)
+
+
+def _gated_state_space(module: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, d): a state-space model's outputs times a gate."""
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+    u = gelu(h @ module.in_proj.weight.T)
+    y = _delta(module.ssm, u) if config.kernel == "delta" else _outputs(module.ssm.kernels, u, config)
+    return _normed(y[..., 0, 0], module.norm) @ module.up.weight.T * gelu(h @ module.gate.weight.T)
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
@@ -139,6 +153,8 @@ def _context(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
         states = [_normed(state @ module.out_proj.weight.T, module.norm) for state in _filter_states(module, h, config)]
         return _cross_attention(module, h, states, config)
     y = _both_directions(module, h @ module.in_proj.weight.T, config)[:, :, 0]  # (T, E, C)
+    if config.kernel == "delta":
+        return torch.stack([module.value.weight @ _normed(token[:, 0], module.norm) for token in y])
     rows = []
     for t in range(len(h)):
         first = t // config.window * config.window

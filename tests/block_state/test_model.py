@@ -157,7 +157,7 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"num_attention_heads": 3, "hidden_size": 16}, "3 heads don't divide a width of 16"),
         ({"window": 0}, "window is 0; a whole number from 1"),
         ({"window": "wide"}, "window is 'wide'"),
-        ({"mixer": "lstm"}, "mixer is 'lstm'; one of block-state, recurrent"),
+        ({"mixer": "lstm"}, "mixer is 'lstm'; one of block-state, state-space"),
         ({"context": "xx"}, "context is 'xx'; one of sh, mh, mf"),
         ({"context": "mh", "kernel": "delta"}, "kernel: delta has one state for each token, but context is mh: set"),
         ({"context": "mf", "filters": 0}, "filters is 0; a whole number from 1"),

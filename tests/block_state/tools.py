@@ -14,6 +14,8 @@ BASELINES: dict[str, dict[str, Any]] = {
     "slide": {"mixer": "slide"},
     "memory": {"mixer": "memory", "memory_windows": 2},
     "recurrent": {"mixer": "recurrent", "recurrent_states": 3},
+    "gated-s4d": {"mixer": "state-space", "kernel": "s4d"},
+    "gated-delta": {"mixer": "state-space", "kernel": "delta", "mixer_layers": [0, 1, 2]},
 }
 BLOCK_STATE: dict[str, dict[str, Any]] = {
     f"{context}-{kernel}": {"context": context, "kernel": kernel}
@@ -22,7 +24,7 @@ BLOCK_STATE: dict[str, dict[str, Any]] = {
 } | {"sh-delta": {"context": "sh", "kernel": "delta"}}
 VARIANTS = BASELINES | BLOCK_STATE
 # Each kind once in the default run; the other variants run with -m "".
-DEFAULT_VARIANTS = ("slide", "recurrent", "sh-s4d", "sh-delta", "mf-unstructured")
+DEFAULT_VARIANTS = ("slide", "recurrent", "gated-s4d", "sh-s4d", "sh-delta", "mf-unstructured")
 EXHAUSTIVE_VARIANTS = [
     pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.exhaustive) for name in VARIANTS
 ]

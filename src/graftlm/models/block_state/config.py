@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from graftlm.errors import RecipeError, did_you_mean
 
 _CHOICES = {
-    "mixer": ("block-state", "recurrent", "memory", "slide"),
+    "mixer": ("block-state", "state-space", "recurrent", "memory", "slide"),
     "context": ("sh", "mh", "mf"),
     "kernel": ("s4d", "unstructured", "delta"),
 }
@@ -30,8 +30,10 @@ class BlockStateConfig(PreTrainedConfig):
         mixer: the addition to window attention. `block-state`: cross-attention to the states of a state-space model.
             `recurrent`: cross-attention to state vectors that are updated window by window (Block-Recurrent
             Transformer, fixed gate, skip). `slide`: nothing. `memory`: Transformer-XL, whose layers all read keys and
-            values of earlier windows without gradients.
-        mixer_layers: indices of the layers with context states (`block-state`, `recurrent`).
+            values of earlier windows without gradients. `state-space`: a gated state-space layer in place of the window
+            attention (GSS; a hybrid where `mixer_layers` are some of the layers).
+        mixer_layers: indices of the layers with context states (`block-state`, `recurrent`), or without attention
+            (`state-space`).
         context: the states that `block-state` attends to. `sh`: one state-space output for each token of the window.
             `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
         kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
@@ -63,7 +65,7 @@ class BlockStateConfig(PreTrainedConfig):
     intermediate_size: int = 1024
     hidden_act: str = "relu"
     window: int = 128
-    mixer: Literal["block-state", "recurrent", "memory", "slide"] = "block-state"
+    mixer: Literal["block-state", "state-space", "recurrent", "memory", "slide"] = "block-state"
     mixer_layers: list[int] | tuple[int, ...] = (0, 3)
     context: Literal["sh", "mh", "mf"] = "sh"
     kernel: Literal["s4d", "unstructured", "delta"] = "s4d"
@@ -107,6 +109,10 @@ class BlockStateConfig(PreTrainedConfig):
         """Whether a layer has context states."""
         return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
 
+    def is_state_space(self, layer: int) -> bool:
+        """Whether a layer has a state-space model in place of attention."""
+        return self.mixer == "state-space" and layer in self.mixer_layers
+
     def _problems(self) -> Iterator[str]:
         for name in _SIZES:
             value = getattr(self, name)
@@ -124,7 +130,7 @@ class BlockStateConfig(PreTrainedConfig):
         for layer in self.mixer_layers:
             if type(layer) is not int:
                 yield f"mixer_layers has {layer!r}; whole numbers are expected, as [0, 3]."
-            if self.has_context(layer) and not 0 <= layer < self.num_hidden_layers:
+            if (self.has_context(layer) or self.is_state_space(layer)) and not 0 <= layer < self.num_hidden_layers:
                 yield (
                     f"mixer_layers names layer {layer}; the {self.num_hidden_layers} layers are counted from 0 to "
                     f"{self.num_hidden_layers - 1}."
@@ -145,7 +151,7 @@ class BlockStateConfig(PreTrainedConfig):
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
-        if self.bidirectional and self.mixer in ("recurrent", "memory"):
+        if self.bidirectional and self.mixer in ("recurrent", "memory", "state-space"):
             yield (
                 f"a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: take "
                 "block-state or slide."

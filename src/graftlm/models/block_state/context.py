@@ -2,6 +2,7 @@
 
 - `sh`: outputs of a state-space model at the window's tokens; a token attends to those up to its own.
 - `mh`: the same, with one output for each head.
+- `sh` with the delta rule: a token reads its own state, and nothing else.
 - `mf`: outputs of S state-space models at the end of the previous window, with learned context IDs; the first window
   has learned states.
 - `recurrent`, a baseline (Block-Recurrent Transformer, fixed gate, skip): state vectors, updated after each window.
@@ -36,22 +37,50 @@ from graftlm.models.block_state.grid import WindowGrid
 from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM, WindowEndSSM
 
 
-class TokenStateAttention(nn.Module):
-    """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`)."""
+class _TokenStates(nn.Module):
+    """State-space outputs at each token."""
 
-    def __init__(self, config: BlockStateConfig) -> None:
+    def __init__(self, config: BlockStateConfig, outputs: int) -> None:
         super().__init__()
-        self.num_heads, self.window = config.num_attention_heads, config.window
-        self.bidirectional = config.bidirectional
-        self.multi_head = config.context == "mh"
-        width, channels = config.hidden_size, config.state_width
-        self.in_proj = nn.Linear(width, channels, bias=False)
-        outputs = self.num_heads if self.multi_head else 1
+        self.window = config.window
+        self.in_proj = nn.Linear(config.hidden_size, config.state_width, bias=False)
         make = partial(DeltaSSM, config) if config.kernel == "delta" else partial(TokenSSM, config, outputs)
         self.ssm = make("state")
         self.backward_ssm = make("back") if config.bidirectional else None
+        self.norm = RMSNorm(config.state_width, config)
+
+    def outputs(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, E, C)."""
+        u = grid.to_grid(self.in_proj(x_BTd))
+        y = self.ssm(u, grid, cache)
+        if self.backward_ssm is not None:
+            flipped = (u * grid.occupied[..., None]).flip(1)
+            y = y + self.backward_ssm(flipped, grid.reversed(), None).flip(1)
+        return grid.from_grid(y, x_BTd.shape[1]).to(x_BTd.dtype)  # taps expect that a Linear of tokens reads columns
+
+
+class TokenStateReadout(_TokenStates):
+    """What the delta rule's state answers each token: its query is the token's own, so no attention chooses a state."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__(config, 1)
+        self.value = nn.Linear(config.state_width, config.hidden_size, bias=False)
+
+    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+        """(B, I, w, d) for hidden states (B, T, d); the tokens' own keys and values `kv_BG` are not read."""
+        values = grid.to_grid(self.value(self.norm(self.outputs(x_BTd, grid, cache)[..., 0])))
+        return ChunkedTensor([split_windows(values, min(self.window, grid.slots))])
+
+
+class TokenStateAttention(_TokenStates):
+    """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`)."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__(config, config.num_attention_heads if config.context == "mh" else 1)
+        self.num_heads, self.multi_head = config.num_attention_heads, config.context == "mh"
+        self.bidirectional = config.bidirectional
+        width, channels = config.hidden_size, config.state_width
         self.q = nn.Linear(width, width, bias=False)
-        self.norm = RMSNorm(channels, config)
         if self.multi_head:
             self.kv_per_head = nn.Parameter(torch.empty(self.num_heads, channels, 2 * width // self.num_heads))
         else:
@@ -82,12 +111,7 @@ class TokenStateAttention(nn.Module):
 
     def _state_keys(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, G, 2d): keys and values of the context states."""
-        u = grid.to_grid(self.in_proj(x_BTd))
-        y = self.ssm(u, grid, cache)
-        if self.backward_ssm is not None:
-            flipped = (u * grid.occupied[..., None]).flip(1)
-            y = y + self.backward_ssm(flipped, grid.reversed(), None).flip(1)
-        y = grid.from_grid(y, x_BTd.shape[1]).to(x_BTd.dtype)  # taps expect that a Linear of tokens reads columns
+        y = self.outputs(x_BTd, grid, cache)
         if not self.multi_head:
             return grid.to_grid(self.kv(self.norm(y[..., 0])))
         normed = self.norm(y.transpose(-1, -2)).transpose(-1, -2)

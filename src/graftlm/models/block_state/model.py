@@ -25,7 +25,12 @@ from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state.attention import RMSNorm, WindowAttention, concat_features
 from graftlm.models.block_state.cache import LayerCache, cache_from_tensors, cache_layers, cache_tensors
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.context import FilterStateAttention, RecurrentStateAttention, TokenStateAttention
+from graftlm.models.block_state.context import (
+    FilterStateAttention,
+    RecurrentStateAttention,
+    TokenStateAttention,
+    TokenStateReadout,
+)
 from graftlm.models.block_state.grid import WindowGrid, check_not_packed
 from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
@@ -38,6 +43,7 @@ class BlockStateMixer(nn.Module):
         super().__init__()
         self.attention = WindowAttention(config)
         context = FilterStateAttention if config.context == "mf" else TokenStateAttention
+        context = TokenStateReadout if config.kernel == "delta" else context
         context = RecurrentStateAttention if config.mixer == "recurrent" else context
         self.context = context(config) if config.has_context(layer) else None
         self.out = nn.Linear((1 + config.has_context(layer)) * config.hidden_size, config.hidden_size, bias=False)
@@ -47,6 +53,26 @@ class BlockStateMixer(nn.Module):
         outputs, kv = self.attention(x_BTd, grid, cache)
         contexts = [] if self.context is None else [self.context(x_BTd, kv, grid, cache)]
         return self.out(grid.from_grid(concat_features(outputs, *contexts), x_BTd.shape[1]))
+
+
+class GatedStateSpaceMixer(nn.Module):
+    """A gated state-space layer (GSS), in place of attention: out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))."""
+
+    def __init__(self, config: BlockStateConfig) -> None:
+        super().__init__()
+        width, channels = config.hidden_size, config.state_width
+        self.in_proj = nn.Linear(width, channels, bias=False)
+        self.ssm = DeltaSSM(config, "state") if config.kernel == "delta" else TokenSSM(config, 1, "state")
+        self.norm = RMSNorm(channels, config)
+        self.up = nn.Linear(channels, width, bias=False)
+        self.gate = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+        """(B, T, d)."""
+        u_BGE = grid.to_grid(functional.gelu(self.in_proj(x_BTd)))
+        y = grid.from_grid(self.ssm(u_BGE, grid, cache)[..., 0], x_BTd.shape[1]).to(x_BTd.dtype)
+        return self.out(self.up(self.norm(y)) * functional.gelu(self.gate(x_BTd)))
 
 
 class FeedForward(nn.Module):
@@ -71,7 +97,7 @@ class BlockStateLayer(GradientCheckpointingLayer):
     def __init__(self, config: BlockStateConfig, layer: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config)
-        self.mixer = BlockStateMixer(config, layer)
+        self.mixer = GatedStateSpaceMixer(config) if config.is_state_space(layer) else BlockStateMixer(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config)
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -143,7 +169,11 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
                 "before a window: raise data.length, or lower the model's window."
             )
-        if config.mixer == "block-state" and config.kernel == "unstructured" and longest > config.kernel_limit:
+        if (
+            config.mixer in ("block-state", "state-space")
+            and config.kernel == "unstructured"
+            and longest > config.kernel_limit
+        ):
             raise RecipeError(
                 f"Texts of {longest:,} tokens are longer than kernel_limit, the {config.kernel_limit:,} that an "
                 "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
