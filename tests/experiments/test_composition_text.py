@@ -57,6 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
+END = ", upper end of the interval"
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both reproductions leave their parents, which they share."""
@@ -79,7 +82,7 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     weights = [value_of(rows[name]["trainable_parameters"]) for name in ("both", "lora")]
     assert max(weights) < 1.15 * min(weights)
     assert rows["composition"] == rows["both"]
-    assert {aim.text for aim in results.aims} == set(language.RATIOS.values())
+    assert {aim.text.removesuffix(END) for aim in results.aims} == set(language.RATIOS.values())
     assert (out / "bits-per-byte.png").exists()
     details = json.loads((out / "results.json").read_text())["details"]
     assert len(details["search"]["fixed_mixture"]) == len(composed.SHARES)
@@ -100,7 +103,7 @@ def test_code_in_the_one_form(folder: Path, runs: Path) -> None:
     assert set(rows) == {*composed.LABELS, *code.LABELS}
     for metrics in rows.values():
         assert {"c2t", "c2t_bpb", "c2t_chrf", "t2c", "t2c_bpb", "t2c_chrf"} <= metrics.keys()
-    assert {aim.text for aim in results.aims} == set(code.RATIOS.values())
+    assert {aim.text.removesuffix(END) for aim in results.aims} == set(code.RATIOS.values())
 
 
 def test_a_fixed_mixture_has_the_shares_that_it_names(tmp_path: Path, tiny_backbone) -> None:
@@ -127,6 +130,12 @@ def test_the_committed_results_are_of_this_form() -> None:
         wanted = {"m_a", "m_b", "composition", "lora", "vanilla_m_a", "random_m_a"}
         assert wanted <= {row.id for row in results.rows}
         assert results.seeds[0] == 0
+        ratios = results.details["ratios"]
+        for aim in results.aims:
+            ratio = ratios[aim.text.removesuffix(END)]
+            assert ratio["high"] > ratio["mean"]
+            assert aim.measured == ratio["high"], "the whole interval is within an aim that is met"
+            assert aim.met == (ratio["high"] <= aim.aim)
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -183,7 +183,6 @@ MUTATIONS = [
         ("tokens mixed over documents", "memory", _DELTA, "past = past * same[..., None]", "past = past * 1"),
         ("tokens of the pass before not mixed", "memory", _MEMORY, "layer.update(state, before)", "layer.update(state, 0 * before)"),
         ("no key of the token before", "memory", _MEMORY, "keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1", "keys_CHK[0, ::2], keys_CHK[1, ::2] = 1, 0"),
-        ("keys of their own", "memory", _MEMORY, "keys[::2] = queries[::2]", "pass"),
         ("keys of any length", "memory", _MEMORY, "functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)", "functional.normalize(q, dim=-1), k"),
         ("state not stored", "memory", _MEMORY, "            layer.update(state, before)\n", "            pass\n"),
         ("attention window one token wider", "memory", _SEEN, "- key >= shape.window)", "- key > shape.window)"),

@@ -117,7 +117,8 @@ class SamplingRun(Run):
             path, show = context.folder / _SAMPLES, context.progress
             samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=show)
         chats = sum(sample.is_chat for sample in samples)
-        context.log(f"Of {len(samples):,} texts, {chats:,} are conversations.")
+        if backbone.need_tokenizer().chat_template:
+            context.log(f"Of {len(samples):,} texts, {chats:,} are conversations.")
         metrics: dict[str, Any] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
