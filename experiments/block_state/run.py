@@ -1,15 +1,17 @@
 """Block-state transformers beside their baselines: one size, the same tokens, bits per byte by corpus and length.
 
-Table `1` has every row with the first seed: about half an hour of a core. `longer` has some rows for every seed, with
-five times the tokens and one layer of context states in the middle. `placement`, `number` and `state` are the ablations
-of Tables 5.2 to 5.4 at the size of Table 1, with the first seed and single-head S4D.
+`attribution`, the default, takes the block-state layer apart, beside layers of state spaces alone: every row at the
+rate that its own search on validation text chose, for every seed, and the loss of words by how far back they last
+stood.
+Table `1` has every row of the thesis' with the first seed. `placement`, `number` and `state` are the ablations of
+Tables 5.2 to 5.4 at the size of Table 1, with the first seed and single-head S4D.
 
-The documents are of three kinds, split by document into training and test text:
+The documents are of three kinds, split by document into training, validation and test text:
 
 - `novels` stand for PG19.
 - `code` stands for GitHub: packages of the standard library of this Python, the modules of each joined to one document.
 - `documents` stand for arXiv: proposals of Python, Rust, Ethereum and Kubernetes. The test is the two longest of each
-  collection, joined, since none has 65,536 tokens.
+  collection, joined, since none has 65,536 tokens; validation the next.
 """
 
 from __future__ import annotations
@@ -26,21 +28,23 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from experiments import Options
+from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts, up_to
-from experiments.sequence_rows import BLOCK_STATE, LABELS, model_config
+from experiments.sequence_rows import BLOCK_STATE, CONTROLS, LABELS, model_config
 from experiments.study import Study, TableRow, aim, check_files, over_seeds, published
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import source_files, write_documents
-from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import by_length
 from graftlm.io import fill_once
 from graftlm.runs.language_run import LanguageDataConfig, LanguageModelRun, LengthsConfig, TokenizerConfig
+from graftlm.runs.run import Measurement, Trainee
 from graftlm.training import TrainingConfig
 from graftlm.training.language_model import train_tokenizer
 
 CORPORA = ("novels", "code", "documents")
-TEST_PACKAGE = "asyncio"
+TEST_PACKAGE, VALIDATION_PACKAGE = "asyncio", "email"
 FILES = (ENGLISH, *DOCUMENTS)
 
 
@@ -67,28 +71,30 @@ def make_corpora(options: Options, folder: Path, size: Corpus) -> Path:
 
 
 def _write_corpora(options: Options, folder: Path, size: Corpus) -> None:
-    for name, (train, test) in _texts(options.data).items():
+    for name, (train, validation, test) in _texts(options.data).items():
         starts = (text[: max(1, size.characters // 4)] for text in train)
         write_documents(folder / f"{name}-train.jsonl", up_to(starts, size.characters))
+        write_documents(folder / f"{name}-validation.jsonl", [validation[: size.test_characters // 3]])
         write_documents(folder / f"{name}-test.jsonl", [test[: size.test_characters]])
     texts = (text[:200_000] for name in CORPORA for text in read_texts(folder / f"{name}-train.jsonl"))
     train_tokenizer(texts, size.vocab_size).save_pretrained(folder / "tokenizer")
 
 
-def _texts(data: Path) -> dict[str, tuple[list[str], str]]:
-    """For each corpus, the training documents and one test text."""
+def _texts(data: Path) -> dict[str, tuple[list[str], str, str]]:
+    """For each corpus, the training documents, one validation text and one test text."""
     novels, packages = read_texts(data / ENGLISH), packages_of(source_files())
-    test_package = packages.pop(TEST_PACKAGE)
-    collections, test = [], []
+    test_package, validation_package = packages.pop(TEST_PACKAGE), packages.pop(VALIDATION_PACKAGE)
+    collections, validation, test = [], [], []
     for name in DOCUMENTS:
         texts = sorted(read_texts(data / name), key=len)
-        collections.append(texts[-3::-1])  # the longest first
+        collections.append(texts[-4::-1])  # the longest first
+        validation.append(texts[-3])
         test += texts[-2:]
     interleaved = [text for texts in zip(*collections, strict=False) for text in texts]
     return {
-        "novels": (novels[:-1], novels[-1]),
-        "code": (list(packages.values()), test_package),
-        "documents": (interleaved, "\n\n".join(test)),
+        "novels": (novels[:-2], novels[-2], novels[-1]),
+        "code": (list(packages.values()), validation_package, test_package),
+        "documents": (interleaved, "\n\n".join(validation), "\n\n".join(test)),
     }
 
 
@@ -107,10 +113,38 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 NAME = "block-state"
-TABLES = ("1", "longer", "placement", "number", "state")
+TABLES = ("attribution", "1", "placement", "number", "state")
 MIN_SPEEDUP = 1.5
-LONGER = ("slide", "block_recurrent", "bst_sh_s4d", "bst_mf_unstructured")
-FIRST_SEED_ONLY = ("bst_mf_unstructured",)  # of LONGER
+FAR = 128  # tokens: farther back than the window reads
+ATTRIBUTION = (
+    *("slide", "transformer_xl", "block_recurrent", "slide_ssm", "sh_s4d", "bst_sh_s4d", "sh_delta"),
+    *("gss_hybrid", "gss", "gated_delta"),
+)
+ALL_LABELS = LABELS | CONTROLS
+
+
+class AttributionRun(LanguageModelRun):
+    """A language model that is also measured on words by how far back they last stood.
+
+    Its metrics: `nats_<set>_<distance>` of every test set but the validation ones.
+
+    Args:
+        word_window: tokens that the model reads at once.
+        distances: upper ends of the distances, in tokens.
+    """
+
+    word_window: int
+    distances: tuple[int, ...]
+
+    def evaluate(self, trainee: Trainee) -> Measurement:
+        """The language model's metrics, and those of words."""
+        measurement = super().evaluate(trainee)
+        for name, documents in trainee.tests.items():
+            if name in CORPORA:
+                tokens = word_tokens(trainee.tokenizer, "\n\n".join(document.full_text for document in documents))
+                found = losses_by_distance(trainee.model.model, tokens, self.word_window, self.distances)
+                measurement.add_metrics({f"nats_{name}_{part}": loss for part, loss in found.items()})
+        return measurement
 
 
 class LongTextConfig(Config):
@@ -122,7 +156,10 @@ class LongTextConfig(Config):
         length: tokens of a row of training.
         lengths: tokens of the windows that are measured.
         training: of table 1; warm-up and checkpoints follow from the steps.
-        longer: factor on the steps of the table `longer`.
+        attribution: keys of the shape that the table `attribution` changes.
+        times: its steps, as a factor on those of table 1.
+        rates: that it tries for every row.
+        distances: of words, in tokens.
     """
 
     corpus: Corpus = Field(default_factory=Corpus)
@@ -131,7 +168,10 @@ class LongTextConfig(Config):
     length: int = 1024
     lengths: tuple[int, ...] = (256, 1024, 4096, 16_384, 65_536)
     training: TrainingConfig
-    longer: int = 5
+    attribution: dict[str, Any] = Field(default_factory=lambda: {"state_size": 64, "mixer_layers": [1]})
+    times: int = 2
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    distances: tuple[int, ...] = (128, 1024, 16_384)
 
 
 FULL = LongTextConfig(
@@ -158,7 +198,9 @@ QUICK = LongTextConfig(
     length=64,
     lengths=(32, 64, 128),
     training=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3, weight_decay=0.1, keep_checkpoints=1),
-    longer=2,
+    attribution={"mixer_layers": [1]},
+    rates=(3e-3,),
+    distances=(16, 64, 128),
 )
 
 
@@ -171,18 +213,36 @@ class LongTextStudy(Study):
         lengths, tokens = self.config.lengths, max(4096, self.config.length)
         self.evaluation = LengthsConfig(lengths=list(lengths), limit_tokens=max(lengths) - 1, tokens_per_pass=tokens)
         self.corpora = make_corpora(options, options.out / "corpora", self.config.corpus)
-        train, test = (
-            [SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl")) for name in CORPORA]
-            for split in ("train", "test")
+        self.data = LanguageDataConfig(
+            train=[self.source(name, "train") for name in CORPORA],
+            test={name: [self.source(name, "test")] for name in CORPORA},
+            length=self.config.length,
         )
-        tests = {name: [source] for name, source in zip(CORPORA, test, strict=True)}
-        self.data = LanguageDataConfig(train=train, test=tests, length=self.config.length)
         self.vocab_size = len(AutoTokenizer.from_pretrained(self.corpora / "tokenizer"))
+
+    def source(self, name: str, split: str) -> SourceConfig:
+        """The file of one part of a corpus."""
+        return SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl"))
+
+    def attribution_run(self, row: str, seed: int, rate: float) -> AttributionRun:
+        """One row of the table `attribution`, measured on validation and test text."""
+        config = self.config
+        run = self.run(row, seed, times=config.times, **config.attribution)
+        validation = {f"validation_{name}": [self.source(name, "validation")] for name in CORPORA}
+        lengths = [config.length, config.lengths[-2]]
+        changes: dict[str, Any] = {
+            "id": f"attribution_{run.id}_lr{rate:g}",
+            "data": run.data.model_copy(update={"test": validation | run.data.test}),
+            "training": run.training.model_copy(update={"learning_rate": rate}),
+            "evaluation": run.evaluation.model_copy(update={"lengths": lengths}),
+        }
+        words = {"word_window": config.lengths[-2], "distances": config.distances}
+        return AttributionRun(**dict(run) | changes | words)
 
     def run(self, row: str, seed: int, *, times: int = 1, **changes: Any) -> LanguageModelRun:
         """One row for one seed, with `times` the steps; `changes` are to the shape."""
         config = self.config
-        changes = {name: value for name, value in changes.items() if config.shape[name] != value}
+        changes = {name: value for name, value in changes.items() if config.shape.get(name) != value}
         shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size} | changes
         steps = times * config.training.steps
         training = {"steps": steps, "warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4)}
@@ -190,7 +250,7 @@ class LongTextStudy(Study):
         parts = [re.sub(r"\W+", "-", f"{name} {value}").strip("-") for name, value in changes.items()]
         return LanguageModelRun(
             id="_".join([row, *parts, f"{steps}-steps", f"s{seed}"]),
-            label=LABELS[row],
+            label=ALL_LABELS[row],
             model=model_config(row, shape, config.parameters),
             tokenizer=TokenizerConfig(name=str(self.corpora / "tokenizer")),
             data=self.data.model_copy(update={"seed": seed}),
@@ -200,18 +260,24 @@ class LongTextStudy(Study):
         )
 
     def table(self, name: str) -> list[TableRow]:
-        """The rows of a table: of `longer` most are for every seed, of the others all are for the first one."""
-        first, times, layers = self.seeds[0], self.config.longer, range(self.config.shape["num_hidden_layers"])
+        """The rows of a table: of `attribution` for every seed, of the others for the first one."""
+        first, layers = self.seeds[0], range(self.config.shape["num_hidden_layers"])
         middle = len(layers) // 2
         if name == "1":
             return [TableRow(row, label, [self.run(row, first)]) for row, label in LABELS.items()]
-        if name == "longer":
-            seeds = {row: self.seeds[: 1 if row in FIRST_SEED_ONLY else None] for row in LONGER}
-            runs = {
-                row: [self.run(row, seed, times=times, mixer_layers=[middle]) for seed in seeds[row]] for row in LONGER
+        if name == "attribution":
+            candidates = {
+                row: [self.attribution_run(row, first, rate) for rate in self.config.rates] for row in ATTRIBUTION
             }
-            label = f"{times} times the tokens, one layer"
-            return [TableRow(f"longer-{row}", f"{LABELS[row]}, {label}", runs[row]) for row in LONGER]
+            chosen = self.choose(candidates, [f"bpb_validation_{name}" for name in CORPORA], "the search")
+            return [
+                TableRow(
+                    f"attribution-{row}",
+                    ALL_LABELS[row],
+                    [self.attribution_run(row, seed, run.training.learning_rate) for seed in self.seeds],
+                )
+                for row, run in chosen.items()
+            ]
         outwards = sorted(layers, key=lambda i: (abs(i - middle), i))
         changes = {
             "placement": {i: (f"one BST layer, index {i}", {"mixer_layers": [i]}) for i in layers},
@@ -228,15 +294,16 @@ class LongTextStudy(Study):
 
 def run(options: Options) -> Results:
     """Run the requested tables, by default the first."""
-    tables = options.chosen(TABLES, ("1",))
+    tables = options.chosen(TABLES, ("attribution",))
     study = LongTextStudy(options)
     table_rows = [row for table in tables for row in study.table(table)]
     measured = study.execute([run for row in table_rows for run in row.runs], NAME)
     rows = [over_seeds([measured[run.id] for run in row.runs], row.id, row.label) for row in table_rows]
     ids = {row.id for row in table_rows}
-    plotted = ids & LABELS.keys() or ids  # the main table if it is there; ablations are in the report only
+    prefixes = tuple(f"{table}-" for table in TABLES[2:])
+    plotted = {row for row in ids if not row.startswith(prefixes)} or ids  # ablations are in the report only
     first = {row.id: row.runs[0] for row in table_rows}
-    details = {
+    details = study.evidence({row.id: row.runs for row in table_rows}) | {
         "wall_s": study.seconds,
         "config": study.config.model_dump(mode="json"),
         "tokens": {name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()},
@@ -245,21 +312,29 @@ def run(options: Options) -> Results:
     plots = {}
     for corpus in CORPORA:
         names = {length: f"bpb_{corpus}_at_{length}" for length in study.config.lengths}
-        curves = {row.label: [(n, row.metrics[names[n]]) for n in names] for row in rows if row.id in plotted}
+        curves = {
+            row.label: [(n, row.metrics[name]) for n, name in names.items() if name in row.metrics]
+            for row in rows
+            if row.id in plotted
+        }
         plots[f"length-{corpus}"] = by_length(curves, trained=study.config.length, title=corpus)
-    return study.write(NAME, rows, aims=aims(rows), paper=published(__file__, ids), details=details, plots=plots)
+    return study.write(
+        NAME, rows, aims=aims(rows, details["by_seed"]), paper=published(__file__, ids), details=details, plots=plots
+    )
 
 
-def aims(rows: Sequence[Row]) -> list[Aim]:
-    """On every corpus, the best block-state row is below the sliding window and block-recurrent; and it is faster."""
+def aims(rows: Sequence[Row], by_seed: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Aim]:
+    """Of table 1, and of `attribution`: what a block-state layer adds to words that stand beyond the window."""
     by_id = {row.id: row for row in rows}
-    tables = {"": tuple(LABELS), "longer-": LONGER}
-    return [
-        aim
-        for prefix, names in tables.items()
-        if {prefix + row for row in names} <= by_id.keys()
-        for aim in _table_aims({row: by_id[prefix + row] for row in names})
-    ]
+    found = _table_aims(by_id) if by_id.keys() >= LABELS.keys() else []
+    if by_id.keys() >= {"attribution-slide_ssm", "attribution-bst_sh_s4d"}:
+        with_states, without = (list(by_seed[f"attribution-{row}"].values()) for row in ("bst_sh_s4d", "slide_ssm"))
+        names = [name for name in with_states[0] if name.startswith("nats_") and "_to_" in name]
+        for name in (name for name in names if int(name.rpartition("_")[2]) > FAR):
+            difference = combine_seeds([a[name] - b[name] for a, b in zip(with_states, without, strict=True)])
+            text = f"{name}: BST less the state space behind the embeddings, upper end of the interval"
+            found.append(aim(text, name, 0.0, difference.high))
+    return found
 
 
 def _table_aims(rows: Mapping[str, Row]) -> list[Aim]:
@@ -267,8 +342,8 @@ def _table_aims(rows: Mapping[str, Row]) -> list[Aim]:
     table_aims = []
     for corpus in CORPORA:
         metric = f"bpb_{corpus}"
-        values = {name: value_of(row.metrics[metric]) for name, row in rows.items()}
-        best = min((name for name in rows if name in BLOCK_STATE), key=values.__getitem__)
+        values = {name: value_of(rows[name].metrics[metric]) for name in LABELS}
+        best = min(BLOCK_STATE, key=values.__getitem__)
         text = f"{corpus}: the best BST ({rows[best].label}) is"
         slide, recurrent = f"{text} below the sliding window", f"{text} no worse than block-recurrent"
         table_aims += [

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from experiments import Options, block_state, reproduce
 from experiments.block_state.run import (
+    ATTRIBUTION,
     CORPORA,
     FILES,
     FULL,
-    LONGER,
     QUICK,
-    TABLES,
     Corpus,
     LongTextStudy,
     make_corpora,
     packages_of,
 )
+from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import read_texts
 from experiments.sequence_rows import LABELS, ROWS, parameter_count
 from graftlm.demo.corpus import source_files
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.runs.language_run import LanguageModelRun
+from tiny import tiny_tokenizer
 
 SENTENCE = "The long road of document number {} went on and on through the same wood. "
 
@@ -78,18 +83,19 @@ def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> 
     assert max(sizes) < 1.02 * min(sizes)
     assert abs(sizes[0] / FULL.parameters - 1) < 0.02
     assert len({without_difference(run) for run in main}) == 1
-    for table in TABLES:
-        steps = FULL.training.steps * (FULL.longer if table == "longer" else 1)
-        assert {run.training.steps for row in runs.table(table) for run in row.runs} == {steps}
-    longer = [run for row in runs.table("longer") for run in row.runs if run.training.seed == 0]
-    assert len({without_difference(run) for run in longer}) == 1
-    assert all(run.model["mixer_layers"] == [1] for run in longer)
+    tables = [run for table in ("1", "placement", "number", "state") for row in runs.table(table) for run in row.runs]
+    assert {run.training.steps for run in tables} == {FULL.training.steps}
+    rows = [runs.attribution_run(row, 0, 1e-3) for row in ATTRIBUTION]
+    assert len({without_difference(run) for run in rows}) == 1
+    sizes = [parameter_count(run.model) for run in rows]
+    assert max(sizes) < 1.02 * min(sizes)
+    assert {run.model["state_size"] for run in rows} == {64}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_table_1_has_every_row_and_metric(data: Path, tmp_path: Path) -> None:
-    options = options_for(data, tmp_path / "out")
+    options = options_for(data, tmp_path / "out", tables=("1",))
     results = reproduce("block-state", options)
     assert [row.id for row in results.rows] == list(LABELS)
     check_metrics(results, QUICK.lengths)
@@ -107,13 +113,47 @@ def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_longer_table_has_more_tokens(data: Path, tmp_path: Path) -> None:
-    results = reproduce("block-state", options_for(data, tmp_path / "out", tables=("longer",)))
-    assert [row.id for row in results.rows] == [f"longer-{row}" for row in LONGER]
-    check_metrics(results, QUICK.lengths)
-    assert [aim.met is not None for aim in results.aims] == [True] * 7
-    tokens = QUICK.longer * QUICK.training.steps * QUICK.training.batch_size * QUICK.length
-    assert set(results.details["tokens"].values()) == {tokens}
+def test_rows_of_the_attribution_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> None:
+    results = reproduce("block-state", options_for(data, tmp_path / "out"))
+    assert [row.id for row in results.rows] == [f"attribution-{row}" for row in ATTRIBUTION]
+    assert set(results.details["search"]) == set(ATTRIBUTION)
+    for row in results.rows:
+        assert {f"bpb_{corpus}" for corpus in CORPORA} <= row.metrics.keys()
+        assert any(name.startswith("nats_documents_to_") for name in row.metrics)
+
+
+class Uniform(torch.nn.Module):
+    """Predicts every token alike, but makes one id as likely as its logit says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(VOCABULARY))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not use_cache
+        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
+
+
+VOCABULARY = 280
+
+
+def test_words_count_by_how_far_back_they_last_stood() -> None:
+    """A word's tokens have the distance to its last occurrence in the window; short words and gaps have none."""
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    filler = " a b c" * 5
+    text = f"garden{filler} garden{filler * 8} garden rivers"
+    tokens = word_tokens(tokenizer, text)
+    starts = [match.start() for match in re.finditer("garden|rivers", text)]
+    at = [len(tokenizer(text[:start], add_special_tokens=False)["input_ids"]) for start in starts]
+    found = [int(tokens.distance[position]) for position in at]
+    assert found == [0, at[1] - at[0], at[2] - at[1], 0]
+    assert (tokens.distance == -1).sum() > 100
+    limits = (found[1], found[2])
+    losses = losses_by_distance(Uniform(), tokens, len(tokens.ids), limits)
+    assert losses.keys() == {"first", *(f"to_{limit}" for limit in limits)}
+    assert all(loss == pytest.approx(math.log(VOCABULARY)) for loss in losses.values())
+    short = losses_by_distance(Uniform(), tokens, at[1] + 8, limits)  # the third stands in a window without the second
+    assert short.keys() == {"first", f"to_{limits[0]}"}
 
 
 @pytest.mark.exhaustive
@@ -140,5 +180,4 @@ def test_an_unknown_table_and_missing_data_are_refused(data: Path, tmp_path: Pat
 
 def test_the_committed_results_have_every_row_and_metric() -> None:
     results = Results.read(Path(block_state.__file__).parent)
-    assert [row.id for row in results.rows][: len(LABELS)] == list(LABELS)
-    check_metrics(results, FULL.lengths)
+    assert [row.id for row in results.rows] == [f"attribution-{row}" for row in ATTRIBUTION]
