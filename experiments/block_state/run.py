@@ -170,7 +170,7 @@ class LongTextConfig(Config):
     training: TrainingConfig
     attribution: dict[str, Any] = Field(default_factory=lambda: {"state_size": 64, "mixer_layers": [1]})
     times: int = 2
-    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     distances: tuple[int, ...] = (128, 1024, 16_384)
 
 
