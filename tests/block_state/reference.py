@@ -181,7 +181,7 @@ def _delta(module: Any, u: Tensor) -> Tensor:
     for t, token in enumerate(u):
         mixed = sum(module.mix[j] * z[t - j] for j in range(len(module.mix)) if j <= t)
         q, k, v = mixed[:n], mixed[n : 2 * n], mixed[2 * n :]
-        q, k = q / torch.sqrt((q * q).sum()), k / torch.sqrt((k * k).sum())
+        q, k = q / torch.sqrt((q * q).sum() + 0.01), k / torch.sqrt((k * k).sum() + 0.01)
         forgets, writes = module.rate_weight @ token + module.rate_bias
         state = state / (1 + torch.exp(forgets))  # exp(-softplus(x)) = 1 / (1 + exp(x))
         state = state + torch.outer(k, (v - k @ state) / (1 + torch.exp(-writes)))

@@ -33,7 +33,7 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, T, V), and the state (B, H, K, V) after the last token; all tensors are float32 or float64.
 
-    A token with log a = 0 and b = 0 leaves the state as it is. Keys have the length one. Another `chunk` changes
+    A token with log a = 0 and b = 0 leaves the state as it is. Keys are of length 1 or less. Another `chunk` changes
     results by rounding alone.
 
     Args:
@@ -57,6 +57,14 @@ def delta_rule(
         outputs.append(q[:, :, i] @ state + attention[:, :, i] @ u)
         state = kept[:, :, i, None, None] * state + k[:, :, i].transpose(-1, -2) @ u
     return torch.cat(outputs, dim=2)[:, :, :length], state
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Vectors (..., K) over their lengths; those of a length near 0.1 or below stay shorter.
+
+    A document's first keys are zero. A division by their lengths alone would have gradients of 1e12 there.
+    """
+    return x * (x.square().sum(-1, keepdim=True) + 0.01).rsqrt()
 
 
 def mixed_tokens(

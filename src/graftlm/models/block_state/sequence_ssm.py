@@ -19,7 +19,7 @@ from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.convolution import fft_convolution, last_output, states_after_chunks, window_end_outputs
 from graftlm.models.block_state.grid import WindowGrid, slice_rows
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel, at_least_float32
-from graftlm.models.delta_rule import delta_rule, mixed_tokens
+from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
 
 _MIXED = 4
 """From how many last tokens a query, key and value of the delta rule are mixed."""
@@ -117,7 +117,7 @@ class DeltaSSM(nn.Module):
         q, k, v = mixed[:, None].split(self.sizes, dim=-1)
         rates = functional.linear(u_BTE, self.rate_weight.to(dtype), self.rate_bias.to(dtype)).transpose(1, 2)
         a, b = (rate * inside[:, None] for rate in (-functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()))
-        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+        q, k = unit_length(q), unit_length(k)
         y, state = delta_rule(q, k, v, a, b, tensors.get(self.name))
         if cache is not None:
             cache.store(self.name, state)
