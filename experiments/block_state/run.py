@@ -1,10 +1,7 @@
-"""Block-state transformers beside their baselines: one size, the same tokens, bits per byte by corpus and length.
+"""Block-state transformers taken apart, beside layers of state spaces alone and other memories of the text before.
 
-`attribution`, the default, takes the block-state layer apart, beside layers of state spaces alone: every row at the
-rate that its own search on validation text chose, for every seed, and the loss of words by how far back they last
-stood.
-Table `1` has every row of the thesis' with the first seed. `placement`, `number` and `state` are the ablations of
-Tables 5.2 to 5.4 at the size of Table 1, with the first seed and single-head S4D.
+All rows have one size and read the same tokens. Each has the rate that its own search on validation text chose, for
+every seed. They are measured in bits per byte, and on words by how far back they last stood.
 
 The documents are of three kinds, split by document into training, validation and test text:
 
@@ -16,8 +13,6 @@ The documents are of three kinds, split by document into training, validation an
 
 from __future__ import annotations
 
-import operator
-import re
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -30,13 +25,12 @@ from transformers import AutoTokenizer
 from experiments import Options
 from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts, up_to
-from experiments.sequence_rows import BLOCK_STATE, CONTROLS, LABELS, model_config
-from experiments.study import Study, TableRow, aim, check_files, over_seeds, published
+from experiments.sequence_rows import CONTROLS, LABELS, model_config
+from experiments.study import Study, aim, check_files, over_seeds
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import source_files, write_documents
-from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
-from graftlm.evaluation.plots import by_length
+from graftlm.evaluation import Aim, Interval, Results, combine_seeds, value_of
 from graftlm.io import fill_once
 from graftlm.runs.language_run import LanguageDataConfig, LanguageModelRun, LengthsConfig, TokenizerConfig
 from graftlm.runs.run import Measurement, Trainee
@@ -113,13 +107,14 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 NAME = "block-state"
-TABLES = ("attribution", "1", "placement", "number", "state")
-MIN_SPEEDUP = 1.5
 FAR = 128  # tokens: farther back than the window reads
-ATTRIBUTION = (
-    *("slide", "transformer_xl", "block_recurrent", "slide_ssm", "sh_s4d", "bst_sh_s4d", "sh_delta"),
+BLOCK_STATE = ("bst_sh_s4d", "sh_s4d", "sh_delta")
+ROWS = (
+    *("slide", "transformer_xl", "block_recurrent", "slide_ssm"),
+    *BLOCK_STATE,
     *("gss_hybrid", "gss", "gated_delta"),
 )
+RIVALS = ("slide", "slide_ssm", "block_recurrent", "transformer_xl", "gss_hybrid", "gss", "gated_delta")
 ALL_LABELS = LABELS | CONTROLS
 
 
@@ -142,8 +137,8 @@ class AttributionRun(LanguageModelRun):
         for name, documents in trainee.tests.items():
             if name in CORPORA:
                 tokens = word_tokens(trainee.tokenizer, "\n\n".join(document.full_text for document in documents))
-                found = losses_by_distance(trainee.model.model, tokens, self.word_window, self.distances)
-                measurement.add_metrics({f"nats_{name}_{part}": loss for part, loss in found.items()})
+                losses = losses_by_distance(trainee.model.model, tokens, self.word_window, self.distances)
+                measurement.add_metrics({f"nats_{name}_{part}": loss for part, loss in losses.items()})
         return measurement
 
 
@@ -155,10 +150,8 @@ class LongTextConfig(Config):
         parameters: of every row's model, up to rounding.
         length: tokens of a row of training.
         lengths: tokens of the windows that are measured.
-        training: of table 1; warm-up and checkpoints follow from the steps.
-        attribution: keys of the shape that the table `attribution` changes.
-        times: its steps, as a factor on those of table 1.
-        rates: that it tries for every row.
+        training: warm-up and checkpoints follow from the steps.
+        rates: that are tried for every row.
         distances: of words, in tokens.
     """
 
@@ -166,10 +159,8 @@ class LongTextConfig(Config):
     shape: dict[str, Any]
     parameters: int
     length: int = 1024
-    lengths: tuple[int, ...] = (256, 1024, 4096, 16_384, 65_536)
+    lengths: tuple[int, ...] = (1024, 16_384)
     training: TrainingConfig
-    attribution: dict[str, Any] = Field(default_factory=lambda: {"state_size": 64, "mixer_layers": [1]})
-    times: int = 2
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     distances: tuple[int, ...] = (128, 1024, 16_384)
 
@@ -181,176 +172,105 @@ FULL = LongTextConfig(
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "window": 128,
-        "mixer_layers": [0, 1],
-        "state_size": 16,
+        "mixer_layers": [1],
+        "state_size": 64,
         "filters": 32,
         "initializer_range": 0.1,  # 1 / sqrt(width): with 0.02 the attention of small models is too uniform to learn
     },
     parameters=460_000,
-    training=TrainingConfig(steps=260, batch_size=4, learning_rate=3e-3, weight_decay=0.1, keep_checkpoints=1),
+    training=TrainingConfig(steps=520, batch_size=4, learning_rate=3e-3, weight_decay=0.1, keep_checkpoints=1),
 )
 QUICK = LongTextConfig(
     corpus=Corpus(vocab_size=300, characters=20_000, test_characters=2_000),
     shape=FULL.shape
     | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"window": 16, "mixer_layers": [0], "filters": 4},
+    | {"window": 16, "filters": 4},
     parameters=18_000,
     length=64,
-    lengths=(32, 64, 128),
+    lengths=(64, 128),
     training=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3, weight_decay=0.1, keep_checkpoints=1),
-    attribution={"mixer_layers": [1]},
     rates=(3e-3,),
     distances=(16, 64, 128),
 )
 
 
 class LongTextStudy(Study):
-    """Builds the runs of all tables. Runs with equal settings have equal ids, so tables share them."""
+    """Builds the runs."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.config = QUICK if options.quick else FULL
-        lengths, tokens = self.config.lengths, max(4096, self.config.length)
-        self.evaluation = LengthsConfig(lengths=list(lengths), limit_tokens=max(lengths) - 1, tokens_per_pass=tokens)
-        self.corpora = make_corpora(options, options.out / "corpora", self.config.corpus)
-        self.data = LanguageDataConfig(
-            train=[self.source(name, "train") for name in CORPORA],
-            test={name: [self.source(name, "test")] for name in CORPORA},
-            length=self.config.length,
-        )
+        self.config = config = QUICK if options.quick else FULL
+        self.corpora = make_corpora(options, options.out / "corpora", config.corpus)
         self.vocab_size = len(AutoTokenizer.from_pretrained(self.corpora / "tokenizer"))
+        parts = {name: [self.source(name, "test")] for name in CORPORA}
+        self.tests = {f"validation_{name}": [self.source(name, "validation")] for name in CORPORA} | parts
 
     def source(self, name: str, split: str) -> SourceConfig:
         """The file of one part of a corpus."""
         return SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl"))
 
-    def attribution_run(self, row: str, seed: int, rate: float) -> AttributionRun:
-        """One row of the table `attribution`, measured on validation and test text."""
-        config = self.config
-        run = self.run(row, seed, times=config.times, **config.attribution)
-        validation = {f"validation_{name}": [self.source(name, "validation")] for name in CORPORA}
-        lengths = [config.length, config.lengths[-2]]
-        changes: dict[str, Any] = {
-            "id": f"attribution_{run.id}_lr{rate:g}",
-            "data": run.data.model_copy(update={"test": validation | run.data.test}),
-            "training": run.training.model_copy(update={"learning_rate": rate}),
-            "evaluation": run.evaluation.model_copy(update={"lengths": lengths}),
-        }
-        words = {"word_window": config.lengths[-2], "distances": config.distances}
-        return AttributionRun(**dict(run) | changes | words)
-
-    def run(self, row: str, seed: int, *, times: int = 1, **changes: Any) -> LanguageModelRun:
-        """One row for one seed, with `times` the steps; `changes` are to the shape."""
-        config = self.config
-        changes = {name: value for name, value in changes.items() if config.shape.get(name) != value}
-        shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size} | changes
-        steps = times * config.training.steps
-        training = {"steps": steps, "warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4)}
-        training["seed"] = seed
-        parts = [re.sub(r"\W+", "-", f"{name} {value}").strip("-") for name, value in changes.items()]
-        return LanguageModelRun(
-            id="_".join([row, *parts, f"{steps}-steps", f"s{seed}"]),
+    def run(self, row: str, seed: int, rate: float) -> AttributionRun:
+        """One row at one rate, measured on validation and test text."""
+        config, steps = self.config, self.config.training.steps
+        shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size}
+        training = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4), "seed": seed}
+        train = [self.source(name, "train") for name in CORPORA]
+        longest = 65_535 if config is FULL else config.lengths[-1] - 1
+        return AttributionRun(
+            id=f"{row}_lr{rate:g}_s{seed}",
             label=ALL_LABELS[row],
             model=model_config(row, shape, config.parameters),
             tokenizer=TokenizerConfig(name=str(self.corpora / "tokenizer")),
-            data=self.data.model_copy(update={"seed": seed}),
-            training=config.training.model_copy(update=training),
-            evaluation=self.evaluation,
+            data=LanguageDataConfig(train=train, test=self.tests, length=config.length, seed=seed),
+            training=config.training.model_copy(update=training | {"learning_rate": rate}),
+            evaluation=LengthsConfig(
+                lengths=list(config.lengths), limit_tokens=longest, tokens_per_pass=max(4096, config.length)
+            ),
             device=self.options.device,
+            word_window=config.lengths[-1],
+            distances=config.distances,
         )
 
-    def table(self, name: str) -> list[TableRow]:
-        """The rows of a table: of `attribution` for every seed, of the others for the first one."""
-        first, layers = self.seeds[0], range(self.config.shape["num_hidden_layers"])
-        middle = len(layers) // 2
-        if name == "1":
-            return [TableRow(row, label, [self.run(row, first)]) for row, label in LABELS.items()]
-        if name == "attribution":
-            candidates = {
-                row: [self.attribution_run(row, first, rate) for rate in self.config.rates] for row in ATTRIBUTION
-            }
-            chosen = self.choose(candidates, [f"bpb_validation_{name}" for name in CORPORA], "the search")
-            return [
-                TableRow(
-                    f"attribution-{row}",
-                    ALL_LABELS[row],
-                    [self.attribution_run(row, seed, run.training.learning_rate) for seed in self.seeds],
-                )
-                for row, run in chosen.items()
-            ]
-        outwards = sorted(layers, key=lambda i: (abs(i - middle), i))
-        changes = {
-            "placement": {i: (f"one BST layer, index {i}", {"mixer_layers": [i]}) for i in layers},
-            "number": {
-                n: (f"BST layers: {n}", {"mixer_layers": sorted(outwards[:n])}) for n in range(1, len(layers) + 1)
-            },
-            "state": {n: (f"state size {n}", {"state_size": n}) for n in (8, 16, 32, 64)},
-        }
-        return [
-            TableRow(f"{name}-{n}", label, [self.run("bst_sh_s4d", first, **change)])
-            for n, (label, change) in changes[name].items()
-        ]
+
+VALIDATION = [f"bpb_validation_{name}" for name in CORPORA]
 
 
 def run(options: Options) -> Results:
-    """Run the requested tables, by default the first."""
-    tables = options.chosen(TABLES, ("attribution",))
+    """Search each row's rate, and measure it for every seed."""
     study = LongTextStudy(options)
-    table_rows = [row for table in tables for row in study.table(table)]
-    measured = study.execute([run for row in table_rows for run in row.runs], NAME)
-    rows = [over_seeds([measured[run.id] for run in row.runs], row.id, row.label) for row in table_rows]
-    ids = {row.id for row in table_rows}
-    prefixes = tuple(f"{table}-" for table in TABLES[2:])
-    plotted = {row for row in ids if not row.startswith(prefixes)} or ids  # ablations are in the report only
-    first = {row.id: row.runs[0] for row in table_rows}
-    details = study.evidence({row.id: row.runs for row in table_rows}) | {
-        "wall_s": study.seconds,
-        "config": study.config.model_dump(mode="json"),
-        "tokens": {name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()},
-        "losses": {name: measured[run.id].details["losses"] for name, run in first.items() if name in plotted},
+    candidates = {row: [study.run(row, study.seeds[0], rate) for rate in study.config.rates] for row in ROWS}
+    chosen = study.choose(candidates, VALIDATION, "the search")
+    rates = {row: one.training.learning_rate for row, one in chosen.items()}
+    runs = {row: [study.run(row, seed, rates[row]) for seed in study.seeds] for row in ROWS}
+    study.execute([run for of_row in runs.values() for run in of_row], NAME)
+    measured = {row: [study.measured[run.id] for run in of_row] for row, of_row in runs.items()}
+    rows = [over_seeds(measured[row], row, ALL_LABELS[row]) for row in ROWS]
+    first = {row: of_row[0] for row, of_row in runs.items()}
+    validation = {row: [study.measured[first[row].id].row.metrics[name] for name in VALIDATION] for row in BLOCK_STATE}
+    best = min(BLOCK_STATE, key=lambda row: sum(map(value_of, validation[row])))
+    details = study.evidence(runs) | {"rates": rates, "wall_s": study.seconds}
+    details |= {"config": study.config.model_dump(mode="json"), "best_block_state": best}
+    details["tokens"] = {
+        row: run.training.steps * run.training.batch_size * run.data.length for row, run in first.items()
     }
-    plots = {}
-    for corpus in CORPORA:
-        names = {length: f"bpb_{corpus}_at_{length}" for length in study.config.lengths}
-        curves = {
-            row.label: [(n, row.metrics[name]) for n, name in names.items() if name in row.metrics]
-            for row in rows
-            if row.id in plotted
-        }
-        plots[f"length-{corpus}"] = by_length(curves, trained=study.config.length, title=corpus)
-    return study.write(
-        NAME, rows, aims=aims(rows, details["by_seed"]), paper=published(__file__, ids), details=details, plots=plots
-    )
+    details["losses"] = {row: measured[row][0].details["losses"] for row in ROWS}
+    over = {rival: differences(details["by_seed"], best, rival) for rival in RIVALS}
+    details["differences"] = {rival: {name: one.model_dump() for name, one in of.items()} for rival, of in over.items()}
+    return study.write(NAME, rows, aims=aims(over["slide_ssm"]), details=details)
 
 
-def aims(rows: Sequence[Row], by_seed: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Aim]:
-    """Of table 1, and of `attribution`: what a block-state layer adds to words that stand beyond the window."""
-    by_id = {row.id: row for row in rows}
-    found = _table_aims(by_id) if by_id.keys() >= LABELS.keys() else []
-    if by_id.keys() >= {"attribution-slide_ssm", "attribution-bst_sh_s4d"}:
-        with_states, without = (list(by_seed[f"attribution-{row}"].values()) for row in ("bst_sh_s4d", "slide_ssm"))
-        names = [name for name in with_states[0] if name.startswith("nats_") and "_to_" in name]
-        for name in (name for name in names if int(name.rpartition("_")[2]) > FAR):
-            difference = combine_seeds([a[name] - b[name] for a, b in zip(with_states, without, strict=True)])
-            text = f"{name}: BST less the state space behind the embeddings, upper end of the interval"
-            found.append(aim(text, name, 0.0, difference.high))
-    return found
+def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: str, rival: str) -> dict[str, Interval]:
+    """A row's bits and nats less those of a rival, paired over seeds; below 0 the row is better."""
+    pairs = list(zip(by_seed[row].values(), by_seed[rival].values(), strict=True))
+    names = [name for name in pairs[0][0] if name.startswith(("nats_", "bpb_")) and "validation" not in name]
+    return {name: combine_seeds([own[name] - other[name] for own, other in pairs]) for name in names}
 
 
-def _table_aims(rows: Mapping[str, Row]) -> list[Aim]:
-    """The aims of one table, given its rows by model."""
-    table_aims = []
-    for corpus in CORPORA:
-        metric = f"bpb_{corpus}"
-        values = {name: value_of(rows[name].metrics[metric]) for name in LABELS}
-        best = min(BLOCK_STATE, key=values.__getitem__)
-        text = f"{corpus}: the best BST ({rows[best].label}) is"
-        slide, recurrent = f"{text} below the sliding window", f"{text} no worse than block-recurrent"
-        table_aims += [
-            aim(slide, metric, values["slide"], values[best]),
-            aim(recurrent, metric, values["block_recurrent"], values[best], operator.le),
-        ]
-    metric = "train_tokens_per_s"
-    fast, slow = (value_of(rows[name].metrics[metric]) for name in ("bst_sh_s4d", "block_recurrent"))
-    text = f"{rows['bst_sh_s4d'].label} trains at least {MIN_SPEEDUP:g} times as fast as block-recurrent"
-    return [*table_aims, aim(text, metric, MIN_SPEEDUP, fast / slow, operator.ge)]
+def aims(over_state_space: Mapping[str, Interval]) -> list[Aim]:
+    """What the best block-state layer adds to words that last stood beyond the window."""
+    shown = []
+    for name, difference in over_state_space.items():
+        if "_to_" in name and int(name.rpartition("_")[2]) > FAR:
+            text = f"{name}: the best BST less the state space behind the embeddings, upper end of the interval"
+            shown.append(aim(text, name, 0.0, difference.high))
+    return shown

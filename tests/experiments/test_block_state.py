@@ -7,28 +7,33 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from experiments import Options, block_state, reproduce
 from experiments.block_state.run import (
-    ATTRIBUTION,
+    BLOCK_STATE,
     CORPORA,
     FILES,
     FULL,
-    QUICK,
+    RIVALS,
+    ROWS,
     Corpus,
     LongTextStudy,
+    aims,
+    differences,
     make_corpora,
     packages_of,
 )
 from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import read_texts
-from experiments.sequence_rows import LABELS, ROWS, parameter_count
+from experiments.sequence_rows import ROWS as DIFFERENCES
+from experiments.sequence_rows import parameter_count
 from graftlm.demo.corpus import source_files
-from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation import Results, value_of
+from graftlm.errors import DataError
+from graftlm.evaluation import Interval, Results
 from graftlm.runs.language_run import LanguageModelRun
 from tiny import tiny_tokenizer
 
@@ -70,56 +75,55 @@ def test_a_package_has_the_source_of_all_its_modules() -> None:
 
 def without_difference(run: LanguageModelRun) -> str:
     """The settings that all rows share, in order."""
-    difference = {"intermediate_size", *(name for row in ROWS.values() for name in row)}
+    difference = {"intermediate_size", *(name for row in DIFFERENCES.values() for name in row)}
     settings = run.settings()
     settings["model"] = {name: value for name, value in settings["model"].items() if name not in difference}
     return json.dumps(settings, sort_keys=True)
 
 
 def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> None:
-    runs = LongTextStudy(options_for(data, tmp_path, quick=False))
-    main = [runs.run(row, 0) for row in LABELS]
-    sizes = [parameter_count(run.model) for run in main]
+    study = LongTextStudy(options_for(data, tmp_path, quick=False))
+    runs = [study.run(row, 0, 1e-3) for row in ROWS]
+    assert {*BLOCK_STATE, *RIVALS} == {*ROWS}
+    assert len({without_difference(run) for run in runs}) == 1
+    models: list[Any] = [run.model for run in runs]
+    sizes = [parameter_count(model) for model in models]
     assert max(sizes) < 1.02 * min(sizes)
     assert abs(sizes[0] / FULL.parameters - 1) < 0.02
-    assert len({without_difference(run) for run in main}) == 1
-    tables = [run for table in ("1", "placement", "number", "state") for row in runs.table(table) for run in row.runs]
-    assert {run.training.steps for run in tables} == {FULL.training.steps}
-    rows = [runs.attribution_run(row, 0, 1e-3) for row in ATTRIBUTION]
-    assert len({without_difference(run) for run in rows}) == 1
-    sizes = [parameter_count(run.model) for run in rows]
-    assert max(sizes) < 1.02 * min(sizes)
-    assert {run.model["state_size"] for run in rows} == {64}
+    assert {model["state_size"] for model in models} == {64}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
-def test_table_1_has_every_row_and_metric(data: Path, tmp_path: Path) -> None:
-    options = options_for(data, tmp_path / "out", tables=("1",))
+def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> None:
+    options = options_for(data, tmp_path / "out")
     results = reproduce("block-state", options)
-    assert [row.id for row in results.rows] == list(LABELS)
-    check_metrics(results, QUICK.lengths)
-    assert len(results.aims) == 7
-    assert {path.name for path in (tmp_path / "out").glob("length-*.png")} == {f"length-{c}.png" for c in CORPORA}
-    assert reproduce("block-state", options).rows == results.rows, "finished runs are read from the cache"
-
-
-def check_metrics(results: Results, lengths: tuple[int, ...]) -> None:
-    for row in results.rows:
-        expected = {f"bpb_{corpus}_at_{length}" for corpus in CORPORA for length in lengths}
-        expected |= {f"bpb_{corpus}" for corpus in CORPORA} | {"train_tokens_per_s", "parameters", "peak_memory_bytes"}
-        assert set(row.metrics) == expected
-        assert all(value_of(metric) > 0 for metric in row.metrics.values())
-
-
-@pytest.mark.exhaustive
-def test_rows_of_the_attribution_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> None:
-    results = reproduce("block-state", options_for(data, tmp_path / "out"))
-    assert [row.id for row in results.rows] == [f"attribution-{row}" for row in ATTRIBUTION]
-    assert set(results.details["search"]) == set(ATTRIBUTION)
+    assert [row.id for row in results.rows] == list(ROWS)
+    assert results.details["search"].keys() == set(ROWS)  # type: ignore[union-attr]
+    assert results.details["best_block_state"] in BLOCK_STATE
     for row in results.rows:
         assert {f"bpb_{corpus}" for corpus in CORPORA} <= row.metrics.keys()
         assert any(name.startswith("nats_documents_to_") for name in row.metrics)
+    assert reproduce("block-state", options).rows == results.rows, "finished runs are read from the cache"
+
+
+def test_differences_are_paired_over_seeds() -> None:
+    """A rival's seeds differ more than the rows do: the interval is of the differences."""
+    by_seed = {
+        "own": {"0": {"nats_novels_to_1024": 3.0, "bpb_validation_novels": 1.0}, "1": {"nats_novels_to_1024": 5.0}},
+        "rival": {"0": {"nats_novels_to_1024": 3.2}, "1": {"nats_novels_to_1024": 5.21}},
+    }
+    found = differences(by_seed, "own", "rival")
+    assert found.keys() == {"nats_novels_to_1024"}
+    interval = found["nats_novels_to_1024"]
+    assert interval.mean == pytest.approx(-0.205)
+    assert -0.3 < interval.low < interval.mean < interval.high < -0.1
+
+
+def test_aims_count_words_beyond_the_window_and_the_whole_interval() -> None:
+    below, around = Interval(mean=-0.2, low=-0.3, high=-0.1), Interval(mean=-0.2, low=-0.5, high=0.1)
+    names = ("nats_novels_to_128", "nats_novels_to_1024", "nats_code_to_16384", "nats_novels_first", "bpb_novels")
+    shown = aims(dict(zip(names, (below, below, around, below, below), strict=True)))
+    assert [(one.metric, one.met) for one in shown] == [("nats_novels_to_1024", True), ("nats_code_to_16384", False)]
 
 
 class Uniform(torch.nn.Module):
@@ -156,28 +160,12 @@ def test_words_count_by_how_far_back_they_last_stood() -> None:
     assert short.keys() == {"first", f"to_{limits[0]}"}
 
 
-@pytest.mark.exhaustive
-def test_tables_share_runs_with_equal_settings(data: Path, tmp_path: Path) -> None:
-    options = options_for(data, tmp_path / "out", tables=("placement", "number"))
-    results = reproduce("block-state", options)
-    assert [row.id for row in results.rows] == ["placement-0", "placement-1", "number-1", "number-2"]
-    assert results.aims == []
-    metrics = {row.id: row.metrics for row in results.rows}
-    assert metrics["number-1"] == metrics["placement-1"] != metrics["number-2"]
-    assert {path.stem for path in (tmp_path / "out" / "runs" / "measurements").iterdir()} == {
-        "bst_sh_s4d_2-steps_s0",
-        "bst_sh_s4d_mixer_layers-1_2-steps_s0",
-        "bst_sh_s4d_mixer_layers-0-1_2-steps_s0",
-    }
-
-
-def test_an_unknown_table_and_missing_data_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no table 'placment' in this experiment \(did you mean placement"):
-        reproduce("block-state", options_for(data, tmp_path, tables=("placment",)))
+def test_missing_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lacks lm_text/eltec_eng.jsonl: pass --data with a folder that holds"):
         reproduce("block-state", options_for(tmp_path, tmp_path))
 
 
-def test_the_committed_results_have_every_row_and_metric() -> None:
+def test_the_committed_results_have_every_row() -> None:
     results = Results.read(Path(block_state.__file__).parent)
-    assert [row.id for row in results.rows] == [f"attribution-{row}" for row in ATTRIBUTION]
+    assert [row.id for row in results.rows] == list(ROWS)
+    assert results.seeds == [0, 1, 2]

@@ -151,7 +151,7 @@ _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "p
 _FIRST_SHOWS = dict.fromkeys(("gpt2", "qwen3", "int8", "encoders"), "the first example is tested there")
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
 _HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 160}
-_STATES = {"layers": 2, "heads": 2, "head_width": 8}
+_STATES = {"layers": [0, 1], "heads": 2, "head_width": 8}
 _ROTARY = (
     *(
         "llama",

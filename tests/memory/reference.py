@@ -13,38 +13,52 @@ from torch import Tensor
 
 
 class StateWeights(NamedTuple):
-    """One layer, as matrices that multiply from the right; `mix` (C, 3 heads K), `rate_a` and `rate_b` (D, heads)."""
+    """One layer, as matrices that multiply from the right; `mix` (C, 2 heads K), rates (D, heads)."""
 
-    w_qkv: Tensor
-    mix: Tensor
+    w_qk: Tensor
+    u_qk: Tensor
+    w_v: Tensor
     w_o: Tensor
-    rate_a: Tensor
-    bias_a: Tensor
-    rate_b: Tensor
-    bias_b: Tensor
+    mix: Tensor
     gain: Tensor
+    rate_a: Tensor
+    rate_b: Tensor
+    rate_g: Tensor
+    bias_a: Tensor
+    bias_b: Tensor
+    bias_g: Tensor
 
 
-def update(x_TD: Tensor, weights: StateWeights, heads: int) -> Tensor:
-    """(T, D) what is added to the attention's output, for one document."""
-    inner = weights.w_qkv.shape[1] // 3
-    width = inner // heads
-    outputs: list[list[Tensor]] = [[] for _ in x_TD]
-    for head in range(heads):
-        part = slice(head * width, (head + 1) * width)
-        state = x_TD.new_zeros(width, width)
-        for t, x_D in enumerate(x_TD):
-            before = range(min(t + 1, len(weights.mix)))
-            z = sum((weights.mix[j] * (x_TD[t - j] @ weights.w_qkv) for j in before), torch.zeros(3 * inner))
-            q, k, v = (z[n * inner : (n + 1) * inner][part] for n in range(3))
-            q, k = q / q.norm(), k / k.norm()
-            a = 1 / (1 + torch.exp(x_D @ weights.rate_a[:, head] + weights.bias_a[head]))
-            b = 1 / (1 + torch.exp(-(x_D @ weights.rate_b[:, head] + weights.bias_b[head])))
-            state = a * state
-            state = state + b * torch.outer(k, v - k @ state)
-            read = q @ state
-            outputs[t].append(read / torch.sqrt((read * read).mean() + 1e-6) * weights.gain)
-    return torch.stack([torch.cat(reads) @ weights.w_o for reads in outputs])
+def update(x_TD: Tensor, y_TD: Tensor, e_TD: Tensor, weights: StateWeights, heads: int) -> Tensor:
+    """(T, D) what is added to the layer's output y, for one document; x is its input, e has the tokens."""
+    inner, values = weights.w_qk.shape[1] // 2, weights.w_v.shape[1]
+    width, deep = inner // heads, values // heads
+    x, e = ([row / rms(row) for row in rows] for rows in (x_TD, e_TD))
+    added = []
+    states = [x_TD.new_zeros(width, deep) for _ in range(heads)]
+    for t in range(len(x)):
+        reads = []
+        for head in range(heads):
+            keys, own = slice(head * width, (head + 1) * width), slice(head * deep, (head + 1) * deep)
+            z = torch.zeros(2 * inner, dtype=x_TD.dtype)
+            for j in range(min(t + 1, len(weights.mix))):
+                z = z + weights.mix[j] * (e[t - j] @ weights.w_qk + x[t - j] @ weights.u_qk)
+            q, k = z[:inner][keys], z[inner:][keys]
+            q, k = (vector / torch.sqrt(vector @ vector + 0.01) for vector in (q, k))
+            v = (e[t] @ weights.w_v)[own]
+            a = 1 / (1 + torch.exp(x[t] @ weights.rate_a[:, head] + weights.bias_a[head]))
+            b = 1 / (1 + torch.exp(-(x[t] @ weights.rate_b[:, head] + weights.bias_b[head])))
+            g = 1 / (1 + torch.exp(-(x[t] @ weights.rate_g[:, head] + weights.bias_g[head])))
+            state = a * states[head]
+            states[head] = state + b * torch.outer(k, v - k @ state)
+            reads.append(weights.gain[own] * g * (q @ states[head]))
+        added.append(30 * rms(y_TD[t]) * (torch.cat(reads) @ weights.w_o))
+    return torch.stack(added)
+
+
+def rms(x_D: Tensor) -> Tensor:
+    """The root mean square of a vector."""
+    return torch.sqrt((x_D * x_D).mean() + 1e-6)
 
 
 def visible(t: int, window: int, sinks: int) -> list[int]:

@@ -102,6 +102,6 @@ def test_tokens_that_left_the_window_do_not_come_back() -> None:
 
 
 def test_the_layers_and_the_reach_are_kept_with_the_graft() -> None:
-    with memory_model(live(num_hidden_layers=9), layers=2) as model:
+    with memory_model(live(num_hidden_layers=10), layers=2) as model:
         config = memory_of(model).config
-    assert (config.layers, config.reach) == ([3, 6], 512)
+    assert (config.layers, config.reach) == ([7, 8], 512)

@@ -14,7 +14,7 @@ from graftlm.testing import randomise
 from memory import reference
 from tiny import tiny_model, tiny_tokenizer
 
-SIZES: dict[str, Any] = {"window": 6, "sinks": 2, "layers": 2, "heads": 2, "head_width": 8}
+SIZES: dict[str, Any] = {"window": 6, "sinks": 2, "layers": [0, 1], "heads": 2, "head_width": 8}
 REACH = 16  # so that sinks move by 8 positions at a time
 
 
@@ -39,27 +39,27 @@ def memory_of(model: GraftedModel) -> WindowedMemory:
 
 def weights_of(block: Any) -> Any:
     """The same leaves that the graft trains."""
-    matrices = [linear.weight.T for linear in (block.w_qkv, block.w_o)]
-    (rate_a, rate_b), (bias_a, bias_b) = block.rates.weight.T.chunk(2, -1), block.rates.bias.chunk(2)
-    matrices.insert(1, block.mix)
-    rest: list[Any] = [*matrices, rate_a, bias_a, rate_b, bias_b, block.norm.weight]
-    return reference.StateWeights(*rest)
+    matrices: Any = [linear.weight.T for linear in (block.w_qk, block.u_qk, block.w_v, block.w_o)]
+    rates: Any = [*block.rates.weight.T.chunk(3, -1), *block.rates.bias.chunk(3)]
+    leaves: list[Any] = [*matrices, block.mix, block.gain, *rates]
+    return reference.StateWeights(*leaves)
 
 
 def slow_logits(backbone: Backbone, graft: WindowedMemory, ids_T: Tensor) -> Tensor:
     """(T, V): Llama's equations for one document, with reference windows and states."""
     model: Any = backbone.model
-    x = model.model.embed_tokens.weight[ids_T]
+    x, head = model.model.embed_tokens.weight[ids_T], model.lm_head.weight.detach()
+    e = head[ids_T] - head.mean(0)
     blocks = dict(zip(graft.config.layers, graft.blocks, strict=True))  # type: ignore[arg-type]
     for number, layer in enumerate(model.model.layers):
         h = _rms(x, layer.input_layernorm)
-        y = _attention(h, layer.self_attn, model.config, graft.config)
-        if number in blocks:
-            y = y + reference.update(h, weights_of(blocks[number]), graft.config.heads)
-        x = x + y
-        h, mlp = _rms(x, layer.post_attention_layernorm), layer.mlp
+        y = x + _attention(h, layer.self_attn, model.config, graft.config)
+        h, mlp = _rms(y, layer.post_attention_layernorm), layer.mlp
         gate = h @ mlp.gate_proj.weight.T
-        x = x + (gate * torch.sigmoid(gate) * (h @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        y = y + (gate * torch.sigmoid(gate) * (h @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        if number in blocks:
+            y = y + reference.update(x, y, e, weights_of(blocks[number]), graft.config.heads)
+        x = y
     return _rms(x, model.model.norm) @ model.lm_head.weight.T
 
 

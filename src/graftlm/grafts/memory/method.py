@@ -1,16 +1,17 @@
 """Memory: a frozen decoder reads with a window, and a trained state remembers all text before.
 
-Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, the attention's
-input x and its output y give
+Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, with their
+input x and output y, and as e the row of the output embeddings that is the token's, less the mean of all rows,
 
-    z_t = sum over j < C of m_j * (x_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
-    b = sigmoid(x w_b + c_b)    log a = -softplus(x w_a + c_a)
-    S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, K)
-    y' = y + RMSNorm(S_t^T q_t) W_O                                               initially W_O = 0
+    x, e divided by their root mean squares
+    z_t = sum over j < C of m_j * (e_{t-j} W + x_{t-j} U)    z = [q, k], both divided by their lengths; initially U = 0
+    v = e W_v    b = sigmoid(x w_b + c_b)    g = sigmoid(x w_g + c_g)    log a = -softplus(x w_a + c_a)
+    S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, V)
+    y' = y + 30 rms(y) (n * g S_t^T q_t) W_O                                      initially n = 0
 
-Only W, m, w, c and the norm's gain are trained; the README has the reasons.
+Only W, U, W_v, W_O, m, n, w and c are trained; the README has the reasons.
 
-Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head.
+Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head's keys, V of its values.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, GraftConfig
 from graftlm.grafts.memory.window import WindowShape, hidden_keys, window_layers
-from graftlm.models.delta_rule import delta_rule, mixed_tokens
+from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
+
+SCALE = 30.0
+"""The share of the stream that a gain of 1 adds: trained gains are some hundredths, about the steps that Adam takes."""
 
 
 class MemoryConfig(GraftConfig):
@@ -40,10 +44,10 @@ class MemoryConfig(GraftConfig):
         window: W, how many tokens each token of the backbone sees, itself included.
         sinks: how many of a document's first tokens every token sees.
         state: `delta` keeps a state of all text by the gated delta rule; `none` leaves window attention alone.
-        layers: the layers with a state: how many, evenly spaced, or a list of their numbers.
+        layers: the layers with a state: how many, evenly spaced in the last third, or a list of their numbers.
         heads: heads of each state.
-        head_width: K; a state has heads * K * K numbers.
-        mixed: C, from how many last tokens a token's query, key and value are mixed.
+        head_width: K, the width of keys; a state has about K * D * min(C - 1, heads) numbers.
+        mixed: C, from how many last tokens a token's query and key are mixed.
         reach: R, below which the distance of a sink stays. Default: the backbone's number of positions.
     """
 
@@ -51,10 +55,10 @@ class MemoryConfig(GraftConfig):
     window: int = Field(ge=1)
     sinks: int = Field(4, ge=0)
     state: Literal["delta", "none"] = "delta"
-    layers: int | list[int] = 4
-    heads: int = Field(4, ge=1)
-    head_width: int = Field(64, ge=1)
-    mixed: int = Field(4, ge=1)
+    layers: int | list[int] = 2
+    heads: int = Field(8, ge=1)
+    head_width: int = Field(128, ge=1)
+    mixed: int = Field(3, ge=1)
     reach: int | None = Field(None, ge=1)
 
 
@@ -63,46 +67,56 @@ class DeltaState(nn.Module):
 
     def __init__(self, width: int, config: MemoryConfig) -> None:
         super().__init__()
-        self.heads, inner = config.heads, config.heads * config.head_width
-        self.w_qkv = nn.Linear(width, 3 * inner, bias=False)
-        self.mix = nn.Parameter(torch.zeros(config.mixed, 3 * inner))
-        self.rates = nn.Linear(width, 2 * config.heads)  # of a, then of b
-        self.norm = nn.RMSNorm(config.head_width, eps=1e-6)
-        self.w_o = nn.Linear(inner, width, bias=False)
+        self.heads, self.offsets = config.heads, max(1, min(config.mixed - 1, config.heads))
+        keys, values = config.heads * config.head_width, -(-width * self.offsets // config.heads) * config.heads
+        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # from the token
+        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # from the layer's input
+        self.w_v = nn.Linear(width, values, bias=False)
+        self.w_o = nn.Linear(values, width, bias=False)
+        self.mix = nn.Parameter(torch.zeros(config.mixed, 2 * keys))
+        self.rates = nn.Linear(width, 3 * config.heads)  # of a, then of b, then of g
+        self.gain = nn.Parameter(torch.zeros(values))
         self._initialise(config.window)
 
     @torch.no_grad()
     def _initialise(self, window: int) -> None:
-        self.w_qkv.weight.normal_(0, 1 / math.sqrt(self.w_qkv.in_features))
-        self.mix[0] = 1
-        keys_CHK = self.mix.chunk(3, dim=1)[1].unflatten(-1, (self.heads, -1))
-        if len(keys_CHK) > 1:  # half of the heads find what followed a token: their keys are the query before
-            keys_CHK[0, ::2], keys_CHK[1, ::2] = 0, 1
-            queries, keys, _ = self.w_qkv.weight.unflatten(0, (3, self.heads, -1))
-            keys[::2] = queries[::2]
+        """Head h reads what followed when the token h mod `offsets` before was last read, and writes nothing yet."""
+        queries, keys = self.w_qk.weight.normal_(0, 1 / math.sqrt(self.w_qk.in_features)).chunk(2)
+        keys.copy_(queries)
+        self.u_qk.weight.zero_()
+        queries_CHK, keys_CHK = (part.unflatten(-1, (self.heads, -1)) for part in self.mix.chunk(2, dim=1))
+        values_HVD = self.w_v.weight.unflatten(0, (self.heads, -1))
+        for offset in range(self.offsets):
+            queries_CHK[offset, offset :: self.offsets] = 1
+            keys_CHK[min(offset + 1, len(self.mix) - 1), offset :: self.offsets] = 1
+            basis = torch.empty_like(values_HVD[offset :: self.offsets].flatten(0, 1))
+            values_HVD[offset :: self.offsets] = nn.init.orthogonal_(basis).view_as(values_HVD[offset :: self.offsets])
+        self.w_o.weight.copy_(self.w_v.weight.T)
         self.rates.weight.zero_()
         times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window  # a head forgets in 1 to 128 windows
-        self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(self.heads)]))
-        self.w_o.weight.zero_()
+        self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(2 * self.heads)]))
 
     def forward(
-        self, x_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
+        self, x_BTD: Tensor, e_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
     ) -> Tensor:
-        """The update (B, T, D) of the attention's output; the cache's layer keeps the state after the last token."""
-        exact = torch.promote_types(x_BTD.dtype, torch.float32)  # states stay in float32
+        """What is added to the layer's output (B, T, D), over its root mean square.
+
+        The cache's layer keeps the state after the last token. Tensors are of the dtype that the state has.
+        """
         state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
-        z = self.w_qkv(x_BTD).to(exact) if real_BT is None else self.w_qkv(x_BTD).to(exact) * real_BT[..., None]
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            rates = functional.linear(x_BTD.to(exact), self.rates.weight.to(exact), self.rates.bias.to(exact))
-            a, b = rates.transpose(1, 2).chunk(2, dim=1)  # (B, H, T)
-            z, before = mixed_tokens(z, self.mix.to(exact), document_BT, before)
-            q, k, v = z.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
-            read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
-            read = self.norm(read).transpose(1, 2).flatten(2)
+        e_BTD = e_BTD if real_BT is None else e_BTD * real_BT[..., None]
+        z = functional.linear(e_BTD, self.w_qk.weight) + functional.linear(x_BTD, self.u_qk.weight)
+        z = z if real_BT is None else z * real_BT[..., None]
+        z, before = mixed_tokens(z, self.mix, document_BT, before)
+        q, k = z.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = unit_length(q), unit_length(k)
+        v = self.w_v(e_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        a, b, g = self.rates(x_BTD).transpose(1, 2).chunk(3, dim=1)  # (B, H, T)
+        read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
+        read = (g.sigmoid()[..., None] * read).transpose(1, 2).flatten(2)
         if layer is not None:
             layer.update(state, before)
-        return self.w_o(read.to(x_BTD.dtype))
+        return SCALE * self.w_o(self.gain * read)
 
 
 class WindowedMemory(Graft):
@@ -117,6 +131,7 @@ class WindowedMemory(Graft):
     Config: ClassVar[type[GraftConfig]] = MemoryConfig
     label = "memory"
     config: MemoryConfig
+    mean: Tensor
 
     def __init__(self, config: MemoryConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -134,13 +149,14 @@ class WindowedMemory(Graft):
             )
         self._n_layers = sites.n_layers
         self.blocks: Any = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
+        self.register_buffer("mean", output_embeddings(backbone.model).float().mean(0), persistent=False)
         self.to(backbone.device)
 
     def taps(self) -> list[Tap]:
         assert isinstance(self.config.layers, list)
         windows = [Tap(Site("attention", layer), "before", "bias", self._window) for layer in range(self._n_layers)]
         reads = enumerate(self.config.layers)
-        return [*windows, *(Tap(Site("attention", i), "after", "add", partial(self._read, n)) for n, i in reads)]
+        return [*windows, *(Tap(Site("layer", i), "after", "add", partial(self._read, n)) for n, i in reads)]
 
     def prepare(self, call: Call) -> None:
         layers = window_layers(call.cache, self._n_layers, self.shape)
@@ -180,8 +196,31 @@ class WindowedMemory(Graft):
 
     def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
         layer = call.scratch[self, "states"][number] if call.cache is not None else None
-        x = inputs.to(call.working_dtype(self))
-        return self.blocks[number](x, call.token_mask, call.document_numbers(), layer).to(outputs.dtype)
+        exact = torch.promote_types(inputs.dtype, torch.float32)  # states stay in float32
+        with torch.autocast(inputs.device.type, enabled=False):
+            x, size = _normed(inputs.to(exact))[0], _normed(outputs.to(exact))[1]
+            update = self.blocks[number](x, self._tokens(call, exact), call.token_mask, call.document_numbers(), layer)
+            return (size * update).to(outputs.dtype)
+
+    def _tokens(self, call: Call, dtype: torch.dtype) -> Tensor:
+        """(B, T, D) the tokens' output embeddings less the mean of all, over their root mean squares."""
+        if (self, "tokens") not in call.scratch:
+            if call.input_ids is None:
+                raise GraftError("A memory remembers tokens: pass input_ids, not embeddings.")
+            rows = functional.embedding(call.input_ids, output_embeddings(call.model))
+            call.scratch[self, "tokens"] = _normed(rows.to(dtype) - self.mean)[0]
+        return call.scratch[self, "tokens"]
+
+
+def output_embeddings(model: Any) -> Tensor:
+    """(V, D) the vectors whose products with the last state are the logits."""
+    return model.get_output_embeddings().weight.detach()
+
+
+def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor over the root mean squares of its tokens, and these (B, T, 1)."""
+    size = (x_BTD.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return x_BTD / size, size
 
 
 def _padding(call: Call) -> Tensor | None:
@@ -196,7 +235,7 @@ def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
         return []
     layers = config.layers
     if isinstance(layers, int):
-        layers = list({(k + 1) * n_layers // (layers + 1) for k in range(layers)})
+        layers = list({n_layers * (2 * layers + 3 + k) // (3 * layers + 3) for k in range(layers)})
     if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(n_layers)):
         raise GraftError(
             f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: give the number of layers "
