@@ -92,7 +92,8 @@ class Study:
         return {
             "search": self.searched,
             "by_seed": {
-                name: numbers_of([self.measured[run.id].row for run in of_row]) for name, of_row in runs.items()
+                name: numbers_of([self.measured[run.id].row.model_copy(update={"id": run.id}) for run in of_row])
+                for name, of_row in runs.items()
             },
         }
 

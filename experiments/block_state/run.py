@@ -240,7 +240,7 @@ def run(options: Options) -> Results:
     study = LongTextStudy(options)
     candidates = {row: [study.run(row, study.seeds[0], rate) for rate in study.config.rates] for row in ROWS}
     chosen = study.choose(candidates, VALIDATION, "the search")
-    rates = {row: one.training.learning_rate for row, one in chosen.items()}
+    rates = {row: run.training.learning_rate for row, run in chosen.items()}
     runs = {row: [study.run(row, seed, rates[row]) for seed in study.seeds] for row in ROWS}
     study.execute([run for of_row in runs.values() for run in of_row], NAME)
     measured = {row: [study.measured[run.id] for run in of_row] for row, of_row in runs.items()}
@@ -255,7 +255,9 @@ def run(options: Options) -> Results:
     }
     details["losses"] = {row: measured[row][0].details["losses"] for row in ROWS}
     over = {rival: differences(details["by_seed"], best, rival) for rival in RIVALS}
-    details["differences"] = {rival: {name: one.model_dump() for name, one in of.items()} for rival, of in over.items()}
+    details["differences"] = {
+        rival: {name: interval.model_dump() for name, interval in of.items()} for rival, of in over.items()
+    }
     return study.write(NAME, rows, aims=aims(over["slide_ssm"]), details=details)
 
 
@@ -271,6 +273,6 @@ def aims(over_state_space: Mapping[str, Interval]) -> list[Aim]:
     shown = []
     for name, difference in over_state_space.items():
         if "_to_" in name and int(name.rpartition("_")[2]) > FAR:
-            text = f"{name}: the best BST less the state space behind the embeddings, upper end of the interval"
+            text = f"{name}: the best BST less the window with a state space at the embeddings, its upper end"
             shown.append(aim(text, name, 0.0, difference.high))
     return shown

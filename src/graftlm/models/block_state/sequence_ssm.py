@@ -71,7 +71,7 @@ class TokenSSM(nn.Module):
 class DeltaSSM(nn.Module):
     """The gated delta rule (`models/delta_rule.py`): a state that maps keys to values, at rates that the text decides.
 
-        z_t = sum over j < 4 of m_j * (u_{t-j} W)    z = [q, k, v]; q and k are divided by their lengths
+        z_t = sum over j < 4 of m_j * (u_{t-j} W)    z = [q, k, v]; q and k become q / sqrt(|q|^2 + 0.01)
         log a_t = -softplus(u_t w_a + c_a)           b_t = sigmoid(u_t w_b + c_b)
 
     Initially a key is the query of the token before, so a query finds what followed its token. Queries and keys have
