@@ -18,7 +18,6 @@ from experiments.block_state.run import (
     CORPORA,
     FILES,
     FULL,
-    RIVALS,
     ROWS,
     Corpus,
     LongTextStudy,
@@ -61,8 +60,13 @@ def test_training_text_does_not_contain_test_text(data: Path, tmp_path: Path) ->
         train = "".join(read_texts(folder / f"{name}-train.jsonl"))
         (test,) = read_texts(folder / f"{name}-test.jsonl")
         assert 0 < len(train) <= size.characters
+        (validation,) = read_texts(folder / f"{name}-validation.jsonl")
         assert 0 < len(test) <= size.test_characters
-        assert test[:400] not in train
+        assert 0 < len(validation) <= size.test_characters
+        starts = range(0, len(test) - 100, 100)
+        assert not any(
+            test[start : start + 100] in train or test[start : start + 100] in validation for start in starts
+        )
 
 
 def test_a_package_has_the_source_of_all_its_modules() -> None:
@@ -84,7 +88,6 @@ def without_difference(run: LanguageModelRun) -> str:
 def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> None:
     study = LongTextStudy(options_for(data, tmp_path, quick=False))
     runs = [study.run(row, 0, 1e-3) for row in ROWS]
-    assert {*BLOCK_STATE, *RIVALS} == {*ROWS}
     assert len({without_difference(run) for run in runs}) == 1
     models: list[Any] = [run.model for run in runs]
     sizes = [parameter_count(model) for model in models]
@@ -106,15 +109,19 @@ def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> 
     assert reproduce("block-state", options).rows == results.rows, "finished runs are read from the cache"
 
 
+FAR, FIRST = "nats_novels_to_1024", "nats_novels_first"
+
+
 def test_differences_are_paired_over_seeds() -> None:
     """A rival's seeds differ more than the rows do: the interval is of the differences."""
     by_seed = {
-        "own": {"0": {"nats_novels_to_1024": 3.0, "bpb_validation_novels": 1.0}, "1": {"nats_novels_to_1024": 5.0}},
-        "rival": {"0": {"nats_novels_to_1024": 3.2}, "1": {"nats_novels_to_1024": 5.21}},
+        "own": {"0": {FAR: 3.0, FIRST: 1.0, "bpb_validation_novels": 1.0}, "1": {FAR: 5.0, FIRST: 2.0}},
+        "rival": {"0": {FAR: 3.2, FIRST: 1.1}, "1": {FAR: 5.21, FIRST: 2.1}},
     }
     found = differences(by_seed, "own", "rival")
-    assert found.keys() == {"nats_novels_to_1024"}
-    interval = found["nats_novels_to_1024"]
+    assert found.keys() == {FAR, FIRST, f"{FAR}_less_first"}
+    assert found[f"{FAR}_less_first"].mean == pytest.approx(-0.105)
+    interval = found[FAR]
     assert interval.mean == pytest.approx(-0.205)
     assert -0.3 < interval.low < interval.mean < interval.high < -0.1
 
@@ -169,3 +176,13 @@ def test_the_committed_results_have_every_row() -> None:
     results = Results.read(Path(block_state.__file__).parent)
     assert [row.id for row in results.rows] == list(ROWS)
     assert results.seeds == [0, 1, 2]
+    details: Any = results.details
+    for row, searched in details["search"].items():
+        assert min(searched, key=searched.get) == f"{row}_lr{details['rates'][row]:g}_s0"
+    assert details["best_block_state"] == min(BLOCK_STATE, key=lambda row: min(details["search"][row].values()))
+    for rival, of_rival in details["differences"].items():
+        expected = differences(details["by_seed"], details["best_block_state"], rival)
+        assert of_rival.keys() == expected.keys()
+        for name, interval in of_rival.items():
+            assert interval["mean"] == pytest.approx(expected[name].mean, abs=1e-9)
+            assert interval["high"] == pytest.approx(expected[name].high, abs=1e-9)

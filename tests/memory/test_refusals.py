@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from graftlm.backbone import Call
+from graftlm.backbone import Backbone, Call
 from graftlm.errors import GraftError
 from graftlm.grafts import build_graft, graft_config
-from graftlm.grafts.memory import WindowShape
+from graftlm.grafts.memory import MemoryConfig, WindowShape
+from graftlm.grafts.memory.method import chosen_layers
 from memory.tools import REACH, live, memory_model, memory_of
-from tiny import tiny_ids
+from tiny import tiny_ids, tiny_tokenizer
 
 FITTING = ("llama", "gemma", "qwen2", "qwen3", "phi", "gpt_neox", "olmo", "olmo2", "stablelm", "nemotron", "falcon")
 OTHERS = {
@@ -61,6 +62,7 @@ def test_moved_keys_are_the_backbones_own_at_later_positions(family: str) -> Non
         ({"layers": [0, 2]}, r"layers is \[0, 2\], but the backbone has layers 0 to 1"),
         ({"layers": [0, 0]}, r"layers is \[0, 0\], but the backbone has layers 0 to 1"),
         ({"layers": 0}, "layers is 0, but the backbone has layers 0 to 1"),
+        ({"layers": 3}, r"layers is 3, but the backbone has layers 0 to 1"),
         ({"window": 510}, "A window of 510 tokens and 2 sinks need more than the 512 positions of reach"),
         ({"reach": 8}, "A window of 6 tokens and 2 sinks need more than the 8 positions of reach"),
     ],
@@ -104,4 +106,57 @@ def test_tokens_that_left_the_window_do_not_come_back() -> None:
 def test_the_layers_and_the_reach_are_kept_with_the_graft() -> None:
     with memory_model(live(num_hidden_layers=10), layers=2) as model:
         config = memory_of(model).config
-    assert (config.layers, config.reach) == ([7, 8], 512)
+    assert (config.layers, config.reach) == ([8, 9], 512)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(1, [8]), (3, [7, 8, 9]), (6, [4, 5, 6, 7, 8, 9]), (10, [*range(10)])]
+)
+def test_so_many_layers_are_the_last_ones(layers: int, expected: list[int]) -> None:
+    assert chosen_layers(MemoryConfig(window=6, layers=layers), 10) == expected
+
+
+def test_packed_documents_beyond_the_reach_are_refused() -> None:
+    positions = torch.cat([torch.arange(12), torch.arange(17)])[None]
+    with memory_model(live(), reach=REACH) as model, torch.no_grad():
+        with pytest.raises(GraftError, match="A text of 17 tokens is longer than the 16 positions"):
+            model(tiny_ids(1, 29), position_ids=positions, use_cache=False)
+        assert model(tiny_ids(1, 28), position_ids=positions[:, :28], use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("state", ["delta", "none"])
+def test_embeddings_and_masks_with_gaps_are_refused(state: str) -> None:
+    ids, mask = tiny_ids(1, 9), torch.ones(1, 9, dtype=torch.long)
+    mask[0, 4] = 0
+    with memory_model(live(), state=state) as model, torch.no_grad():
+        with pytest.raises(GraftError, match="A memory remembers tokens: pass input_ids"):
+            model(inputs_embeds=model.get_input_embeddings()(ids))
+        with pytest.raises(GraftError, match="hides tokens behind a row's first token"):
+            model(ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
+
+
+def test_heads_without_a_vector_for_each_token_are_refused() -> None:
+    backbone = live()
+    model: Any = backbone.model
+    head, model.lm_head = model.lm_head, torch.nn.Linear(48, 20, bias=False)
+    with pytest.raises(GraftError, match=r"a vector for each of 304 tokens, but found .* of the shape \(20, 48\)"):
+        memory_model(backbone)
+    with memory_model(backbone, state="none") as grafted:
+        assert not grafted.trainable_parameters()
+    model.lm_head = head
+    headless = Backbone.wrap(model.model, tiny_tokenizer(), "headless")
+    with pytest.raises(GraftError, match="304 tokens, but found no head"):
+        memory_model(headless)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_backbone_and_graft_may_have_other_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    of_backbone, of_graft = dtypes
+    backbone = live()
+    model: Any = backbone.model
+    model.to(of_backbone)
+    with memory_model(backbone) as grafted, torch.no_grad():
+        memory_of(grafted).to(of_graft)
+        output = grafted(tiny_ids(1, 12)).logits
+    assert output.dtype == of_backbone
+    assert output.isfinite().all()

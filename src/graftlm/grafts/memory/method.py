@@ -4,7 +4,7 @@ Each attention of the backbone sees the sinks and the last W tokens (`window.py`
 input x and output y, and as e the row of the output embeddings that is the token's, less the mean of all rows,
 
     x, e divided by their root mean squares
-    z_t = sum over j < C of m_j * (e_{t-j} W + x_{t-j} U)    z = [q, k], both divided by their lengths; initially U = 0
+    z_t = sum over j < C of m_j * (e_{t-j} W + x_{t-j} U)    z = [q, k], both z / sqrt(|z|^2 + 0.01); initially U = 0
     v = e W_v    b = sigmoid(x w_b + c_b)    g = sigmoid(x w_g + c_g)    log a = -softplus(x w_a + c_a)
     S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, V)
     y' = y + 30 rms(y) (n * g S_t^T q_t) W_O                                      initially n = 0
@@ -44,9 +44,9 @@ class MemoryConfig(GraftConfig):
         window: W, how many tokens each token of the backbone sees, itself included.
         sinks: how many of a document's first tokens every token sees.
         state: `delta` keeps a state of all text by the gated delta rule; `none` leaves window attention alone.
-        layers: the layers with a state: how many, evenly spaced in the last third, or a list of their numbers.
+        layers: the layers with a state: how many, evenly spaced in the last third or in as many as they are, or a list.
         heads: heads of each state.
-        head_width: K, the width of keys; a state has about K * D * min(C - 1, heads) numbers.
+        head_width: K, the width of keys.
         mixed: C, from how many last tokens a token's query and key are mixed.
         reach: R, below which the distance of a sink stays. Default: the backbone's number of positions.
     """
@@ -68,7 +68,7 @@ class DeltaState(nn.Module):
     def __init__(self, width: int, config: MemoryConfig) -> None:
         super().__init__()
         self.heads, self.offsets = config.heads, max(1, min(config.mixed - 1, config.heads))
-        keys, values = config.heads * config.head_width, -(-width * self.offsets // config.heads) * config.heads
+        keys, values = config.heads * config.head_width, -(-width // (config.heads // self.offsets)) * config.heads
         self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # from the token
         self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # from the layer's input
         self.w_v = nn.Linear(width, values, bias=False)
@@ -101,22 +101,28 @@ class DeltaState(nn.Module):
     ) -> Tensor:
         """What is added to the layer's output (B, T, D), over its root mean square.
 
-        The cache's layer keeps the state after the last token. Tensors are of the dtype that the state has.
+        The cache's layer keeps the state after the last token. Tensors have the dtype of the state, float32 or float64.
         """
         state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
         e_BTD = e_BTD if real_BT is None else e_BTD * real_BT[..., None]
-        z = functional.linear(e_BTD, self.w_qk.weight) + functional.linear(x_BTD, self.u_qk.weight)
+        z = _linear(self.w_qk, e_BTD) + _linear(self.u_qk, x_BTD)
         z = z if real_BT is None else z * real_BT[..., None]
-        z, before = mixed_tokens(z, self.mix, document_BT, before)
+        z, before = mixed_tokens(z, self.mix.to(z.dtype), document_BT, before)
         q, k = z.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = unit_length(q), unit_length(k)
-        v = self.w_v(e_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        a, b, g = self.rates(x_BTD).transpose(1, 2).chunk(3, dim=1)  # (B, H, T)
+        v = _linear(self.w_v, e_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        a, b, g = _linear(self.rates, x_BTD).transpose(1, 2).chunk(3, dim=1)  # (B, H, T)
         read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
         read = (g.sigmoid()[..., None] * read).transpose(1, 2).flatten(2)
         if layer is not None:
             layer.update(state, before)
-        return SCALE * self.w_o(self.gain * read)
+        return SCALE * _linear(self.w_o, self.gain.to(read.dtype) * read)
+
+
+def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A Linear in the dtype of its input."""
+    bias: Tensor | None = linear.bias
+    return functional.linear(x, linear.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class WindowedMemory(Graft):
@@ -132,6 +138,7 @@ class WindowedMemory(Graft):
     label = "memory"
     config: MemoryConfig
     mean: Tensor
+    rows: Tensor | None
 
     def __init__(self, config: MemoryConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -149,7 +156,10 @@ class WindowedMemory(Graft):
             )
         self._n_layers = sites.n_layers
         self.blocks: Any = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
-        self.register_buffer("mean", output_embeddings(backbone.model).float().mean(0), persistent=False)
+        rows = output_embeddings(backbone.model) if layers else None
+        quantised = None if rows is None or is_plain(backbone.model) else rows
+        self.register_buffer("rows", quantised, persistent=False)
+        self.register_buffer("mean", None if rows is None else rows.float().mean(0), persistent=False)
         self.to(backbone.device)
 
     def taps(self) -> list[Tap]:
@@ -159,6 +169,7 @@ class WindowedMemory(Graft):
         return [*windows, *(Tap(Site("layer", i), "after", "add", partial(self._read, n)) for n, i in reads)]
 
     def prepare(self, call: Call) -> None:
+        _check_inputs(call)
         layers = window_layers(call.cache, self._n_layers, self.shape)
         call.scratch[self, "layers"] = layers
         self._check_length(call, self.shape.step if layers else 0)
@@ -170,11 +181,15 @@ class WindowedMemory(Graft):
 
     def _check_length(self, call: Call, longest: int) -> None:
         """Raise `GraftError` for more than `longest` tokens in a pass where sinks would be out of reach."""
-        if call.input_ids is None or not self.config.sinks or not (call.count is None or call.count.is_known):
+        if not self.config.sinks or not (call.count is None or call.count.is_known):
             return
+        assert call.input_ids is not None
         length = call.input_ids.shape[1]
         total, reach = call.past() + length, self.shape.reach
-        if total > reach and length > longest and call.document_numbers() is None:
+        if total > reach and call.document_numbers() is not None:
+            positions = call.positions_in_documents()
+            total = length if positions is None else int(positions.max()) + 1
+        if total > reach and length > longest:
             raise GraftError(
                 f"A text of {total:,} tokens is longer than the {reach:,} positions that the sinks reach: give it to a "
                 f"dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
@@ -205,16 +220,49 @@ class WindowedMemory(Graft):
     def _tokens(self, call: Call, dtype: torch.dtype) -> Tensor:
         """(B, T, D) the tokens' output embeddings less the mean of all, over their root mean squares."""
         if (self, "tokens") not in call.scratch:
-            if call.input_ids is None:
-                raise GraftError("A memory remembers tokens: pass input_ids, not embeddings.")
-            rows = functional.embedding(call.input_ids, output_embeddings(call.model))
-            call.scratch[self, "tokens"] = _normed(rows.to(dtype) - self.mean)[0]
+            assert call.input_ids is not None
+            rows = output_embeddings(call.model) if self.rows is None else self.rows
+            tokens = functional.embedding(call.input_ids, rows)
+            call.scratch[self, "tokens"] = _normed(tokens.to(dtype) - self.mean.to(dtype))[0]
         return call.scratch[self, "tokens"]
 
 
+def is_plain(model: Any) -> bool:
+    """Whether a model's head holds its weights as they are, and not quantised by torchao."""
+    return not type(model.get_output_embeddings().weight).__module__.startswith("torchao")
+
+
 def output_embeddings(model: Any) -> Tensor:
-    """(V, D) the vectors whose products with the last state are the logits."""
-    return model.get_output_embeddings().weight.detach()
+    """(V, D) the vectors whose products with the last state are the logits; those of a quantised head are copies.
+
+    Raises:
+        GraftError: the model has no head with a vector for each token, or one that is quantised in an unknown form.
+    """
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if isinstance(weight, Tensor) and not is_plain(model):
+        weight = weight.dequantize()
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[0] < vocabulary:
+        form = f"{weight.dtype} of the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no head"
+        raise GraftError(
+            f"A memory needs an output head with a vector for each of {vocabulary:,} tokens, but found {form}: load "
+            "the whole model without this quantisation, or set state to none."
+        )
+    return weight.detach()
+
+
+def _check_inputs(call: Call) -> None:
+    """Raise `GraftError` for embeddings, and for masks that hide tokens behind a row's first where a cache goes on."""
+    if call.input_ids is None:
+        raise GraftError("A memory remembers tokens: pass input_ids, not embeddings.")
+    mask = call.attention_mask
+    if mask is None or call.cache is None or call.input_ids.shape[1] == 1 or torch.compiler.is_compiling():
+        return
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise GraftError(
+            "The attention mask hides tokens behind a row's first token, but a window counts all of a cache: pad on "
+            "the left, and leave no gaps."
+        )
 
 
 def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +283,8 @@ def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
         return []
     layers = config.layers
     if isinstance(layers, int):
-        layers = list({n_layers * (2 * layers + 3 + k) // (3 * layers + 3) for k in range(layers)})
+        depth = max(layers, n_layers // 3)
+        layers = [n_layers - depth + (k + 1) * depth // (layers + 1) for k in range(layers)]
     if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(n_layers)):
         raise GraftError(
             f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: give the number of layers "
