@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from graftlm.evaluation.metrics import evaluation_mode
 
-WORD = re.compile(r"\w{5,}")
+WORD = re.compile(r"[^\W\d_]{5,}")
 
 
 class WordTokens(NamedTuple):
@@ -30,12 +30,12 @@ class WordTokens(NamedTuple):
 
 
 def word_tokens(tokenizer: Any, text: str) -> WordTokens:
-    """Tokens of a text; a word has five or more letters, and all its tokens have its distance."""
+    """Tokens of a text; a word has five or more letters, and all tokens with one of them have its distance."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = np.array([start for start, _ in encoded["offset_mapping"]])
+    starts, ends = np.array(encoded["offset_mapping"]).T
     distance, last = np.full(len(starts), -1), {}
     for match in WORD.finditer(text):
-        first, stop = np.searchsorted(starts, [match.start(), match.end()])
+        first, stop = np.searchsorted(ends, match.start(), side="right"), np.searchsorted(starts, match.end())
         if first == stop:
             continue
         before = last.get(match.group().lower())

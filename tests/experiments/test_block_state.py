@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +34,7 @@ from graftlm.demo.corpus import source_files
 from graftlm.errors import DataError
 from graftlm.evaluation import Interval, Results
 from graftlm.runs.language_run import LanguageModelRun
+from graftlm.training.language_model import train_tokenizer
 from tiny import tiny_tokenizer
 
 SENTENCE = "The long road of document number {} went on and on through the same wood. "
@@ -133,16 +134,21 @@ def test_aims_count_words_beyond_the_window_and_the_whole_interval() -> None:
     assert [(one.metric, one.met) for one in shown] == [("nats_novels_to_1024", True), ("nats_code_to_16384", False)]
 
 
-class Uniform(torch.nn.Module):
-    """Predicts every token alike, but makes one id as likely as its logit says."""
+class ByPosition(torch.nn.Module):
+    """Gives the next token of position t in a window log p = -t."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.logits = torch.nn.Parameter(torch.zeros(VOCABULARY))
+        self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         assert not use_cache
-        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
+        length = input_ids.shape[1]
+        nats = torch.arange(length, dtype=torch.float64)
+        rest = torch.log(-torch.expm1(-nats.clamp(min=1e-9)) / (VOCABULARY - 1))
+        logits = rest[:, None].expand(-1, VOCABULARY).clone()
+        logits[torch.arange(length - 1), input_ids[0, 1:]] = -nats[:-1]
+        return SimpleNamespace(logits=logits[None])
 
 
 VOCABULARY = 280
@@ -160,11 +166,26 @@ def test_words_count_by_how_far_back_they_last_stood() -> None:
     assert found == [0, at[1] - at[0], at[2] - at[1], 0]
     assert (tokens.distance == -1).sum() > 100
     limits = (found[1], found[2])
-    losses = losses_by_distance(Uniform(), tokens, len(tokens.ids), limits)
-    assert losses.keys() == {"first", *(f"to_{limit}" for limit in limits)}
-    assert all(loss == pytest.approx(math.log(VOCABULARY)) for loss in losses.values())
-    short = losses_by_distance(Uniform(), tokens, at[1] + 8, limits)  # the third stands in a window without the second
+    losses = losses_by_distance(ByPosition(), tokens, len(tokens.ids), limits)
+    expected = {"first": 0, f"to_{limits[0]}": found[1], f"to_{limits[1]}": found[2]}
+    assert losses.keys() == expected.keys()
+    for name, distance in expected.items():  # the loss of a token is its position, less one
+        positions = np.flatnonzero(tokens.distance == distance)
+        assert losses[name] == pytest.approx(float(positions[positions > 0].mean()) - 1, rel=1e-5)
+    short = losses_by_distance(
+        ByPosition(), tokens, at[1] + 8, limits
+    )  # the third stands in a window without the second
     assert short.keys() == {"first", f"to_{limits[0]}"}
+
+
+def test_a_word_has_the_tokens_that_begin_with_a_space_and_no_digits() -> None:
+    tokenizer = train_tokenizer([SENTENCE.format(1) * 50], 300)
+    text = "a wonderful day, wonderful days of snake_case 123456"  # " w" is a token
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    assert any(text[start] == " " and end > start + 1 for start, end in encoded["offset_mapping"])
+    inside = zip(encoded["offset_mapping"], word_tokens(tokenizer, text).distance, strict=True)
+    words = "".join(text[start:end] for (start, end), distance in inside if distance >= 0)
+    assert words.replace(" ", "") == "wonderfulwonderfulsnake"
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:
