@@ -52,7 +52,6 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 LABELS = {row: label for row, (label, _) in _MODELS.items()}
 CONTROLS = {row: label for row, (label, _) in _CONTROLS.items()}
 ROWS = {row: difference for row, (_, difference) in (_MODELS | _CONTROLS).items()}
-BLOCK_STATE = tuple(row for row in LABELS if row.startswith("bst_"))
 
 
 def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class LongTextConfig(Config):
         parameters: of every row's model, up to rounding.
         length: tokens of a row of training.
         lengths: tokens of the windows that are measured.
+        tested: tokens of a test text that are measured in bits per byte.
         training: warm-up and checkpoints follow from the steps.
         rates: that are tried for every row.
         distances: of words, in tokens.
@@ -159,6 +160,7 @@ class LongTextConfig(Config):
     parameters: int
     length: int = 1024
     lengths: tuple[int, ...] = (1024, 16_384)
+    tested: int = 65_535
     training: TrainingConfig
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     distances: tuple[int, ...] = (128, 1024, 16_384)
@@ -187,6 +189,7 @@ QUICK = LongTextConfig(
     parameters=18_000,
     length=64,
     lengths=(64, 128),
+    tested=127,
     training=TrainingConfig(steps=2, batch_size=2, learning_rate=3e-3, weight_decay=0.1, keep_checkpoints=1),
     rates=(3e-3,),
     distances=(16, 64, 128),
@@ -214,7 +217,6 @@ class LongTextStudy(Study):
         shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size}
         training = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4), "seed": seed}
         train = [self.source(name, "train") for name in CORPORA]
-        longest = 65_535 if config is FULL else config.lengths[-1] - 1
         return AttributionRun(
             id=f"{row}_lr{rate:g}_s{seed}",
             label=ALL_LABELS[row],
@@ -223,7 +225,7 @@ class LongTextStudy(Study):
             data=LanguageDataConfig(train=train, test=self.tests, length=config.length, seed=seed),
             training=config.training.model_copy(update=training | {"learning_rate": rate}),
             evaluation=LengthsConfig(
-                lengths=list(config.lengths), limit_tokens=longest, tokens_per_pass=max(4096, config.length)
+                lengths=list(config.lengths), limit_tokens=config.tested, tokens_per_pass=max(4096, config.length)
             ),
             device=self.options.device,
             word_window=config.lengths[-1],

@@ -102,8 +102,9 @@ def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> 
     options = options_for(data, tmp_path / "out")
     results = reproduce("block-state", options)
     assert [row.id for row in results.rows] == list(ROWS)
-    assert results.details["search"].keys() == set(ROWS)  # type: ignore[union-attr]
-    assert results.details["best_block_state"] in BLOCK_STATE
+    details: Any = results.details
+    assert details["search"].keys() == set(ROWS)
+    assert details["best_block_state"] in BLOCK_STATE
     for row in results.rows:
         assert {f"bpb_{corpus}" for corpus in CORPORA} <= row.metrics.keys()
         assert any(name.startswith("nats_documents_to_") for name in row.metrics)
