@@ -9,19 +9,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transform, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
 from graftlm.errors import RecipeError, did_you_mean
 
 _Parsed = TypeVar("_Parsed")
 
 
+def _raise_first_problem(config: Any) -> Any:
+    for problem in config._problems():
+        raise ValueError(problem)
+    return config
+
+
 # No field specifiers are named, so that type checkers know that Field(None, …) has a default.
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class _ConfigMeta(type(BaseModel)):
-    """Makes `SomeConfig(key=value)` raise the one-sentence error of a recipe."""
+    """Makes `SomeConfig(key=value)` raise the one-sentence error of a recipe, and validates by `_problems`."""
 
     if not TYPE_CHECKING:  # pydantic's own signature tells type checkers more
+
+        def __new__(mcs, name: str, bases: Any, namespace: dict[str, Any], **options: Any) -> Any:
+            if "_problems" in namespace:
+                namespace["_raise_first_problem"] = model_validator(mode="after")(_raise_first_problem)
+            return super().__new__(mcs, name, bases, namespace, **options)
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
             try:
@@ -34,6 +45,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     """A frozen set of named values.
 
     Unknown keys, wrong types and values out of range raise `RecipeError` with the key's path and the nearest known key.
+    Where a class defines `_problems(self) -> Iterator[str]`, its first clause on what does not fit is raised.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -68,7 +80,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return text
 
     @model_serializer(mode="wrap")
-    def _keep_tags(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Serialise fields with one possible value, such as `kind`, even where defaults are left out."""
         fields = type(self).model_fields.items()
         tags = {name: getattr(self, name) for name, field in fields if _is_tag(field.annotation)}

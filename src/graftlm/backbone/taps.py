@@ -254,11 +254,7 @@ class TapHooks:
     _replaces_once = True
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        sites: Sites,
-        taps: Mapping[Any, Sequence[Tap]],
-        prepare: Callable[[Call], None],
+        self, model: PreTrainedModel, sites: Sites, taps: Mapping[Any, Sequence[Tap]], prepare: Callable[[Call], None]
     ) -> None:
         if self._replaces_once:
             check_conflicts(sites, taps)

@@ -224,8 +224,7 @@ def predict(
 def inspect(
     folder: Annotated[Path, Argument(metavar="DIR", help="A graft's or report's folder.", show_default=False)],
     text: Annotated[
-        list[str] | None,
-        Option(metavar="[NAME=]PATH", help="Measure the graft's layers on this text. Repeatable."),
+        list[str] | None, Option(metavar="[NAME=]PATH", help="Measure the graft's layers on this text. Repeatable.")
     ] = None,
     text_column: Column = "text",
     backbone: Annotated[

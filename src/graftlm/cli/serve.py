@@ -27,8 +27,7 @@ def serve(
     host: Annotated[str, Option(metavar="ADDRESS", help="Address; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, metavar="N", help="Port; 0 selects a free one.")] = 8000,
     api_keys: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS."),
+        Path | None, Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS.")
     ] = None,
     allow_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="A name that the Host header may have.")
@@ -42,8 +41,7 @@ def serve(
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Continuations generated at the same time.")] = 16,
     queue: Annotated[int, Option(min=0, metavar="N", help="Further continuations that may wait.")] = 64,
     context: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit."),
+        int | None, Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit.")
     ] = None,
     max_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 1024,
     seconds: Annotated[float, Option(min=0.1, metavar="S", help="Maximum time of a request.")] = 300.0,

@@ -26,8 +26,7 @@ def summarize(
         Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default the package's own.")
     ] = None,
     writer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Model or graft, folder or name; by default none writes."),
+        Path | None, typer.Option(metavar="DIR", help="Model or graft, folder or name; by default none writes.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of the summary.")] = 160,
     method: Annotated[

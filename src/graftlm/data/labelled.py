@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.config import Config
 from graftlm.data.tables import check_columns, check_text, is_table, read_values, type_name
@@ -57,20 +57,18 @@ class LabelledConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of that choice.")
     metric: Metric | None = Field(None, description="Which metric is the task's score; see the table of metrics.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         names = _listed(self.text)
         if self.text is not None and (not 1 <= len(names) <= 2 or (self.type == "span" and len(names) == 1)):
-            raise ValueError("text names one column, or two of a pair; for span those of question and context")
+            yield "text names one column, or two of a pair; for span those of question and context"
         if self.type == "tagging" and len(names) > 1:
-            raise ValueError("a tagging task has one text: name one column")
+            yield "a tagging task has one text: name one column"
         if len({*names, self.label}) <= len(names):
-            raise ValueError("text and label name one column twice: name each once")
+            yield "text and label name one column twice: name each once"
         if self.labels and self.type in ("regression", "span"):
-            raise ValueError(f"a {self.type} task has no labels: leave them out")
+            yield f"a {self.type} task has no labels: leave them out"
         if self.metric is not None and self.metric not in METRICS[self.type]:
-            raise ValueError(f"{self.metric} is no metric of {self.type}: choose {', '.join(METRICS[self.type])}")
-        return self
+            yield f"{self.metric} is no metric of {self.type}: choose {', '.join(METRICS[self.type])}"
 
     @property
     def texts(self) -> list[str]:

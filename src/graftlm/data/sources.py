@@ -8,20 +8,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from graftlm.config import Config
 from graftlm.data.chats import ChatExample, read_chat
-from graftlm.data.tables import (
-    JSON_SUFFIXES,
-    TABLE_SUFFIXES,
-    check_columns,
-    check_text,
-    read_values,
-    values_of,
-)
+from graftlm.data.tables import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
 from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.io import read_text, walk
 
@@ -84,21 +77,19 @@ class SourceConfig(Config):
             raise ValueError("documents is a slice of numbers, such as '0:23' or '-2:'")
         return value
 
-    @model_validator(mode="after")
-    def _check_combination(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.dataset is None):
-            raise ValueError("a source has either a path or a dataset")
+            yield "a source has either a path or a dataset"
         if self.streaming and "-" in (self.documents or ""):
-            raise ValueError("a streaming source can't count documents from its end: use numbers from the start")
+            yield "a streaming source can't count documents from its end: use numbers from the start"
         if (self.prompt_column or self.messages_column) and (self.skip_characters or self.limit_characters):
-            raise ValueError("prompts and completions are never cut: leave out skip_characters and limit_characters")
+            yield "prompts and completions are never cut: leave out skip_characters and limit_characters"
         if self.messages_column is not None and self.prompt_column is not None:
-            raise ValueError("a source has either a messages_column or a prompt_column: leave one out")
+            yield "a source has either a messages_column or a prompt_column: leave one out"
         if self.tools_column is not None and self.messages_column is None:
-            raise ValueError("tools belong to conversations: set messages_column too")
+            yield "tools belong to conversations: set messages_column too"
         if self.prompt_column == self.text_column:
-            raise ValueError(f"prompt_column and text_column are both {self.text_column!r}: name two columns")
-        return self
+            yield f"prompt_column and text_column are both {self.text_column!r}: name two columns"
 
     @property
     def name(self) -> str:

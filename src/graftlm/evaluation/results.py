@@ -14,12 +14,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import EvaluationError, did_you_mean
@@ -35,11 +35,9 @@ class Interval(Config):
     low: float
     high: float
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.low > self.high:
-            raise ValueError("the low end of an interval lies above its high end")
-        return self
+            yield "the low end of an interval lies above its high end"
 
 
 Metric = float | int | Interval
@@ -107,12 +105,10 @@ class Results(Config):
     paper: list[PaperRow] = Field(default_factory=list)
     details: dict[str, JsonValue] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _unique_rows(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         ids = [row.id for row in self.rows]
         if len(set(ids)) < len(ids):
-            raise ValueError(f"row ids repeat: {', '.join(ids)}")
-        return self
+            yield f"row ids repeat: {', '.join(ids)}"
 
     @classmethod
     def here(cls, name: str, rows: Sequence[Row], *, seeds: Sequence[int] = (0,), **more: Any) -> Self:

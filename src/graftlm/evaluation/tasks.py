@@ -12,13 +12,14 @@ the other metrics have a percentile bootstrap. A gain over another model resampl
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.config import Config
 from graftlm.data.tables import read_rows
@@ -59,11 +60,9 @@ class TaskConfig(Config):
         0, ge=0, description="Number of solved examples before each prompt: the file's first, which are not measured."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if "" in self.stop:
-            raise ValueError("a text of stop is empty, and would end every answer before it begins: leave it out")
-        return self
+            yield "a text of stop is empty, and would end every answer before it begins: leave it out"
 
     def columns(self) -> dict[str, str]:
         """Column names by the key that configures them."""

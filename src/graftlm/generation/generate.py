@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
@@ -35,11 +35,9 @@ class Decoding(Config):
     num_beams: int = Field(1, ge=1, description="Beams of beam search; 1 is greedy.")
     seed: int | None = Field(None, ge=0, description="Random seed.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not self.sample and (self.temperature is not None or self.top_p is not None):
-            raise ValueError("temperature and top_p change random choices only: add sample (--sample)")
-        return self
+            yield "temperature and top_p change random choices only: add sample (--sample)"
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`; they override the checkpoint's own defaults."""

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,16 +43,14 @@ class TaskSpec(Config):
     type: TaskType
     labels: list[str] = []
 
-    @model_validator(mode="after")
-    def _labels_fit(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         fewest = FEWEST_LABELS.get(self.type)
         if fewest is None and self.labels:
-            raise ValueError(f"a {self.type} task has no labels: leave them out")
+            yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
-            raise ValueError(f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}")
+            yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
         if repeated := sorted({label for label in self.labels if self.labels.count(label) > 1}):
-            raise ValueError(f"the label {repeated[0]!r} appears twice")
-        return self
+            yield f"the label {repeated[0]!r} appears twice"
 
     @property
     def outputs(self) -> int:

@@ -65,11 +65,7 @@ class GraftedModel(PreTrainedModel):
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(
-        self,
-        backbone: Backbone,
-        grafts: Mapping[str, Graft] | None = None,
-        *,
-        old_objective: OldObjective = "replay",
+        self, backbone: Backbone, grafts: Mapping[str, Graft] | None = None, *, old_objective: OldObjective = "replay"
     ) -> None:
         nn.Module.__init__(self)  # that of PreTrainedModel would change the backbone's config
         _check_grafts(need_backbone(backbone), {} if grafts is None else grafts)

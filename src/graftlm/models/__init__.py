@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-REGISTRY: dict[str, str] = {
-    "block-state": "graftlm.models.block_state",
-}
+REGISTRY: dict[str, str] = {"block-state": "graftlm.models.block_state"}
 
 
 @cache

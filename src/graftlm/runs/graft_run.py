@@ -24,15 +24,7 @@ from graftlm.artifact import TENSORS_NAME, card_header, load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
-from graftlm.data import (
-    DataConfig,
-    Document,
-    Mixture,
-    SelfSourceConfig,
-    SourceConfig,
-    build_documents,
-    build_mixture,
-)
+from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.own_text import OwnText, marked_ids, read_own_text, sample_own_text
 from graftlm.data.packing import build_blocks, check_boundaries
 from graftlm.data.sources import read_documents

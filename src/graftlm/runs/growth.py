@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig
 from graftlm.evaluation import Row, value_of
 from graftlm.grafts.base import ReplacesModel
-from graftlm.runs.graft_run import (
-    BACKBONE_ROW,
-    GRAFT_NAME,
-    AnyGraft,
-    EvaluationConfig,
-    GraftRun,
-    check_sections,
-)
+from graftlm.runs.graft_run import BACKBONE_ROW, GRAFT_NAME, AnyGraft, EvaluationConfig, GraftRun, check_sections
 from graftlm.runs.run import Run
 from graftlm.training.config import TrainingConfig
 
@@ -49,29 +42,24 @@ class GrowthRecipe(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     out: str = Field("runs/growth", description="Folder for the grafts, the report and the checkpoints.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not self.stages:
-            raise ValueError("there are no stages: name at least one, with its text under data.new")
+            yield "there are no stages: name at least one, with its text under data.new"
         if BACKBONE_ROW in self.stages:
-            raise ValueError("the stage name backbone is taken by the backbone's own row; choose another")
+            yield "the stage name backbone is taken by the backbone's own row; choose another"
         for name in self.stages:
             if name == GRAFT_NAME or not name.replace("-", "_").isidentifier():
-                raise ValueError(
-                    f"a stage can't be called {name!r}: choose letters, digits, _ and -, and not {GRAFT_NAME}"
-                )
+                yield f"a stage can't be called {name!r}: choose letters, digits, _ and -, and not {GRAFT_NAME}"
         grafts = []
         for number, (name, graft, training, data) in enumerate(self._sections()):
             where = f"stages.{name}"
             if not (training.steps and data.new):
                 lacks = "new text: name some under its data.new" if training.steps else "steps: set training.steps"
-                raise ValueError(f"{where} has no {lacks}")
+                yield f"{where} has no {lacks}"
             if graft.needs_tasks:
-                raise ValueError(
-                    f"{where} has a graft of the kind {graft.kind}, which learns tasks, and stages have text"
-                )
+                yield f"{where} has a graft of the kind {graft.kind}, which learns tasks, and stages have text"
             if number and data.replay_fraction and data.old_objective == "distil":
-                raise ValueError(
+                yield (
                     f"{where} has old_objective distil, which follows the bare backbone, and that does not know what "
                     "the stages before it taught: set it to replay behind the first stage"
                 )
@@ -79,13 +67,12 @@ class GrowthRecipe(Config):
             grafts.append(graft)
         replacing = [graft for graft in grafts if issubclass(graft.graft_class, ReplacesModel)]
         if len(replacing) > 1 and not self.one_graft:
-            raise ValueError(
+            yield (
                 f"grafts of the kind {replacing[1].kind} change the backbone's modules, and two of that sort can't be "
                 "attached together: choose another kind for all stages but one, or set one_graft to train one further"
             )
         if self.one_graft and any(graft != grafts[0] for graft in grafts):
-            raise ValueError("one_graft trains one graft further, and the stages name different ones: name it once")
-        return self
+            yield "one_graft trains one graft further, and the stages name different ones: name it once"
 
     def _sections(self) -> Iterator[tuple[str, Any, TrainingConfig, DataConfig]]:
         """Name, graft, training and data of each stage; its old text has the new text of the stages before it."""

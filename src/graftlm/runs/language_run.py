@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from accelerate import PartialState
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
@@ -46,11 +46,9 @@ class TokenizerConfig(Config):
     )
     characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.name is None) == (self.vocab_size is None):
-            raise ValueError("a tokenizer has either a name or a vocab_size")
-        return self
+            yield "a tokenizer has either a name or a vocab_size"
 
 
 class LanguageDataConfig(Config):
@@ -72,13 +70,11 @@ class LanguageDataConfig(Config):
         "texts that are longer than a row, and models with a recurrent state.",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.stream and self.boundaries != "joined":
-            raise ValueError("a stream joins its documents: set boundaries to joined, or stream to false")
+            yield "a stream joins its documents: set boundaries to joined, or stream to false"
         if self.stream and any(source.streaming for source in self.train):
-            raise ValueError("a stream is cut from text in memory: set streaming or stream to false")
-        return self
+            yield "a stream is cut from text in memory: set streaming or stream to false"
 
     def packed(self) -> DataConfig:
         """The data section that packing takes."""
@@ -132,17 +128,13 @@ class LanguageModelRecipe(_LanguageSettings):
     kind: Literal["language-model"] = Field("language-model", description="Marks the recipe of a language model.")
     out: str = Field("runs/model", description="Folder for the model, its report and the checkpoints.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.training.steps == 0:
-            raise ValueError("a language model learns by steps: set training.steps to 1 or more")
+            yield "a language model learns by steps: set training.steps to 1 or more"
         if isinstance(self.model, dict) and not isinstance(self.model.get("model_type"), str):
-            raise ValueError("a new model has a model_type, such as llama: name one under model")
+            yield "a new model has a model_type, such as llama: name one under model"
         if isinstance(self.model, dict) and self.tokenizer is None:
-            raise ValueError(
-                "a new model has no tokenizer: name one, or learn one, as in tokenizer: {vocab_size: 4096}"
-            )
-        return self
+            yield "a new model has no tokenizer: name one, or learn one, as in tokenizer: {vocab_size: 4096}"
 
     def run(self) -> LanguageModelRun:
         """The run that trains the recipe's model."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from accelerate import PartialState
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config, parse_overridden, read_yaml
@@ -20,15 +20,7 @@ from graftlm.evaluation.frontier import Frontier
 from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
-from graftlm.runs.graft_run import (
-    BACKBONE_ROW,
-    NEW_SET,
-    OLD_SET,
-    AnyGraft,
-    EvaluationConfig,
-    GraftRun,
-    check_sections,
-)
+from graftlm.runs.graft_run import BACKBONE_ROW, NEW_SET, OLD_SET, AnyGraft, EvaluationConfig, GraftRun, check_sections
 from graftlm.runs.growth import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
@@ -75,23 +67,21 @@ class Recipe(Config):
     frontier: FrontierConfig = Field(FrontierConfig(), description="For graft compare --frontier.")
     out: str = Field("runs/graft", description="Folder for the graft, its report and the checkpoints.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.graft is not None and self.graft.needs_tasks:
-            raise ValueError(
+            yield (
                 f"a graft of the kind {self.graft.kind} learns tasks, and the recipe has none: name some under tasks, "
                 "in the place of data"
             )
         if self.graft is None and not self.methods:
-            raise ValueError("a recipe has a graft section, or methods to compare; both are missing")
+            yield "a recipe has a graft section, or methods to compare; both are missing"
         if BACKBONE_ROW in self.methods:
-            raise ValueError("the method id backbone is taken by the backbone's own row; choose another")
+            yield "the method id backbone is taken by the backbone's own row; choose another"
         if self.training.steps and not self.data.new:
-            raise ValueError("a run with steps needs text: name some under data.new, or set training.steps to 0")
+            yield "a run with steps needs text: name some under data.new, or set training.steps to 0"
         for name in self.methods or [""]:
             training, data = self._sections_of(name)
             check_sections(training, data, self.evaluation)
-        return self
 
     def _sections_of(self, name: str) -> tuple[TrainingConfig, DataConfig]:
         """The training and data sections of a method; the recipe's own where there is none of that name."""
@@ -189,12 +179,7 @@ def _at_rate(run: GraftRun, factor: float) -> GraftRun:
 
 
 def compare_recipe(
-    recipe: AnyRecipe,
-    out: str | Path | None = None,
-    *,
-    frontier: bool = False,
-    progress: bool = True,
-    log: Log = print,
+    recipe: AnyRecipe, out: str | Path | None = None, *, frontier: bool = False, progress: bool = True, log: Log = print
 ) -> Results:
     """Train every method of the recipe on the same data, and report them side by side; grafts are in `out/ROW/graft`.
 

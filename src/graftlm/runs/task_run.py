@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from graftlm.artifact import read_manifest, save_graft
@@ -62,26 +62,22 @@ class TaskRecipe(_TaskSettings):
 
     out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for name in self.tasks:
             if not _NAME.fullmatch(name):
-                raise ValueError(
-                    f"the task's name {name!r} can't be used: take letters, digits, - and _, and begin with no mark"
-                )
+                yield f"the task's name {name!r} can't be used: take letters, digits, - and _, and begin with no mark"
             if _TAKEN.fullmatch(name):
-                raise ValueError(f"the task's name {name} is that of a metric of the report: choose another")
+                yield f"the task's name {name} is that of a metric of the report: choose another"
         if not self.graft.needs_tasks:
-            raise ValueError(
+            yield (
                 f"a graft of the kind {self.graft.kind} has no heads, and the recipe has tasks: choose a kind that "
                 "has, or train it on text, with data in the place of tasks"
             )
         if own := getattr(self.graft, "tasks", None):
-            raise ValueError(
+            yield (
                 f"the graft section names the task {next(iter(own))}, but a recipe names tasks once, beside the graft "
                 "section: leave them out of it"
             )
-        return self
 
     def run(self) -> TaskRun:
         """The run that trains the recipe's graft."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Site, Sites
@@ -34,12 +34,10 @@ class LlamaProConfig(GraftConfig):
     blocks: int | None = Field(None, ge=1)
     capacity: float | None = Field(None, gt=0, le=4)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.blocks is None) == (self.capacity is None):
             number = "neither" if self.blocks is None else "both"
-            raise ValueError(f"one of blocks and capacity is expected, and {number} is given; give one")
-        return self
+            yield f"one of blocks and capacity is expected, and {number} is given; give one"
 
 
 class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import peft
 import torch
@@ -14,7 +14,7 @@ from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, cast_adapter_dtype
 from peft.utils.other import AuxiliaryTrainingWrapper
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -71,23 +71,22 @@ class PeftGraftConfig(GraftConfig):
         cls, fixed = _config_class(self.method)
         return cls(**{name: v for name, v in defaults.items() if name in _fields(cls)} | self.options | fixed)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         cls, _ = _config_class(self.method)
         for key in self.options.keys() - _fields(cls):
-            raise ValueError(f"options: unknown key {key}{did_you_mean(key, _fields(cls))}")
+            yield f"options: unknown key {key}{did_you_mean(key, _fields(cls))}"
         names = {} if "target_modules" in self.options else {"target_modules": ["a"], "feedforward_modules": ["a"]}
         try:
             values = vars(self.peft_config(**names))
         except Exception as error:  # whatever PEFT raises
-            raise ValueError(f"options: PEFT refuses them ({first_line(error)}); correct them") from None
+            yield f"options: PEFT refuses them ({first_line(error)}); correct them"
+            return
         for key, value in values.items():
             allowed, reason = _FIXED.get(key, ((value,), ""))
             if "dropout" in key:
                 allowed, reason = (None, 0), "has no effect, as a frozen backbone stays in evaluation mode"
             if value not in allowed:
-                raise ValueError(f"options: {key} is {value!r}, which {reason}; set it to {allowed[-1]!r}")
-        return self
+                yield f"options: {key} is {value!r}, which {reason}; set it to {allowed[-1]!r}"
 
 
 def _config_class(method: str) -> tuple[Any, dict[str, Any]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import nn
 
 from graftlm.config import Config
@@ -77,10 +78,8 @@ class CompositionConfig(GraftConfig):
                 )
         return value
 
-    @model_validator(mode="after")
-    def _check_readout(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not self.cross and self.readout == "none":
-            raise ValueError("cross: false and readout: none leave nothing to train: set readout to mixture")
+            yield "cross: false and readout: none leave nothing to train: set readout to mixture"
         if self.readout != "none" and self.refresh == "prompt":
-            raise ValueError("readout: mixture needs augmenting models that read every token: set refresh to every")
-        return self
+            yield "readout: mixture needs augmenting models that read every token: set refresh to every"

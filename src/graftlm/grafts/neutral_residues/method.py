@@ -13,13 +13,14 @@ Shape suffixes: B rows, T tokens, N = B*T tokens, O open tokens, D the backbone'
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,13 +60,11 @@ class NeutralResiduesConfig(GraftConfig):
     alpha: float = Field(1.0, ge=0)
     init: Literal["low-variance", "he"] = "low-variance"
 
-    @model_validator(mode="after")
-    def _gate_can_learn(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.gate == "none" and self.local_loss == "cross-entropy":
-            raise ValueError(
+            yield (
                 "the local loss cross-entropy teaches a gate, and gate is none: use relu, sigmoid or another local_loss"
             )
-        return self
 
     @property
     def has_auxiliary_loss(self) -> bool:

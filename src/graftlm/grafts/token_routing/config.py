@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, field_validator
 
 from graftlm.config import Config
 from graftlm.errors import did_you_mean
@@ -36,17 +37,13 @@ class ExpertConfig(Config):
     sources: list[dict[str, Any]] = []
     sha256: str | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.rank is None):
-            raise ValueError("an expert has either the path of a LoRA adapter, or a rank and targets for a new one")
+            yield "an expert has either the path of a LoRA adapter, or a rank and targets for a new one"
         if self.rank is not None and not self.targets:
-            raise ValueError("a new expert needs targets, such as attention, ffn, or module names like q_proj")
+            yield "a new expert needs targets, such as attention, ffn, or module names like q_proj"
         if self.path is not None and (self.targets or self.alpha is not None):
-            raise ValueError(
-                "an adapter already defines its targets and alpha: remove targets and alpha, or remove path"
-            )
-        return self
+            yield "an adapter already defines its targets and alpha: remove targets and alpha, or remove path"
 
 
 class EmbedderConfig(Config):
@@ -74,11 +71,9 @@ class EmbedderConfig(Config):
     centroids: Annotated[int, Field(ge=1)] | Literal["all"] = 1
     trust_remote_code: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.layers and self.name != "backbone":
-            raise ValueError(f"layers selects hidden states of the backbone: remove it for the embedder {self.name}")
-        return self
+            yield f"layers selects hidden states of the backbone: remove it for the embedder {self.name}"
 
     @property
     def whitens(self) -> bool:
@@ -130,19 +125,17 @@ class TokenRoutingConfig(GraftConfig):
     fixed: dict[str, NonNegativeFloat] | None = None
     bundle: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.reads == "prompt" and self.prompt == "causal":
-            raise ValueError("reads: prompt uses one route for the whole prompt: set prompt to whole")
+            yield "reads: prompt uses one route for the whole prompt: set prompt to whole"
         for name in (self.fixed or {}).keys() - self.experts.keys():
-            raise ValueError(f"fixed names {name}, and there is no such expert{did_you_mean(name, self.experts)}")
+            yield f"fixed names {name}, and there is no such expert{did_you_mean(name, self.experts)}"
         if sum((self.fixed or {}).values()) > 1 + 1e-6:
-            raise ValueError("the weights of fixed add up to more than 1: lower them")
+            yield "the weights of fixed add up to more than 1: lower them"
         if self.policy == "discriminant" and self.threshold is not None:
-            raise ValueError("threshold is a cosine, and policy: discriminant has none: leave threshold out")
+            yield "threshold is a cosine, and policy: discriminant has none: leave threshold out"
         if self.policy == "discriminant" and self.embedder.whiten is False:
-            raise ValueError("policy: discriminant divides by the covariance of the examples: leave whiten out")
-        return self
+            yield "policy: discriminant divides by the covariance of the examples: leave whiten out"
 
     @property
     def whitens(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, RecipeError
@@ -98,11 +98,9 @@ class SkippedTurn(Config):
     gain: Gain | None = None
     cost: Cost = Cost()
 
-    @model_validator(mode="after")
-    def _has_gain(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.reason == "not-needed" and (self.question is None or self.gain is None):
-            raise ValueError("a question that was not needed comes with its gain")
-        return self
+            yield "a question that was not needed comes with its gain"
 
 
 class AnsweredTurn(Config):
@@ -165,13 +163,11 @@ class Conversation(Config):
     threshold: float | None = Field(None, ge=0, allow_inf_nan=False)
     turns: tuple[Turn, ...] = ()
 
-    @model_validator(mode="after")
-    def _turns_in_order(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for index, turn in enumerate(self.turns):
             expected = _TURNS[_next_step(self.turns[:index], self.budget)]
             if turn.kind not in expected:
-                raise ValueError(f"turn {index + 1} is {turn.kind}, but {' or '.join(expected)} is due there")
-        return self
+                yield f"turn {index + 1} is {turn.kind}, but {' or '.join(expected)} is due there"
 
     @classmethod
     def start(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import string
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import RecipeError, did_you_mean
@@ -41,11 +42,9 @@ class Exemplar(Config):
     answer: str = ""
     outputs: dict[str, str] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _answer_is_listed(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.answer and self.answer not in self.answers:
-            raise ValueError(f"the answer {self.answer!r} of the exemplar {self.id} is none of its answers")
-        return self
+            yield f"the answer {self.answer!r} of the exemplar {self.id} is none of its answers"
 
 
 class Instructions(Config):
@@ -65,13 +64,11 @@ class Instructions(Config):
     context: str
     plain: str
 
-    @model_validator(mode="after")
-    def _known_fields(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for name, text in self:
             fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
             if unknown := sorted(fields - _FIELDS):
-                raise ValueError(f"the instruction {name} names the field {{{unknown[0]}}}; fields are {{language}}")
-        return self
+                yield f"the instruction {name} names the field {{{unknown[0]}}}; fields are {{language}}"
 
 
 class Template(Config):
@@ -100,17 +97,13 @@ class Template(Config):
     no_question: str = "None"
     no_answer: str = "Unknown"
 
-    @model_validator(mode="after")
-    def _complete_exemplars(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for exemplar in self.exemplars:
             for name in ("context", "question", "answer"):
                 if not getattr(exemplar, name):
-                    raise ValueError(f"the exemplar {exemplar.id} has no {name}, which every exemplar needs")
+                    yield f"the exemplar {exemplar.id} has no {name}, which every exemplar needs"
             if missing := sorted(self.languages.keys() - exemplar.outputs.keys()):
-                raise ValueError(
-                    f"the exemplar {exemplar.id} has no output in {missing[0]}, a language of the template"
-                )
-        return self
+                yield f"the exemplar {exemplar.id} has no output in {missing[0]}, a language of the template"
 
     @property
     def sha256(self) -> str:
