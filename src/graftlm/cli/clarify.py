@@ -7,42 +7,31 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import AsJson, Device, Quiet, Trust, configure_logging, log, print_result
+from graftlm.cli.common import configure_logging, log, print_result
+from graftlm.cli.inputs import AsJson, Device, Quiet, Trust, argument, flag, option
 
 
 def clarify(
-    text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="Text to rewrite; - reads stdin.", show_default=False)
-    ] = None,
-    to: Annotated[str | None, typer.Option(metavar="LANG", help="Target language: es, fr, de or ja.")] = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The server's model.")] = None,
-    backbone: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Local model or graft, folder or name, instead of a server.")
-    ] = None,
+    text: Annotated[str | None, argument("[TEXT]", "Text to rewrite; - reads stdin.")] = None,
+    to: Annotated[str | None, option("LANG", "Target language: es, fr, de or ja.")] = None,
+    endpoint: Annotated[str | None, option("URL", "An OpenAI-compatible server.")] = None,
+    model: Annotated[str | None, option("NAME", "The server's model.")] = None,
+    backbone: Annotated[str | None, option("DIR", "Local model or graft, folder or name, instead of a server.")] = None,
     template: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Task, as in rewrite, or a YAML file; translate by default.")
+        str | None, option("NAME", "Task, as in rewrite, or a YAML file; translate by default.")
     ] = None,
-    budget: Annotated[int | None, typer.Option(min=0, metavar="N", help="Maximum questions; 1 by default.")] = None,
+    budget: Annotated[int | None, option("N", "Maximum questions; 1 by default.", min=0)] = None,
     ask_above: Annotated[
-        float | None, typer.Option(min=0, metavar="BITS", help="Minimum expected information gain of a question.")
+        float | None, option("BITS", "Minimum expected information gain of a question.", min=0)
     ] = None,
-    rules: Annotated[bool, typer.Option("--rules", help="Ask only where rules detect an ambiguity.")] = False,
-    answer: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Answer to the next question. Repeatable.")
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Context from which the model answers the questions.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the conversation to a file, or resume the one in it.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds to wait for data from the server.")] = 60.0,
-    retries: Annotated[int, typer.Option(min=0, metavar="N", help="Retries after temporary errors.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum new tokens per reply.")] = 256,
-    key_variable: Annotated[
-        str, typer.Option(metavar="NAME", help="Environment variable with the server's API key.")
-    ] = "OPENAI_API_KEY",
+    rules: Annotated[bool, flag("--rules", "Ask only where rules detect an ambiguity.")] = False,
+    answer: Annotated[list[str] | None, option("TEXT", "Answer to the next question. Repeatable.")] = None,
+    context: Annotated[str | None, option("TEXT", "Context from which the model answers the questions.")] = None,
+    resume: Annotated[Path | None, option("FILE", "Save the conversation to a file, or resume the one in it.")] = None,
+    timeout: Annotated[float, option("S", "Seconds to wait for data from the server.")] = 60.0,
+    retries: Annotated[int, option("N", "Retries after temporary errors.", min=0)] = 3,
+    max_new_tokens: Annotated[int, option("N", "Maximum new tokens per reply.", min=1)] = 256,
+    key_variable: Annotated[str, option("NAME", "Environment variable with the server's API key.")] = "OPENAI_API_KEY",
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,

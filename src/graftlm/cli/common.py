@@ -1,4 +1,4 @@
-"""Options that several verbs share, and how verbs print."""
+"""How verbs log and print."""
 
 from __future__ import annotations
 
@@ -7,37 +7,12 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 if TYPE_CHECKING:
     from graftlm.evaluation import Results
-
-
-RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    Argument(metavar="KEY=VALUE", help="Override recipe keys, as in training.steps=200.", show_default=False),
-]
-RunFolder = Annotated[Path | None, Option("--out", metavar="DIR", help="Output folder; by default the recipe's out.")]
-GraftFolder = Annotated[Path, Argument(metavar="GRAFT", help="A graft's folder.", show_default=False)]
-BackboneName = Annotated[
-    str | None,
-    Option("--backbone", metavar="NAME", help="Model name or folder; by default the backbone that the graft records."),
-]
-Changes = Annotated[
-    list[str] | None,
-    Option("--set", metavar="KEY=VALUE", help="Override keys of the graft's config, as in augmenting.french.name=DIR."),
-]
-Device = Annotated[
-    str | None, Option(metavar="NAME", help="Torch device, as in cuda:1; by default the fastest available.")
-]
-Trust = Annotated[bool, Option("--trust-remote-code", help="Run model code that comes with the backbone.")]
-Column = Annotated[str, Option(metavar="NAME", help="Text column of JSON and parquet files.")]
-AsJson = Annotated[bool, Option("--json", help="Print one JSON document to stdout.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress and no notes.")]
 
 
 def configure_logging() -> None:

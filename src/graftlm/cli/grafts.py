@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
 
-from graftlm.cli.common import (
-    AsJson,
-    BackboneName,
-    Changes,
-    Column,
-    Device,
-    GraftFolder,
-    Trust,
-    configure_logging,
-    print_result,
-)
+from graftlm.cli.common import configure_logging, print_result
+from graftlm.cli.inputs import AsJson, BackboneName, Changes, Column, Device, GraftFolder, Trust, argument, flag, option
 from graftlm.errors import DataError
 from graftlm.io import has_report
 
@@ -27,54 +17,41 @@ from graftlm.io import has_report
 def evaluate(
     graft: GraftFolder,
     text: Annotated[
-        list[str] | None,
-        Option(metavar="NAME=PATH", help="Text to measure on; old and new give forgotten and learned. Repeatable."),
+        list[str] | None, option("NAME=PATH", "Text to measure on; old and new give forgotten and learned. Repeatable.")
     ] = None,
-    tasks: Annotated[str, Option(metavar="A,B", help="Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")] = "",
+    tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")] = "",
     examples: Annotated[
-        list[str] | None,
-        Option(metavar="NAME=FILE", help="JSON, parquet or CSV file of prompts and answers. Repeatable."),
+        list[str] | None, option("NAME=FILE", "JSON, parquet or CSV file of prompts and answers. Repeatable.")
     ] = None,
     rows: Annotated[
-        list[str] | None,
-        Option(metavar="NAME=FILE", help="Labelled rows of a task that the graft has a head for. Repeatable."),
+        list[str] | None, option("NAME=FILE", "Labelled rows of a task that the graft has a head for. Repeatable.")
     ] = None,
     metric: Annotated[
         str | None,
-        Option(
-            metavar="METRIC",
-            help="Metric of --examples: exact-match, chrf, log-perplexity, or pass@1, which runs generated code.",
+        option(
+            "METRIC", "Metric of --examples: exact-match, chrf, log-perplexity, or pass@1, which runs generated code."
         ),
     ] = None,
-    prompt_column: Annotated[str | None, Option(metavar="NAME", help="Column of prompts; prompt by default.")] = None,
-    answer_column: Annotated[
-        str | None, Option(metavar="NAME", help="Column of reference answers; answer by default.")
-    ] = None,
+    prompt_column: Annotated[str | None, option("NAME", "Column of prompts; prompt by default.")] = None,
+    answer_column: Annotated[str | None, option("NAME", "Column of reference answers; answer by default.")] = None,
     tests_column: Annotated[
-        str | None, Option(metavar="NAME", help="With pass@1: column of Python tests; tests by default.")
+        str | None, option("NAME", "With pass@1: column of Python tests; tests by default.")
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, Option(min=1, metavar="N", help="Maximum new tokens per answer; 64 by default.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, option("N", "Maximum new tokens per answer; 64 by default.", min=1)] = None,
     stop: Annotated[
-        list[str] | None,
-        Option(metavar="TEXT", help="String that ends an answer; a line break by default. Repeatable."),
+        list[str] | None, option("TEXT", "String that ends an answer; a line break by default. Repeatable.")
     ] = None,
-    shots: Annotated[
-        int | None, Option(min=0, metavar="N", help="Solved examples before each prompt; none by default.")
-    ] = None,
-    limit: Annotated[
-        int | None, Option(min=1, metavar="N", help="Questions per task or file of examples; all by default.")
-    ] = None,
-    limit_tokens: Annotated[int, Option(min=1, metavar="N", help="Scored tokens per text.")] = 50_000,
-    length: Annotated[int, Option(min=3, metavar="N", help="Tokens per window of text.")] = 256,
-    batch_size: Annotated[int, Option(min=1, metavar="N", help="Windows or examples per forward pass.")] = 16,
+    shots: Annotated[int | None, option("N", "Solved examples before each prompt; none by default.", min=0)] = None,
+    limit: Annotated[int | None, option("N", "Questions per task or file of examples; all by default.", min=1)] = None,
+    limit_tokens: Annotated[int, option("N", "Scored tokens per text.", min=1)] = 50_000,
+    length: Annotated[int, option("N", "Tokens per window of text.", min=3)] = 256,
+    batch_size: Annotated[int, option("N", "Windows or examples per forward pass.", min=1)] = 16,
     text_column: Column = "text",
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
-    out: Annotated[Path | None, Option(metavar="DIR", help="Also write a report to this folder.")] = None,
+    out: Annotated[Path | None, option("DIR", "Also write a report to this folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a graft and its backbone on texts, examples or tasks."""
@@ -114,22 +91,20 @@ def evaluate(
 
 
 def generate(
-    graft: Annotated[Path, Argument(metavar="GRAFT", help="A graft's or model's folder.", show_default=False)],
-    prompt: Annotated[str, Argument(metavar="PROMPT", help="Text to continue; - reads stdin.", show_default=False)],
-    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of new tokens.")] = 64,
-    sample: Annotated[bool, Option("--sample/--greedy", help="Sample tokens, or take the likeliest.")] = False,
-    temperature: Annotated[float | None, Option(metavar="X", help="With --sample: temperature; 1 by default.")] = None,
-    top_p: Annotated[float | None, Option(metavar="P", help="With --sample: nucleus sampling; 1 by default.")] = None,
-    num_beams: Annotated[int, Option(min=1, metavar="N", help="Beams of beam search.")] = 1,
-    seed: Annotated[int | None, Option(min=0, metavar="N", help="Random seed.")] = None,
-    bare: Annotated[bool, Option("--bare", help="Use the backbone without the graft.")] = False,
+    graft: Annotated[Path, argument("GRAFT", "A graft's or model's folder.")],
+    prompt: Annotated[str, argument("PROMPT", "Text to continue; - reads stdin.")],
+    max_new_tokens: Annotated[int, option("N", "Maximum number of new tokens.", min=1)] = 64,
+    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the likeliest.")] = False,
+    temperature: Annotated[float | None, option("X", "With --sample: temperature; 1 by default.")] = None,
+    top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
+    num_beams: Annotated[int, option("N", "Beams of beam search.", min=1)] = 1,
+    seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
+    bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     trace: Annotated[
-        bool, Option("--trace", help="Colour each token by the graft's trace, such as its expert or gate.")
+        bool, flag("--trace", "Colour each token by the graft's trace, such as its expert or gate.")
     ] = False,
-    trace_html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the trace as a self-contained HTML page.")
-    ] = None,
-    chat: Annotated[bool, Option("--chat", help="Answer the prompt, in the model's chat template.")] = False,
+    trace_html: Annotated[Path | None, option("FILE", "Write the trace as a self-contained HTML page.")] = None,
+    chat: Annotated[bool, flag("--chat", "Answer the prompt, in the model's chat template.")] = False,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -161,15 +136,15 @@ def generate(
 
 def chat(
     graft: Annotated[
-        Path, Argument(metavar="[GRAFT|MODEL]", help="A graft's or model's folder; by default SmolLM2.")
+        Path, argument("[GRAFT|MODEL]", "A graft's or model's folder; by default SmolLM2.", show_default=True)
     ] = Path("smollm2-135m-instruct"),
-    system: Annotated[str | None, Option(metavar="TEXT", help="The system's message.")] = None,
-    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 512,
-    sample: Annotated[bool, Option("--sample/--greedy", help="Sample tokens, or take the likeliest.")] = False,
-    temperature: Annotated[float | None, Option(metavar="X", help="With --sample: temperature; 1 by default.")] = None,
-    top_p: Annotated[float | None, Option(metavar="P", help="With --sample: nucleus sampling; 1 by default.")] = None,
-    seed: Annotated[int | None, Option(min=0, metavar="N", help="Random seed.")] = None,
-    bare: Annotated[bool, Option("--bare", help="Use the backbone without the graft.")] = False,
+    system: Annotated[str | None, option("TEXT", "The system's message.")] = None,
+    max_new_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 512,
+    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the likeliest.")] = False,
+    temperature: Annotated[float | None, option("X", "With --sample: temperature; 1 by default.")] = None,
+    top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
+    seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
+    bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -190,15 +165,13 @@ def chat(
 
 def predict(
     graft: GraftFolder,
-    task: Annotated[str, Option(metavar="NAME", help="Name of the task.", show_default=False)],
-    source: Annotated[
-        str, Argument(metavar="[FILE|-]", help="A table, or lines of text; - reads stdin.", show_default=False)
-    ] = "-",
+    task: Annotated[str, option("NAME", "Name of the task.", show_default=False)],
+    source: Annotated[str, argument("[FILE|-]", "A table, or lines of text; - reads stdin.")] = "-",
     text_column: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="Text column, by default that of training; stdin is then JSON lines. Repeatable."),
+        option("NAME", "Text column, by default that of training; stdin is then JSON lines. Repeatable."),
     ] = None,
-    batch_size: Annotated[int, Option(min=1, metavar="N", help="Rows per forward pass.")] = 64,
+    batch_size: Annotated[int, option("N", "Rows per forward pass.", min=1)] = 64,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -222,14 +195,13 @@ def predict(
 
 
 def inspect(
-    folder: Annotated[Path, Argument(metavar="DIR", help="A graft's or report's folder.", show_default=False)],
+    folder: Annotated[Path, argument("DIR", "A graft's or report's folder.")],
     text: Annotated[
-        list[str] | None, Option(metavar="[NAME=]PATH", help="Measure the graft's layers on this text. Repeatable.")
+        list[str] | None, option("[NAME=]PATH", "Measure the graft's layers on this text. Repeatable.")
     ] = None,
     text_column: Column = "text",
     backbone: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Compare with this model; with --text, by default the graft's backbone."),
+        str | None, option("NAME", "Compare with this model; with --text, by default the graft's backbone.")
     ] = None,
     changes: Changes = None,
     device: Device = None,
@@ -258,13 +230,8 @@ def inspect(
 
 
 def export(
-    graft: Annotated[
-        Path,
-        Argument(
-            metavar="GRAFT", help="A graft's folder, or that of a model trained from scratch.", show_default=False
-        ),
-    ],
-    to: Annotated[Path, Option(metavar="FOLDER", help="A new or empty folder for the model.", show_default=False)],
+    graft: Annotated[Path, argument("GRAFT", "A graft's folder, or that of a model trained from scratch.")],
+    to: Annotated[Path, option("FOLDER", "A new or empty folder for the model.", show_default=False)],
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -287,9 +254,9 @@ def export(
 
 
 def push(
-    folder: Annotated[Path, Argument(metavar="DIR", help="A graft's or an exported model's folder.")],
-    repository: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository; made where there is none.")],
-    public: Annotated[bool, Option("--public", help="Let everybody see a new repository.")] = False,
+    folder: Annotated[Path, argument("DIR", "A graft's or an exported model's folder.", show_default=True)],
+    repository: Annotated[str, argument("OWNER/NAME", "The repository; made where there is none.", show_default=True)],
+    public: Annotated[bool, flag("--public", "Let everybody see a new repository.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a graft to the Hugging Face hub."""
@@ -301,7 +268,7 @@ def push(
 
 
 def import_peft(
-    adapter: Annotated[Path, Argument(metavar="ADAPTER", help="A PEFT adapter's folder.", show_default=False)],
+    adapter: Annotated[Path, argument("ADAPTER", "A PEFT adapter's folder.")],
     as_json: AsJson = False,
 ) -> None:
     """List what a PEFT adapter holds, and how to use it here."""

@@ -6,49 +6,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
-from graftlm.cli.common import Device, Quiet, Trust, configure_logging, log
+from graftlm.cli.common import configure_logging, log
+from graftlm.cli.inputs import Device, Quiet, Trust, option
 from graftlm.errors import GraftError, MissingExtraError
 from graftlm.io import find_model
 
 
 def serve(
-    backbone: Annotated[str, Option(metavar="NAME", help="A model's name or folder.", show_default=False)],
-    graft: Annotated[
-        list[str] | None, Option(metavar="NAME=DIR", help="Folder of a graft, and its name in requests.")
-    ] = None,
-    grafts: Annotated[
-        Path | None, Option(metavar="DIR", help="A folder of grafts' folders; new ones are served too.")
-    ] = None,
-    name: Annotated[
-        str | None, Option(metavar="NAME", help="Name of the backbone in requests; by default its own.")
-    ] = None,
-    host: Annotated[str, Option(metavar="ADDRESS", help="Address; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, metavar="N", help="Port; 0 selects a free one.")] = 8000,
+    backbone: Annotated[str, option("NAME", "A model's name or folder.", show_default=False)],
+    graft: Annotated[list[str] | None, option("NAME=DIR", "Folder of a graft, and its name in requests.")] = None,
+    grafts: Annotated[Path | None, option("DIR", "A folder of grafts' folders; new ones are served too.")] = None,
+    name: Annotated[str | None, option("NAME", "Name of the backbone in requests; by default its own.")] = None,
+    host: Annotated[str, option("ADDRESS", "Address; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port; 0 selects a free one.", min=0, max=65535)] = 8000,
     api_keys: Annotated[
-        Path | None, Option(metavar="FILE", help="Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS.")
+        Path | None, option("FILE", "Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS.")
     ] = None,
-    allow_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="A name that the Host header may have.")
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, Option(metavar="URL", help="A site whose pages may use the server.")
-    ] = None,
+    allow_host: Annotated[list[str] | None, option("NAME", "A name that the Host header may have.")] = None,
+    allow_origin: Annotated[list[str] | None, option("URL", "A site whose pages may use the server.")] = None,
     chat_template: Annotated[
-        Path | None, Option(metavar="FILE", help="Jinja chat template in place of the tokenizer's own.")
+        Path | None, option("FILE", "Jinja chat template in place of the tokenizer's own.")
     ] = None,
-    batch_size: Annotated[int, Option(min=1, metavar="N", help="Continuations generated at the same time.")] = 16,
-    queue: Annotated[int, Option(min=0, metavar="N", help="Further continuations that may wait.")] = 64,
+    batch_size: Annotated[int, option("N", "Continuations generated at the same time.", min=1)] = 16,
+    queue: Annotated[int, option("N", "Further continuations that may wait.", min=0)] = 64,
     context: Annotated[
-        int | None, Option(min=1, metavar="N", help="Tokens of prompt and answer; by default the model's limit.")
+        int | None, option("N", "Tokens of prompt and answer; by default the model's limit.", min=1)
     ] = None,
-    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum tokens of an answer.")] = 1024,
-    seconds: Annotated[float, Option(min=0.1, metavar="S", help="Maximum time of a request.")] = 300.0,
-    max_body: Annotated[int, Option(min=1024, metavar="BYTES", help="Maximum size of a request.")] = 2**20,
-    grace: Annotated[float, Option(min=0, metavar="S", help="For running requests at the end.")] = 30.0,
+    max_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 1024,
+    seconds: Annotated[float, option("S", "Maximum time of a request.", min=0.1)] = 300.0,
+    max_body: Annotated[int, option("BYTES", "Maximum size of a request.", min=1024)] = 2**20,
+    grace: Annotated[float, option("S", "For running requests at the end.", min=0)] = 30.0,
     reload_every: Annotated[
-        float, Option(min=0, metavar="S", help="Interval of checks for changed grafts; 0: only at SIGHUP.")
+        float, option("S", "Interval of checks for changed grafts; 0: only at SIGHUP.", min=0)
     ] = 2.0,
     device: Device = None,
     trust_remote_code: Trust = False,

@@ -10,51 +10,40 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import Device, Quiet, Trust, configure_logging, logger, print_result
+from graftlm.cli.common import configure_logging, logger, print_result
+from graftlm.cli.inputs import Device, Quiet, Trust, argument, flag, option
 from graftlm.errors import RecipeError
 
 
 def summarize(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="Text, Markdown, reST, HTML, JATS, LaTeX or PDF files, or folders."),
+        argument("FILE", "Text, Markdown, reST, HTML, JATS, LaTeX or PDF files, or folders.", show_default=True),
     ],
     budget: Annotated[
-        str, typer.Option(metavar="N[s|w|c|t]", help="Limit: sentences, words, characters, or the writer's tokens.")
+        str, option("N[s|w|c|t]", "Limit: sentences, words, characters, or the writer's tokens.")
     ] = "10s",
     selector: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of a trained selector; by default the package's own.")
+        Path | None, option("DIR", "Folder of a trained selector; by default the package's own.")
     ] = None,
-    writer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Model or graft, folder or name; by default none writes.")
-    ] = None,
-    length: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of the summary.")] = 160,
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="Decoding of the writer: greedy, beam or sample.")
-    ] = "greedy",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of sample.")] = 0,
-    window: Annotated[
-        int | None, typer.Option(min=16, metavar="N", help="Tokens that the writer reads and writes at most.")
-    ] = None,
+    writer: Annotated[Path | None, option("DIR", "Model or graft, folder or name; by default none writes.")] = None,
+    length: Annotated[int, option("N", "Maximum number of tokens of the summary.", min=1)] = 160,
+    method: Annotated[str, option("NAME", "Decoding of the writer: greedy, beam or sample.")] = "greedy",
+    seed: Annotated[int, option("N", "Random seed of sample.", min=0)] = 0,
+    window: Annotated[int | None, option("N", "Tokens that the writer reads and writes at most.", min=16)] = None,
     language: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CODE", help="Language, as de; by default detected from the script, with Latin as English."
-        ),
+        str | None, option("CODE", "Language, as de; by default detected from the script, with Latin as English.")
     ] = None,
     batch: Annotated[
-        bool, typer.Option("--batch", help="Print one line of JSON for each document; errors do not stop the batch.")
+        bool, flag("--batch", "Print one line of JSON for each document; errors do not stop the batch.")
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append the lines of a batch to this file; a later run continues it."),
+        Path | None, option("FILE", "Append the lines of a batch to this file; a later run continues it.")
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Documents of a batch that the writer completes at once.")
-    ] = 4,
+    batch_size: Annotated[int, option("N", "Documents of a batch that the writer completes at once.", min=1)] = 4,
     device: Device = None,
     trust_remote_code: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with spans, and nothing else.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON list, with spans, and nothing else.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Summarize documents, and show where each sentence came from."""

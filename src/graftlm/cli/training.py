@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Option
 
-from graftlm.cli.common import (
-    AsJson,
-    Overrides,
-    Quiet,
-    RecipeFile,
-    RunFolder,
-    configure_logging,
-    logger,
-    print_report,
-    print_result,
-)
+from graftlm.cli.common import configure_logging, logger, print_report, print_result
+from graftlm.cli.inputs import AsJson, Overrides, Quiet, RecipeFile, RunFolder, flag, option
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -59,9 +49,7 @@ def compare(
     recipe: RecipeFile,
     overrides: Overrides = None,
     out: RunFolder = None,
-    frontier: Annotated[
-        bool, Option("--frontier", help="Sweep rates and strengths; compare at equal learning.")
-    ] = False,
+    frontier: Annotated[bool, flag("--frontier", "Sweep rates and strengths; compare at equal learning.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -81,10 +69,10 @@ def grow(
 
 
 def demo(
-    out: Annotated[Path, Option(metavar="DIR", help="Output folder.")] = Path("runs/demo"),
-    tiny: Annotated[bool, Option("--tiny", help="Pretrain a toy model here, and teach it with four methods.")] = False,
-    quick: Annotated[bool, Option("--quick", help="Run a smaller demo of the same form.")] = False,
-    seed: Annotated[int, Option(min=0, metavar="N", help="Random seed.")] = 0,
+    out: Annotated[Path, option("DIR", "Output folder.")] = Path("runs/demo"),
+    tiny: Annotated[bool, flag("--tiny", "Pretrain a toy model here, and teach it with four methods.")] = False,
+    quick: Annotated[bool, flag("--quick", "Run a smaller demo of the same form.")] = False,
+    seed: Annotated[int, option("N", "Random seed.", min=0)] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -100,8 +88,8 @@ def demo(
 
 
 def schema(
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write the schema to a file.")] = None,
-    as_json: Annotated[bool, Option("--json", help="The schema is printed as JSON in any case.")] = False,
+    out: Annotated[Path | None, option("FILE", "Write the schema to a file.")] = None,
+    as_json: Annotated[bool, flag("--json", "The schema is printed as JSON in any case.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
     configure_logging()
