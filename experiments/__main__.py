@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from experiments import Options, reproduce
-from graftlm.cli.common import AsJson, Device, configure_logging, log, print_report
+from graftlm.cli.common import configure_logging, log, print_report
+from graftlm.cli.inputs import AsJson, Device
 from graftlm.errors import GraftError
 
 app = typer.Typer(name="experiments", pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from examples.rate_summaries import Ratings, load_rating_items, parse_systems, rating_page
-from graftlm.cli.common import AsJson, Quiet, configure_logging, log, logger, print_report, print_result
+from graftlm.cli.common import configure_logging, log, logger, print_report, print_result
+from graftlm.cli.inputs import AsJson, Quiet
 from graftlm.errors import GraftError
 from graftlm.evaluation import write_report
 

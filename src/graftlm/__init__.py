@@ -19,46 +19,18 @@ if TYPE_CHECKING:
     from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, grow_recipe, load_recipe, run_recipe
 
-_MODULES = {
-    "Graft": "graftlm.grafts",
-    "GraftError": "graftlm.errors",
-    "GraftedModel": "graftlm.grafts",
-    "audit": "graftlm.evaluation.audit",
-    "build_graft": "graftlm.grafts",
-    "compare_recipe": "graftlm.runs.recipe",
-    "export_graft": "graftlm.export",
-    "graft_config": "graftlm.grafts",
-    "grow_recipe": "graftlm.runs.recipe",
-    "load_backbone": "graftlm.backbone",
-    "load_graft": "graftlm.artifact",
-    "load_grafts": "graftlm.artifact",
-    "load_recipe": "graftlm.runs.recipe",
-    "register_family": "graftlm.backbone",
-    "register_graft": "graftlm.grafts",
-    "run_recipe": "graftlm.runs.recipe",
-    "save_graft": "graftlm.artifact",
+_NAMES = {
+    "graftlm.artifact": ("load_graft", "load_grafts", "save_graft"),
+    "graftlm.backbone": ("load_backbone", "register_family"),
+    "graftlm.errors": ("GraftError",),
+    "graftlm.evaluation.audit": ("audit",),
+    "graftlm.export": ("export_graft",),
+    "graftlm.grafts": ("Graft", "GraftedModel", "build_graft", "graft_config", "register_graft"),
+    "graftlm.runs.recipe": ("compare_recipe", "grow_recipe", "load_recipe", "run_recipe"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Graft",
-    "GraftError",
-    "GraftedModel",
-    "__version__",
-    "audit",
-    "build_graft",
-    "compare_recipe",
-    "export_graft",
-    "graft_config",
-    "grow_recipe",
-    "load_backbone",
-    "load_graft",
-    "load_grafts",
-    "load_recipe",
-    "register_family",
-    "register_graft",
-    "run_recipe",
-    "save_graft",
-]
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # it reads the imports above
 
 
 def __getattr__(name: str) -> Any:

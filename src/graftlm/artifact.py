@@ -374,15 +374,3 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
         raise ArtifactError(
             f"{path} is not a whole safetensors file ({first_line(error)}): copy it again, or train again."
         ) from None
-
-
-__all__ = [
-    "Manifest",
-    "backbone_of",
-    "load_graft",
-    "load_grafts",
-    "push_to_hub",
-    "read_manifest",
-    "read_tensors",
-    "save_graft",
-]

@@ -2,21 +2,3 @@
 
 from graftlm.data.packing import NEW, OLD, Batch, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture, pack
 from graftlm.data.sources import DataConfig, Document, SelfSourceConfig, SourceConfig, build_documents, read_documents
-
-__all__ = [
-    "NEW",
-    "OLD",
-    "Batch",
-    "DataConfig",
-    "Document",
-    "Mixture",
-    "RowPacker",
-    "SelfSourceConfig",
-    "SourceConfig",
-    "StreamingBlocks",
-    "TokenBlocks",
-    "build_documents",
-    "build_mixture",
-    "pack",
-    "read_documents",
-]

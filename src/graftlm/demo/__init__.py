@@ -2,5 +2,3 @@
 
 from graftlm.demo.chat_model import run_chat_demo
 from graftlm.demo.run import run_demo
-
-__all__ = ["run_chat_demo", "run_demo"]

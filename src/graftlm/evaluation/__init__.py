@@ -1,5 +1,4 @@
 """Metrics of text, tasks and cost; results, tables, plots and reports."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.evaluation.examples import (
     Example,

@@ -22,29 +22,6 @@ from graftlm.grafts.registry import build_graft, default_config, graft_class, gr
 if TYPE_CHECKING:
     from graftlm.grafts.model import GraftedModel, GraftedOutput
 
-__all__ = [
-    "Exportable",
-    "ExportedAdapter",
-    "ExportsAdapter",
-    "FitsOnText",
-    "Graft",
-    "GraftConfig",
-    "GraftedModel",
-    "GraftedOutput",
-    "HasHeads",
-    "HasTensors",
-    "ReadsModels",
-    "ReplacesModel",
-    "Trace",
-    "Traceable",
-    "build_graft",
-    "default_config",
-    "graft_class",
-    "graft_config",
-    "kinds",
-    "register_graft",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in ("GraftedModel", "GraftedOutput"):

@@ -588,15 +588,3 @@ def _format(value: Any) -> str:
     if hasattr(value, "mean"):
         return f"{value.mean:.4f} ({value.low:.4f} to {value.high:.4f})"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-__all__ = [
-    "AnyGraft",
-    "BackboneEvaluator",
-    "EvaluationConfig",
-    "GraftRun",
-    "check_sections",
-    "count_parameters",
-    "load_tests",
-    "weights_moved_back",
-]

@@ -124,6 +124,3 @@ class GrowthRecipe(Config):
                     metrics[f"lost_{name}"] = loss - value_of(by_id[name].metrics[name])
             compared[number] = row.model_copy(update={"metrics": metrics})
         return compared
-
-
-__all__ = ["GrowthRecipe", "StageConfig"]

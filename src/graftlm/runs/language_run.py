@@ -272,6 +272,3 @@ def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[s
             left -= len(document.full_text)
             if left <= 0:
                 break
-
-
-__all__ = ["LanguageModelRecipe", "LanguageModelRun", "LengthsConfig", "bits_per_byte", "metrics_by_length"]

@@ -402,15 +402,3 @@ def recipe_schema() -> dict[str, Any]:
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
     return {"title": "Recipe", "oneOf": forms, "$defs": definitions}
-
-
-__all__ = [
-    "AnyRecipe",
-    "MethodConfig",
-    "Recipe",
-    "compare_recipe",
-    "grow_recipe",
-    "load_recipe",
-    "recipe_schema",
-    "run_recipe",
-]

@@ -419,6 +419,3 @@ def _progress_bar(title: str | None, total: int, *, show: bool) -> Iterator[Call
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not show) as progress:
         task = progress.add_task(title or "", total=total)
         yield lambda: progress.advance(task)
-
-
-__all__ = ["Log", "Measurement", "Run", "RunContext", "Trainee", "TrainingRun", "execute", "locked"]

@@ -16,14 +16,3 @@ pytest.register_assert_rewrite("graftlm.testing.laws")
 
 from graftlm.testing.laws import GraftLaws, attach_graft, decoders_only, logits, randomise  # noqa: E402
 from graftlm.testing.tiny import tiny_ids, tiny_model, tiny_tokenizer  # noqa: E402
-
-__all__ = [
-    "GraftLaws",
-    "attach_graft",
-    "decoders_only",
-    "logits",
-    "randomise",
-    "tiny_ids",
-    "tiny_model",
-    "tiny_tokenizer",
-]

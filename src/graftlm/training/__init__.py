@@ -2,5 +2,3 @@
 
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary, train
-
-__all__ = ["TrainingConfig", "TrainingSummary", "train"]

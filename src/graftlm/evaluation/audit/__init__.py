@@ -1,5 +1,4 @@
 """Audit: what a change of a model broke, measured on text that the model before it samples itself."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows
 from graftlm.evaluation.audit.models import AuditedModel, load_pair

@@ -3,13 +3,3 @@
 from graftlm.grafts.baselines.block_expansion import LlamaPro, LlamaProConfig
 from graftlm.grafts.baselines.method import FineTuning, LoRABaseline, LoRABaselineConfig
 from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig
-
-__all__ = [
-    "FineTuning",
-    "LlamaPro",
-    "LlamaProConfig",
-    "LoRABaseline",
-    "LoRABaselineConfig",
-    "PeftGraft",
-    "PeftGraftConfig",
-]

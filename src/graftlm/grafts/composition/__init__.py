@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 from graftlm.grafts.composition.method import Composition
-
-__all__ = ["AugmentingConfig", "Composition", "CompositionConfig"]

@@ -9,13 +9,3 @@ from graftlm.grafts.neutral_residues.method import (
     spectrum,
     width_for,
 )
-
-__all__ = [
-    "GatedAdapter",
-    "NeutralResidues",
-    "NeutralResiduesConfig",
-    "VanillaAdapter",
-    "VanillaAdapterConfig",
-    "spectrum",
-    "width_for",
-]

@@ -2,5 +2,3 @@
 
 from graftlm.grafts.token_routing.config import EmbedderConfig, ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.method import TokenRouting
-
-__all__ = ["EmbedderConfig", "ExpertConfig", "TokenRouting", "TokenRoutingConfig"]

@@ -2,5 +2,3 @@
 
 from graftlm.models.sentence_selector.config import SentenceSelectorConfig
 from graftlm.models.sentence_selector.model import SelectorOutput, SentenceSelector
-
-__all__ = ["SelectorOutput", "SentenceSelector", "SentenceSelectorConfig"]

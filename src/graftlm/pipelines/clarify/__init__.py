@@ -1,5 +1,4 @@
 """Ask the one question that changes the answer, then write (see README.md in this folder)."""
-# ruff: noqa: F401  # the names of this package
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
 from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User

@@ -1,5 +1,4 @@
 """Summaries of long documents: select sentences, write the summary, and keep the source of each sentence."""
-# ruff: noqa: F401  # the names of this package
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
