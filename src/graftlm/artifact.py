@@ -108,7 +108,6 @@ def save_graft(
     Args:
         graft: the graft; only its own tensors are written.
         backbone: the backbone that it was trained on: its name and fingerprint are written, its weights never.
-        folder: where.
         training: a summary of the run, plain JSON.
         card: the model card (Markdown); a short one is made when it is empty.
 
@@ -320,7 +319,6 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
     Args:
         folder: a local folder; all of its files are uploaded.
         repository: OWNER/NAME; it is made where it does not exist.
-        private: who may see a new repository: its owner alone, or everybody.
 
     Raises:
         ArtifactError: the folder holds neither, or the hub refuses.

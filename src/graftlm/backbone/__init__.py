@@ -16,5 +16,6 @@ from graftlm.backbone.load import (
     max_sequence_length,
     need_backbone,
     padding_id,
+    token_texts,
 )
 from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, may_read

@@ -194,6 +194,18 @@ def left_padded(prompts: Sequence[list[int]], padding: int, device: Any) -> dict
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
 
 
+def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:
+    """The text that each token adds; a character of several tokens belongs to the last. `options` are of `decode`."""
+    texts, shown = [], ""
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[:end], **options))
+        if end < len(ids):
+            text = text.removesuffix("\ufffd")
+        texts.append(text[len(shown) :])
+        shown = max(shown, text, key=len)
+    return texts
+
+
 def leading_bos(tokenizer: Any) -> int | None:
     """The BOS id that the tokenizer puts before every text, or None.
 
@@ -236,7 +248,6 @@ def load_backbone(
     Args:
         name: the name, the folder, the file's path (or OWNER/REPOSITORY/FILE.gguf), or `smollm2-135m-instruct`, which
             the extra smollm2 brings.
-        kind: which head to load.
         dtype: `auto` keeps the checkpoint's.
         device: where to put the model; None leaves it on the CPU.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -250,9 +261,8 @@ def load_backbone(
     """
     if kind not in _LOADERS:
         raise BackboneError(f"There is no kind of backbone {kind!r}: give one of {', '.join(_LOADERS)}.")
-    if dtype != "auto" and not isinstance(
-        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
-    ):
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not isinstance(named, torch.dtype):
         raise BackboneError(f"There is no dtype {dtype!r}: give auto, float32, bfloat16 or float16.")
     files = find_model(name := str(name))
     _check_structure(files, kind, trust_remote_code, family)

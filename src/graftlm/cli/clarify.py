@@ -17,9 +17,7 @@ def clarify(
     endpoint: Annotated[str | None, option("URL", "An OpenAI-compatible server.")] = None,
     model: Annotated[str | None, option("NAME", "The server's model.")] = None,
     backbone: Annotated[str | None, option("DIR", "Local model or graft, folder or name, instead of a server.")] = None,
-    template: Annotated[
-        str | None, option("NAME", "Task, as in rewrite, or a YAML file; translate by default.")
-    ] = None,
+    template: Annotated[str | None, option("NAME", "Task, as in rewrite, or YAML file; translate by default.")] = None,
     budget: Annotated[int | None, option("N", "Maximum questions; 1 by default.", min=0)] = None,
     ask_above: Annotated[
         float | None, option("BITS", "Minimum expected information gain of a question.", min=0)

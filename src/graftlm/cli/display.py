@@ -65,12 +65,9 @@ def print_adapter(adapter: AdapterInspection) -> None:
     console, folder = stdout_console(), adapter.folder
     base = named_model(adapter.base or "BASE")
     values = {"rank": adapter.rank, "alpha": adapter.alpha, "targets": adapter.targets}
-    rows = [
-        ("folder", f"{folder}, {adapter.method}"),
-        ("model", adapter.base or "not named"),
-        ("config", _pairs(values)),
-    ]
-    rows.append(("size", f"{adapter.parameters:,} parameters, {adapter.size / 1e6:,.1f} MB"))
+    rows = [("folder", f"{folder}, {adapter.method}"), ("model", adapter.base or "not named")]
+    size = f"{adapter.parameters:,} parameters, {adapter.size / 1e6:,.1f} MB"
+    rows += [("config", _pairs(values)), ("size", size)]
     rows += [(kind, f"graft: {json.dumps(section)}") for kind, section in adapter.sections.items()]
     rows += [(kind, f"does not take it. {reason}") for kind, reason in adapter.refusals.items()]
     merge = f"PeftModel.from_pretrained(model, {folder!r}).merge_and_unload()"

@@ -100,9 +100,7 @@ def generate(
     num_beams: Annotated[int, option("N", "Beams of beam search.", min=1)] = 1,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
-    trace: Annotated[
-        bool, flag("--trace", "Colour each token by the graft's trace, such as its expert or gate.")
-    ] = False,
+    trace: Annotated[bool, flag("--trace", "Colour each token by the graft's trace, as its expert or gate.")] = False,
     trace_html: Annotated[Path | None, option("FILE", "Write the trace as a self-contained HTML page.")] = None,
     chat: Annotated[bool, flag("--chat", "Answer the prompt, in the model's chat template.")] = False,
     backbone: BackboneName = None,

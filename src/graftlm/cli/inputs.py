@@ -24,7 +24,7 @@ def flag(name: str, text: str) -> Any:
 
 
 RecipeFile = Annotated[Path, argument("RECIPE", "The recipe, a YAML file.")]
-Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Override recipe keys, as in training.steps=200.")]
+Settings = Annotated[list[str] | None, argument("KEY=VALUE", "Override recipe keys, as in training.steps=200.")]
 RunFolder = Annotated[Path | None, option("DIR", "Output folder; by default the recipe's out.", "--out")]
 GraftFolder = Annotated[Path, argument("GRAFT", "A graft's folder.")]
 BackboneName = Annotated[

@@ -19,14 +19,10 @@ def serve(
     name: Annotated[str | None, option("NAME", "Name of the backbone in requests; by default its own.")] = None,
     host: Annotated[str, option("ADDRESS", "Address; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, option("N", "Port; 0 selects a free one.", min=0, max=65535)] = 8000,
-    api_keys: Annotated[
-        Path | None, option("FILE", "Lines of NAME:KEY; by default the value of GRAFTLM_API_KEYS.")
-    ] = None,
+    api_keys: Annotated[Path | None, option("FILE", "Lines of NAME:KEY; by default $GRAFTLM_API_KEYS.")] = None,
     allow_host: Annotated[list[str] | None, option("NAME", "A name that the Host header may have.")] = None,
     allow_origin: Annotated[list[str] | None, option("URL", "A site whose pages may use the server.")] = None,
-    chat_template: Annotated[
-        Path | None, option("FILE", "Jinja chat template in place of the tokenizer's own.")
-    ] = None,
+    chat_template: Annotated[Path | None, option("FILE", "Jinja chat template in place of the tokenizer's.")] = None,
     batch_size: Annotated[int, option("N", "Continuations generated at the same time.", min=1)] = 16,
     queue: Annotated[int, option("N", "Further continuations that may wait.", min=0)] = 64,
     context: Annotated[

@@ -20,12 +20,8 @@ def summarize(
         list[Path],
         argument("FILE", "Text, Markdown, reST, HTML, JATS, LaTeX or PDF files, or folders.", show_default=True),
     ],
-    budget: Annotated[
-        str, option("N[s|w|c|t]", "Limit: sentences, words, characters, or the writer's tokens.")
-    ] = "10s",
-    selector: Annotated[
-        Path | None, option("DIR", "Folder of a trained selector; by default the package's own.")
-    ] = None,
+    budget: Annotated[str, option("N[s|w|c|t]", "Limit: sentences, words, characters, or writer's tokens.")] = "10s",
+    selector: Annotated[Path | None, option("DIR", "Folder of a trained selector; by default the package's.")] = None,
     writer: Annotated[Path | None, option("DIR", "Model or graft, folder or name; by default none writes.")] = None,
     length: Annotated[int, option("N", "Maximum number of tokens of the summary.", min=1)] = 160,
     method: Annotated[str, option("NAME", "Decoding of the writer: greedy, beam or sample.")] = "greedy",
@@ -34,9 +30,7 @@ def summarize(
     language: Annotated[
         str | None, option("CODE", "Language, as de; by default detected from the script, with Latin as English.")
     ] = None,
-    batch: Annotated[
-        bool, flag("--batch", "Print one line of JSON for each document; errors do not stop the batch.")
-    ] = False,
+    batch: Annotated[bool, flag("--batch", "Print one line of JSON for each document; errors don't stop it.")] = False,
     out: Annotated[
         Path | None, option("FILE", "Append the lines of a batch to this file; a later run continues it.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from graftlm.cli.common import configure_logging, logger, print_report, print_result
-from graftlm.cli.inputs import AsJson, Overrides, Quiet, RecipeFile, RunFolder, flag, option
+from graftlm.cli.inputs import AsJson, Quiet, RecipeFile, RunFolder, Settings, flag, option
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -35,11 +35,7 @@ def _run(
 
 
 def train(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    out: RunFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    recipe: RecipeFile, overrides: Settings = None, out: RunFolder = None, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
     """Train a recipe's graft or language model, and report."""
     _run("run_recipe", recipe, overrides, out, as_json, quiet)
@@ -47,7 +43,7 @@ def train(
 
 def compare(
     recipe: RecipeFile,
-    overrides: Overrides = None,
+    overrides: Settings = None,
     out: RunFolder = None,
     frontier: Annotated[bool, flag("--frontier", "Sweep rates and strengths; compare at equal learning.")] = False,
     as_json: AsJson = False,
@@ -58,11 +54,7 @@ def compare(
 
 
 def grow(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    out: RunFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    recipe: RecipeFile, overrides: Settings = None, out: RunFolder = None, as_json: AsJson = False, quiet: Quiet = False
 ) -> None:
     """Train a recipe's stages one after the other, and report each."""
     _run("grow_recipe", recipe, overrides, out, as_json, quiet)

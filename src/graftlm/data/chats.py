@@ -100,9 +100,8 @@ def _read_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {type(message).__name__}, but an object with role and content is expected.")
     values = {str(key): value for key, value in message.items() if value is not None}
-    role, content = (
-        values.pop(name, values.pop(other, None)) for name, other in (("role", "from"), ("content", "value"))
-    )
+    names = (("role", "from"), ("content", "value"))
+    role, content = (values.pop(name, values.pop(other, None)) for name, other in names)
     if role not in _ROLES:
         raise DataError(f"{where} has the role {role!r}, but one of {', '.join(_ROLES)} is expected.")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
@@ -151,12 +150,9 @@ def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
 
 def _render(chat: ChatExample, tokenizer: Any, count: int, *, header: bool = False) -> str:
     options: dict[str, Any] = {"tools": list(chat.tools)} if chat.tools else {}
+    messages = list(chat.messages[:count])
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(chat.messages[:count]), tokenize=False, add_generation_prompt=header, **options
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **options))
     except Exception as error:  # of jinja, or raised by the template
         raise DataError(
             f"{chat.where} does not fit the tokenizer's chat template ({first_line(error)}): correct or leave out the "

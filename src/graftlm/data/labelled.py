@@ -41,9 +41,7 @@ class LabelledConfig(Config):
     """A task: its type, its files, and the meaning of their columns."""
 
     type: TaskType = Field(description="What is predicted.")
-    train: str | list[str] = Field(
-        description="Files of training rows: CSV, TSV, JSON, parquet; for tagging CoNLL as well."
-    )
+    train: str | list[str] = Field(description="Training rows: CSV, TSV, JSON, parquet; for tagging CoNLL as well.")
     test: str | list[str] = Field([], description="Files of rows that the report measures on.")
     validation: str | list[str] = Field([], description="Files of rows to choose settings by; measured as well.")
     text: str | list[str] | None = Field(
@@ -366,7 +364,6 @@ def read_conll(
     tags; `-DOCSTART-` lines are skipped.
 
     Args:
-        path: the file.
         columns: the columns of words and of tags, by the key that sets each; used with a `header`.
         header: names of all columns. Without it the first column has the words and the last the tags; in an `.iob2`
             file, as Universal NER has it, the second and the third.

@@ -74,7 +74,6 @@ class RowEncoder:
     separates them.
 
     Args:
-        tokenizer: the backbone's.
         length: maximum number of tokens of a row, special ones included.
         segments: whether the model marks the second text of a pair by `token_type_ids`.
         truncation: truncate longer rows; without it a longer row is an error.
@@ -330,12 +329,9 @@ class LabelledMixture:
     """Endless batches of rows of several tasks, which a sampler chooses step by step.
 
     Args:
-        rows: the rows of each task.
-        encoder: turns the rows into tokens.
         sampler: the policy. Under `uncertainty`, a task without entropy (regression, span) has the share of uniform
             sampling, 1 / number of tasks, unless `fixed` sets another.
         batch_size: rows of a step, over all processes.
-        seed: seed of the sampler.
         score: the training model's uncertainty about rows; needed by the policies uncertainty and entropy.
         numbers: the number of each task in the model; by default their order in `rows`.
 

@@ -78,7 +78,6 @@ def sample_own_text(
         path: the file of samples, one JSON line for each batch.
         key: what the file belongs to; a file with another key is written anew.
         model: what samples in the backbone's place, such as a `GraftedModel` on it; None is the bare backbone.
-        progress: show a progress bar.
 
     Raises:
         BackboneError: the backbone has no tokenizer.

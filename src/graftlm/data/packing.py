@@ -552,10 +552,8 @@ class Mixture:
     than one row. Finite domains are a function of (seed, step); streams must be drawn step by step.
 
     Args:
-        domains: the rows of each domain.
         shares: the share of each domain, summing to 1.
         batch_size: rows of one optimiser step, over all processes and micro-batches.
-        seed: decides the order of the rows.
 
     Raises:
         DataError: a domain with a share has no data, or the domains' rows differ in form.

@@ -33,7 +33,6 @@ class SamplerConfig(Config):
     """How rows are chosen.
 
     Args:
-        policy: one of the five above.
         alpha: for `temperature`: 0 is uniform, 1 is by size.
         beta: for `entropy`: larger values prefer uncertain tasks more.
         task_mean: for `uncertainty`: multiply a row's uncertainty by its task's mean over the largest task's mean.

@@ -53,9 +53,7 @@ class SourceConfig(Config):
     subset: str | None = Field(None, description="The dataset's configuration, such as 'en'.")
     split: str = Field("train", description="The dataset's split.")
     text_column: str = Field("text", description="The column of JSON, parquet, CSV and datasets that holds the text.")
-    prompt_column: str | None = Field(
-        None, description="The column of the prompt before that text; it is not predicted."
-    )
+    prompt_column: str | None = Field(None, description="Column of the prompt before that text; it is not predicted.")
     messages_column: str | None = Field(
         None,
         description="The column of conversations, as in messages (role, content) or conversations (from, value). The "
@@ -66,9 +64,7 @@ class SourceConfig(Config):
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="Maximum number of documents.")
     skip_characters: int = Field(0, ge=0, description="Number of characters to skip at the start of each document.")
-    limit_characters: int | None = Field(
-        None, ge=1, description="Maximum of characters in all; cuts the last document."
-    )
+    limit_characters: int | None = Field(None, ge=1, description="Maximum characters in all; cuts the last document.")
 
     @field_validator("documents")
     @classmethod
@@ -265,9 +261,8 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
         raise DataError(f"There is no file or folder {path}: check the source's path.")
     files = sorted(file for file in walk(path) if _matches(file.relative_to(path), pattern))
     if not files:
-        expected = (
-            f"files that match {pattern!r}" if pattern else f"files ending in {' '.join(SEARCHED_SUFFIXES)} (or .gz)"
-        )
+        suffixes = " ".join(SEARCHED_SUFFIXES)
+        expected = f"files that match {pattern!r}" if pattern else f"files ending in {suffixes} (or .gz)"
         raise DataError(f"The folder {path} holds no {expected}: put text there, or set the source's pattern.")
     return files
 

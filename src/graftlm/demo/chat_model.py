@@ -6,7 +6,6 @@ The new text is part of PyTorch, so every machine has it. The old text is sample
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel
 from graftlm.io import fill_once
 from graftlm.runs.recipe import Recipe, compare_recipe
+from graftlm.runs.run import Log
 
 QUESTION = "What is the capital of France?"
 _ANSWER_TOKENS = 24
@@ -52,12 +52,7 @@ QUICK = ChatDemoSize(steps=2, length=64, own_tokens=200, own_test_tokens=100, sc
 
 
 def run_chat_demo(
-    out: str | Path = "runs/demo",
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    progress: bool = True,
-    log: Callable[[str], None] = print,
+    out: str | Path = "runs/demo", *, quick: bool = False, seed: int = 0, progress: bool = True, log: Log = print
 ) -> Results:
     """Run the demo in a folder; what an earlier run left there is used again.
 
@@ -77,7 +72,7 @@ def run_chat_demo(
     return results
 
 
-def make_texts(folder: Path, log: Callable[[str], None]) -> Path:
+def make_texts(folder: Path, log: Log) -> Path:
     """Write the C++ headers of PyTorch, and English to test on, as jsonl files, unless they are there."""
 
     def fill(folder: Path) -> None:

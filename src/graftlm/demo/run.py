@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,6 +24,7 @@ from graftlm.evaluation import Results
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import fill_once, write_atomically
 from graftlm.runs.recipe import Recipe, compare_recipe
+from graftlm.runs.run import Log
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import train_tokenizer
 
@@ -53,12 +54,7 @@ QUICK = DemoSize(
 
 
 def run_demo(
-    out: str | Path = "runs/demo",
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    progress: bool = True,
-    log: Callable[[str], None] = print,
+    out: str | Path = "runs/demo", *, quick: bool = False, seed: int = 0, progress: bool = True, log: Log = print
 ) -> Results:
     """Run the demo in a folder; a backbone that an earlier run left there is used again."""
     out, size = Path(out), QUICK if quick else DemoSize()
@@ -69,7 +65,7 @@ def run_demo(
     return compare_recipe(recipe, progress=progress, log=log)
 
 
-def make_corpus(folder: Path, size: DemoSize, log: Callable[[str], None]) -> Path:
+def make_corpus(folder: Path, size: DemoSize, log: Log) -> Path:
     """Write the demo's texts as jsonl files, unless they are there."""
 
     def fill(folder: Path) -> None:
@@ -82,23 +78,18 @@ def make_corpus(folder: Path, size: DemoSize, log: Callable[[str], None]) -> Pat
     return fill_once(folder, {"characters": size.characters, "python": sys.version}, fill)
 
 
-def make_backbone(
-    folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Callable[[str], None]
-) -> None:
+def make_backbone(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
     """Pretrain the tiny Llama on the corpus' English and save it, unless it is there."""
     settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
     fill_once(folder, settings, lambda folder: _pretrain(folder, corpus, size, seed, progress=progress, log=log))
 
 
-def _pretrain(
-    folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Callable[[str], None]
-) -> None:
+def _pretrain(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
     tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
-    data = DataConfig(
-        new=[SourceConfig(path=str(corpus / "english.jsonl"))], replay_fraction=0, length=size.length, seed=seed
-    )
+    english = SourceConfig(path=str(corpus / "english.jsonl"))
+    data = DataConfig(new=[english], replay_fraction=0, length=size.length, seed=seed)
     training = _training(size, size.pretraining_steps, 3e-3, seed)
     log(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
     with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as model:

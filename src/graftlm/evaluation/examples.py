@@ -49,9 +49,7 @@ def generate_answers(
 
     Args:
         model: a `GraftedModel` or any transformers model. Its `generation_config` gives end-of-text tokens only.
-        tokenizer: the model's tokenizer.
         prompts: in any order; prompts of similar length share a batch, padded on the left.
-        max_new_tokens: maximum number of new tokens per answer.
         stop: strings that end an answer.
         batch_size: prompts per batch; it affects speed and memory only.
 
@@ -153,7 +151,6 @@ def pass_at_1(
     The programs run one after the other in a sandbox. `graftlm.evaluation.sandbox` says what that protects from.
 
     Args:
-        answers: generated texts.
         examples: their prompts and tests, in the same order.
         timeout_s: CPU seconds for each program with its tests.
         memory_mb: MiB of address space for each program.

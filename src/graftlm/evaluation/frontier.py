@@ -115,7 +115,6 @@ def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.n
     first = np.where(above.any(axis=0), above.argmax(axis=0), learned.argmax(axis=0))
     before = np.maximum(first - 1, 0)
     rise = learned[first, columns] - learned[before, columns]
-    share = np.where(
-        above.any(axis=0) & (rise > 0), (level - learned[before, columns]) / np.where(rise > 0, rise, 1), 1
-    )
+    share = (level - learned[before, columns]) / np.where(rise > 0, rise, 1)
+    share = np.where(above.any(axis=0) & (rise > 0), share, 1)
     return loss[before, columns] + share * (loss[first, columns] - loss[before, columns])

@@ -31,7 +31,6 @@ def run_lm_eval(
         tasks: names of tasks or groups; a group adds one entry for itself and one for each of its tasks.
         limit: maximum number of questions per task; None takes all.
         num_fewshot: examples before each question; None takes the task's own number.
-        batch_size: questions per batch.
         include_path: a folder with the user's own tasks.
 
     Raises:

@@ -53,11 +53,6 @@ class GraftedHFLM(HFLM):
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """(B, T, V) logits; the first columns of every row are the prompt."""
-        columns = torch.arange(inps.shape[1], device=inps.device)
-        with (
-            torch.no_grad(),
-            torch.autocast(
-                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ),
-        ):
+        columns, dtype = torch.arange(inps.shape[1], device=inps.device), self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             return self.model(inps, prompt=(columns < self._prompt_length).expand_as(inps)).logits

@@ -88,7 +88,6 @@ def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: in
     """Run a program, then its tests in the same module.
 
     Args:
-        program: Python source.
         tests: Python source that raises when the program is wrong.
         timeout_s: CPU seconds for both together; the wall-clock limit is four times as long.
         memory_mb: MiB of address space for each process.

@@ -83,20 +83,15 @@ def print_side_by_side(results: Results, console: Console) -> None:
 
 
 def print_columns(
-    head: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    console: Console,
-    *,
-    gap: bool = False,
-    width: int | None = None,
+    head: Sequence[str], rows: Iterable[Sequence[str]], console: Console, *, gap: bool = False, width: int | None = None
 ) -> None:
     """Print a table; the first column has at most `width`, the others are aligned right. `gap` adds a line before."""
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
     table.add_column(head[0], overflow="fold", max_width=width)
     for name in head[1:]:
         table.add_column(name, justify="right", overflow="fold")
-    for line in lines:
-        table.add_row(*line)
+    for row in rows:
+        table.add_row(*row)
     if gap:
         console.print()
     console.print(table, highlight=False, markup=False)

@@ -175,9 +175,6 @@ def measure_task(
 
     Args:
         model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's tokenizer.
-        task: the examples and their metric.
-        batch_size: examples per forward pass.
         precision: precision of log-perplexity, see `score`; answers are generated in the model's own dtype.
 
     Raises:

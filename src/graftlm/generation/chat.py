@@ -21,7 +21,6 @@ class ChatSession:
     Args:
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's, with a chat template.
-        decoding: how tokens are chosen.
         system: the system's message; None leaves it to the template.
 
     Attributes:

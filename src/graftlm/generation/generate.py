@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from graftlm.artifact import backbone_of, is_model, load_grafts
-from graftlm.backbone import max_sequence_length, padding_id
+from graftlm.backbone import max_sequence_length, padding_id, token_texts
 from graftlm.config import Config
 from graftlm.data.chats import Message, render_question
 from graftlm.errors import DataError, GraftError
@@ -107,7 +107,6 @@ def load_model(
         changes: overrides of the graft's config, as `KEY=VALUE`.
         bare: leave the graft off.
         device: torch device; None takes the fastest available.
-        trust_remote_code: run model code that comes with the backbone.
 
     Raises:
         ArtifactError: the folder is no graft and no model, or the graft belongs to another backbone.
@@ -157,9 +156,7 @@ def generate_text(
     _check_length(model, ids.shape[-1], decoding.max_new_tokens)
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
-    stream = (
-        _Stream(tokenizer, on_text, skip_prompt=is_chat) if on_text is not None and decoding.num_beams == 1 else None
-    )
+    stream = _Stream(tokenizer, on_text, skip_prompt=is_chat) if on_text and decoding.num_beams == 1 else None
     start = time.perf_counter()
     output = model.generate(
         input_ids=ids,
@@ -190,14 +187,8 @@ def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache
         traces = model.cache_traces(cache) or model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)[1]
     if not traces:
         raise GraftError("There is no trace: the model has no graft that decides at each token.")
-    entries, text = [], ""
-    for end in range(prompt_length + 1, len(tokens) + 1):
-        decoded = str(tokenizer.decode(tokens[prompt_length:end], skip_special_tokens=True))
-        if end < len(tokens):
-            decoded = decoded.removesuffix("\ufffd")  # a character may take several tokens
-        entries.append(TracedToken(decoded[len(text) :], trace_values(traces, 0, end - 2)))
-        text = max(text, decoded, key=len)
-    return entries
+    texts = token_texts(tokenizer, tokens[prompt_length:], skip_special_tokens=True)
+    return [TracedToken(text, trace_values(traces, 0, prompt_length - 1 + n)) for n, text in enumerate(texts)]
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:

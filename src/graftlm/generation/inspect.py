@@ -117,9 +117,8 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
     """
     local = fetch_folder(folder, ADAPTER_CONFIG)
     values = read_adapter_config(local)
-    tensors = _group_tensors(
-        (name.removeprefix("base_model.model."), tensor) for name, tensor in read_tensors(local, ADAPTER_TENSORS)
-    )
+    read = read_tensors(local, ADAPTER_TENSORS)
+    tensors = _group_tensors((path.removeprefix("base_model.model."), tensor) for path, tensor in read)
     name = re.sub(r"^[^A-Za-z]+|[^A-Za-z0-9_-]", "", Path(folder).resolve().name)
     sections, refusals = {}, {}
     for kind in kinds():
@@ -161,13 +160,10 @@ def inspect_graft(
     """Describe a graft in a folder from its files; with a backbone or texts also from forward passes.
 
     Args:
-        folder: the graft's.
         backbone: the backbone's name or folder; None loads the recorded one, but only if there are texts.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         texts: documents by name; the method's per-layer quantities are measured on the start of each.
         length: tokens per row of these texts.
-        device: torch device; None takes the fastest available.
-        trust_remote_code: run model code that comes with the backbone.
 
     Raises:
         ArtifactError: the folder is not a complete graft, or belongs to another backbone.

@@ -117,13 +117,13 @@ class MultiGraftModel:
         """
         if graft_set not in self.wired:
             self.wire([*self.wired, graft_set])
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        width, device = max(len(prompt) for prompt in prompts), self._device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         shared = use_growing_layers(DynamicCache(config=self._model.config))
         group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
-        batch = MixedBatch(shared, mask[:, :0].to(self._device), [group], list(tags))
-        logits = self._forward(batch, ids.to(self._device), mask.to(self._device))
+        batch = MixedBatch(shared, mask[:, :0], [group], list(tags))
+        logits = self._forward(batch, ids, mask)
         batch.separate = not _is_joinable(batch.cache)
         group.separate = not _is_joinable(group.cache)
         return batch, logits

@@ -318,7 +318,6 @@ class BackboneEvaluator:
     """Measures models that are built on one backbone, beside the bare backbone.
 
     Args:
-        backbone: the frozen model.
         tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets stand beside them.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.

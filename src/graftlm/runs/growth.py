@@ -78,18 +78,12 @@ class GrowthRecipe(Config):
         """Name, graft, training and data of each stage; its old text has the new text of the stages before it."""
         earlier: list[Any] = []
         for name, stage in self.stages.items():
-            where, graft = f"stages.{name}", stage.graft or self.graft
+            graft = stage.graft or self.graft
             if graft is None:
-                raise ValueError(f"{where} has no graft: name one, or one for all stages under graft")
-            if changed := stage.data.keys() & {"test", "validation"}:
-                raise ValueError(
-                    f"{where}.data has the key {min(changed)}, and all stages are measured on the same texts"
-                )
-            training = TrainingConfig.parse(self.training.model_dump() | stage.training, where=f"{where}.training")
-            data = DataConfig.parse(self.data.model_dump() | stage.data, where=f"{where}.data")
-            new = list(data.new)
+                raise ValueError(f"stages.{name} has no graft: name one, or one for all stages under graft")
+            training, data = changed_sections(self, stage, "stages", name)
             yield name, graft, training, data.model_copy(update={"old": [*data.old, *earlier]})
-            earlier += new
+            earlier += data.new
 
     def runs(self) -> list[Run]:
         """The bare backbone's run, where there is something to measure, and the stages' in order."""
@@ -124,3 +118,12 @@ class GrowthRecipe(Config):
                     metrics[f"lost_{name}"] = loss - value_of(by_id[name].metrics[name])
             compared[number] = row.model_copy(update={"metrics": metrics})
         return compared
+
+
+def changed_sections(recipe: Any, row: Any, kind: str, name: str) -> tuple[TrainingConfig, DataConfig]:
+    """The training and data sections of a recipe's row, under `kind`: the recipe's, with the keys that the row sets."""
+    where = f"{kind}.{name}"
+    if changed := row.data.keys() & {"test", "validation"}:
+        raise ValueError(f"{where}.data has the key {min(changed)}, and all {kind} are measured on the same texts")
+    training = TrainingConfig.parse(recipe.training.model_dump() | row.training, where=f"{where}.training")
+    return training, DataConfig.parse(recipe.data.model_dump() | row.data, where=f"{where}.data")

@@ -21,7 +21,7 @@ from graftlm.evaluation.report import write_report
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.io import write_atomically
 from graftlm.runs.graft_run import BACKBONE_ROW, NEW_SET, OLD_SET, AnyGraft, EvaluationConfig, GraftRun, check_sections
-from graftlm.runs.growth import GrowthRecipe
+from graftlm.runs.growth import GrowthRecipe, changed_sections
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.run import Log, Measurement, Run, execute, locked
 from graftlm.runs.task_run import TaskRecipe
@@ -87,11 +87,7 @@ class Recipe(Config):
         """The training and data sections of a method; the recipe's own where there is none of that name."""
         if name not in self.methods:
             return self.training, self.data
-        method, where = self.methods[name], f"methods.{name}"
-        if changed := method.data.keys() & {"test", "validation"}:
-            raise ValueError(f"{where}.data has the key {min(changed)}, and all methods are measured on the same texts")
-        training = TrainingConfig.parse(self.training.model_dump() | method.training, where=f"{where}.training")
-        return training, DataConfig.parse(self.data.model_dump() | method.data, where=f"{where}.data")
+        return changed_sections(self, self.methods[name], "methods", name)
 
     def run(self) -> GraftRun:
         """The run that trains the recipe's graft.
@@ -188,8 +184,6 @@ def compare_recipe(
         out: the output folder; the recipe's when None.
         frontier: train each method at several rates, measure each at several strengths, and give what it forgets at
             equal learning.
-        progress: show the progress of training.
-        log: takes lines for people.
 
     Raises:
         RecipeError: the recipe is one of a language model or of tasks.

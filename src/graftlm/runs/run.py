@@ -234,12 +234,10 @@ def execute(
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.
-        out: the output folder.
         jobs: number of processes, with one thread each. With 1, runs use this process and torch's threads: a new
             process takes longer to start than a small model to train.
         title: shows one progress bar over all runs with this title. None shows the progress of each training.
         progress: False shows no progress.
-        log: takes lines for people.
 
     Raises:
         RecipeError: two different runs have one id or folder, a dependency is missing, or another process is at work

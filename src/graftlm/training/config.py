@@ -17,30 +17,28 @@ class TrainingConfig(Config):
     """
 
     steps: int = Field(ge=0, description="Updates of the weights; 0 for a graft that learns without gradients.")
-    batch_size: int = Field(default=16, ge=1, description="Rows per step, over all processes.")
+    batch_size: int = Field(16, ge=1, description="Rows per step, over all processes.")
     micro_batch_size: int | None = Field(
-        default=None, ge=1, description="Rows per forward pass and process; all of a process's rows when absent."
+        None, ge=1, description="Rows per forward pass and process; all of a process's rows when absent."
     )
-    learning_rate: float = Field(default=2e-4, gt=0)
+    learning_rate: float = Field(2e-4, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises from 0.")
-    min_ratio: float = Field(default=0.0, ge=0, le=1, description="The last learning rate as a share of the highest.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="The last learning rate as a share of the highest.")
     weight_decay: float = Field(
-        default=0.0,
-        ge=0,
-        description="Of matrices; vectors, scalars and what makes a state-space model's memory never.",
+        0.0, ge=0, description="Of matrices; vectors, scalars and what makes a state-space model's memory never."
     )
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = Field(default=1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
+    clip: float | None = Field(1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
     precision: Literal["fp32", "bf16"] = "fp32"
-    seed: int = Field(default=0, ge=0)
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
+    seed: int = Field(0, ge=0)
+    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
     sharded: bool = Field(
-        default=False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
+        False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
     )
-    checkpoint_every: int = Field(default=200, ge=1, description="Steps between checkpoints; the end has one too.")
-    keep_checkpoints: int = Field(default=2, ge=1)
-    log_every: int = Field(default=1, ge=1, description="Steps between lines of the history and of the tracker.")
+    checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; the end has one too.")
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(1, ge=1, description="Steps between lines of the history and of the tracker.")
     tracker: str | None = Field(
         None, description="A tracker that Accelerate knows, such as tensorboard, wandb, trackio or mlflow."
     )

@@ -33,9 +33,6 @@ class LanguageModel(nn.Module):
     """A causal model with the forward signature of the training loop; all of its weights train.
 
     With stateful batches (`stream`), the model keeps one cache for each micro-batch; see `training.stateful`.
-
-    Args:
-        model: a transformers model with a language-modelling head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -124,7 +121,6 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
 
     Args:
         values: `model_type` and any keys of its config. Vocabulary and special tokens come from the tokenizer.
-        seed: seed of the weights.
 
     Raises:
         RecipeError: there is no such architecture for language models, or a key or value does not fit it.

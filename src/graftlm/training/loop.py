@@ -75,10 +75,8 @@ def train(
     Args:
         model: a `GraftedModel`, or any module with its forward signature.
         batches: the global batch of each step.
-        config: the hyperparameters.
         out: folder of `history.jsonl` and `checkpoints/`.
         identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
-        progress: show a progress bar.
         resume: continue from the newest complete checkpoint in `out`. False removes the checkpoints and starts over.
 
     Raises:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlm.backbone import token_texts
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.metrics import Scores, Window, evaluation_mode, window_batch
 
@@ -62,9 +63,6 @@ def compare_windows(
     Args:
         base: called as `model(input_ids=, attention_mask=, use_cache=False).logits`.
         tuned: likewise, of the same tokenizer; tokens may have been added to it.
-        tokenizer: of the base.
-        windows: what is scored.
-        batch_size: windows per forward pass.
         on_batch: called with the number of scored tokens after each batch.
 
     Raises:
@@ -172,9 +170,7 @@ def widest_passages(
 
     Args:
         compared: (name of the text, comparison).
-        tokenizer: turns ids into text.
         count: most passages; where nothing differs there are none.
-        length: most tokens of one.
     """
     spans = []
     for name, each in compared:
@@ -202,15 +198,3 @@ def _passage(name: str, each: TokenComparison, start: int, length: int, tokenize
         tokens.append(PassageToken(text, float(each.kl[row]), *sides))
     kl = float(each.kl[start : start + length].mean())
     return Passage(name, kl, tokenizer.decode(ids[max(0, first - length) : first]), tokens)
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; a character of several tokens belongs to the last of them."""
-    texts, shown = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[:end]))
-        if end < len(ids):
-            text = text.removesuffix("\ufffd")
-        texts.append(text[len(shown) :])
-        shown = max(shown, text, key=len)
-    return texts

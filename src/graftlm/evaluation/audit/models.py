@@ -78,13 +78,9 @@ def load_pair(
     Weights are shared where that is possible: a graft acts on the loaded base, whose own passes don't see it.
 
     Args:
-        base: the model before.
-        tuned: the model after.
         quantize: take the tuned model with its weights in fewer bits.
         backbone: where the model below a graft or an adapter is; by default where it was when that was written.
-        device: torch device; None takes the fastest available.
         dtype: precision of models that are loaded; `auto` keeps their own.
-        trust_remote_code: run model code that comes with a model.
 
     Raises:
         BackboneError: a model can't be loaded, or is no causal language model.
@@ -187,9 +183,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     else:
         on, model = base.backbone, copy.deepcopy(base.backbone.bare_model)
         if Path(named).name.lower() != Path(on.name).name.lower():
-            notes.append(
-                f"The adapter {folder} names {named or 'no model'} as its model, and is put on {on.name} here."
-            )
+            notes.append(f"The adapter {folder} names {named or 'no model'} as its model, and is put on {on.name}.")
     try:
         config = PeftConfig.from_pretrained(str(folder))
         with warnings.catch_warnings(record=True) as caught:

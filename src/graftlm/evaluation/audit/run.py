@@ -113,9 +113,8 @@ class Audit:
             EvaluationError: the folder can't be written to.
         """
         write_report(self.results, folder)
-        return write_atomically(
-            Path(folder) / PAGE_NAME, render_page(self.results, self.passages, self.conversations, self.notes).encode()
-        )
+        page = render_page(self.results, self.passages, self.conversations, self.notes)
+        return write_atomically(Path(folder) / PAGE_NAME, page.encode())
 
     def __str__(self) -> str:
         text = StringIO()
@@ -150,7 +149,6 @@ def audit(
         tuned: the model after, likewise.
         out: a folder for the report and the page; an interrupted sampling goes on there.
         texts: further texts by name: a path, or documents (strings).
-        progress: show progress bars.
         settings: keys of `AuditConfig`, such as `tokens=2000` or `budget={"own_kl": 0.05}`.
 
     Raises:
@@ -248,9 +246,8 @@ class _Auditor:
         base, config = self.pair[0], self.config
         source = SelfSourceConfig(self=True, tokens=config.tokens, seed=config.seed)
         identity: Any = by_content({"name": str(given)}) if isinstance(given, str | Path) else uuid4().hex
-        key = digest(
-            identity, base.backbone.fingerprint.id, source.model_dump(mode="json"), config.length, config.dtype
-        )
+        settings = source.model_dump(mode="json")
+        key = digest(identity, base.backbone.fingerprint.id, settings, config.length, config.dtype)
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(out or temporary) / "own-text.jsonl"
             model = None if base.is_bare else base.predictor
@@ -275,27 +272,19 @@ class _Auditor:
         self.metrics[1]["changed_tokens"] = changed_tokens(compared, by_document=True)
 
     def _compare(self, name: str, windows: list[Any], title: str) -> list[TokenComparison]:
-        base, tuned = self.pair
+        (base, tuned), size = self.pair, self.config.batch_size
         with _progress_bar(title, sum(window.tokens for window in windows), show=self.progress) as advance:
             compared = compare_windows(
-                base.predictor,
-                tuned.predictor,
-                base.tokenizer,
-                windows,
-                batch_size=self.config.batch_size,
-                on_batch=advance,
+                base.predictor, tuned.predictor, base.tokenizer, windows, batch_size=size, on_batch=advance
             )
         self.compared += [(name, each) for each in compared]
         return compared
 
     def _compare_texts(self) -> None:
         for name, documents in self.documents.items():
-            windows = list(
-                limit_scored(
-                    cut_windows(self.pair[0].tokenizer, documents, self.config.length), self.config.limit_tokens
-                )
-            )
-            compared = self._compare(name, windows, f"comparing on {name}")
+            windows = cut_windows(self.pair[0].tokenizer, documents, self.config.length)
+            limited = list(limit_scored(windows, self.config.limit_tokens))
+            compared = self._compare(name, limited, f"comparing on {name}")
             sides = [scores_of(compared, side) for side in (0, 1)]
             for metrics, scores in zip(self.metrics, sides, strict=True):
                 metrics[name] = scores.interval("nats_per_token")
@@ -393,9 +382,8 @@ class _Auditor:
                     "Leave it out, or name what it needs."
                 )
             measured = value_of(self.metrics[1][name])
-            aims.append(
-                Aim(text=f"budget of {name}", metric=name, aim=budget, measured=measured, met=measured <= budget)
-            )
+            text = f"budget of {name}"
+            aims.append(Aim(text=text, metric=name, aim=budget, measured=measured, met=measured <= budget))
         return aims
 
 
@@ -407,12 +395,8 @@ def changed_tokens(compared: Sequence[TokenComparison], *, by_document: bool = F
 
 @contextmanager
 def _progress_bar(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
-    )
+    share = TextColumn("{task.percentage:>3.0f}%")
+    columns = (TextColumn("{task.description}"), BarColumn(), share, TimeRemainingColumn())
     with Progress(*columns, disable=not show) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)

@@ -129,10 +129,7 @@ class CharacterAlignment:
     """Aligns an anchor's tokens with those of another tokenizer by their characters.
 
     Args:
-        anchor: the anchor's tokenizer.
-        augmenting: the augmenting model's tokenizer.
         prompt_only: the augmenting model reads only the prompt.
-        name: the augmenting model's name, for messages.
 
     Raises:
         GraftError: a tokenizer gives no character offsets.

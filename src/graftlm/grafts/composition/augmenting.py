@@ -57,13 +57,8 @@ class _UncroppableLayer(DynamicLayer):
 def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -> Backbone:
     """Load an augmenting model; a `BackboneError` if it can't be loaded, or is no language model."""
     try:
-        return load_backbone(
-            config.name,
-            dtype=config.dtype,
-            device=device,
-            trust_remote_code=config.trust_remote_code,
-            tokenizer_required=False,
-        )
+        options = config.model_dump(include={"dtype", "trust_remote_code"})
+        return load_backbone(config.name, device=device, tokenizer_required=False, **options)
     except (BackboneError, UnknownFamilyError) as error:
         raise BackboneError(
             f"The augmenting model {name} can't be used. {error} It is set by the key augmenting.{name}.name of the "
@@ -75,11 +70,7 @@ class AugmentingModel:
     """One frozen augmenting model of an anchor.
 
     Args:
-        name: its name in the config.
-        backbone: the augmenting model.
         layers: its layer in each pair.
-        anchor: the backbone that reads it.
-        config: of the composition.
     """
 
     def __init__(

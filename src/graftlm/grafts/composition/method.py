@@ -84,9 +84,7 @@ class Composition(Graft, ReadsModels):
         for name in self._models:
             for number, (_, layer) in enumerate(self.pairs(name)):
                 sources.setdefault(layer, []).append((name, number))
-        taps = [
-            Tap(Site("layer", layer), "after", "add", partial(self._add, sources[layer])) for layer in sorted(sources)
-        ]
+        taps = [Tap(Site("layer", at), "after", "add", partial(self._add, sources[at])) for at in sorted(sources)]
         return taps if self.readout is None else [*taps, Tap(Site("head"), "after", "replace", self._read_out)]
 
     def prepare(self, call: Call) -> None:
@@ -107,9 +105,8 @@ class Composition(Graft, ReadsModels):
         states = None if augmenting.states is None else augmenting.states[number].to(anchor_BTD.dtype)
         weights: list[Tensor] | None = [] if call.observing else None
         cache = augmenting.caches[number] if augmenting.caches else None
-        update = self.blocks[name][number](
-            anchor_BTD, states, augmenting.visibility, augmenting.positions, cache, weights
-        )
+        block = self.blocks[name][number]
+        update = block(anchor_BTD, states, augmenting.visibility, augmenting.positions, cache, weights)
         if weights is not None:
             call.scratch[self, "statistics", name, number] = statistics(anchor_BTD, update, weights[0], call.token_mask)
         return update

@@ -31,10 +31,6 @@ def choose_start(
     rows. Otherwise it is the leave-one-out error of a ridge regression from the features under their embedding.
 
     Args:
-        model: carries the graft.
-        tasks: all tasks of the graft.
-        pooling: how a row becomes a vector.
-        name: the new task.
         trained: the candidates.
         rows: of the new task, as `GraftedModel.forward` takes them.
     """

@@ -93,8 +93,6 @@ class GatedAdapter(nn.Module):
         inner: F.
         activation: the name of `act` in transformers' ACT2FN.
         gated_ffn: whether A is a gated linear unit.
-        config: gate and initialisation.
-        layers: the number of the backbone's layers.
     """
 
     def __init__(

@@ -351,11 +351,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def factors(self, name: str) -> dict[str, Factors]:
         """One expert's factors by module path."""
         number = self.names.index(name)
-        return {
-            path: mixture.factors(number)
-            for path, mixture in self._mixtures_by_path()
-            if number in mixture.layout.experts
-        }
+        mixtures = self._mixtures_by_path()
+        return {path: mixture.factors(number) for path, mixture in mixtures if number in mixture.layout.experts}
 
     def write_adapter(self, name: str, folder: str | Path) -> Path:
         """Write one expert as a folder that PEFT reads."""

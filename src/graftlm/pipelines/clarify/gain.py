@@ -93,7 +93,6 @@ class GainEstimator:
     """Estimates what the answer to a question changes, by generating an output under each candidate answer.
 
     Args:
-        model: the translator.
         prior: maps the candidate answers to their probabilities; uniform by default.
     """
 

@@ -145,9 +145,8 @@ def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "c
         MissingExtraError: sentence-transformers is not installed.
         BackboneError: the encoder can't be loaded.
     """
-    embeddings = _load_encoder(encoder, device).encode(
-        list(sentences), convert_to_tensor=True, show_progress_bar=False, batch_size=64
-    )
+    model, texts = _load_encoder(encoder, device), list(sentences)
+    embeddings = model.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
     return embeddings.to(device=device, dtype=torch.float32).clone()  # a clone is no inference tensor
 
 
@@ -184,8 +183,6 @@ class SelectorTrainingConfig(Config):
         kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies embeddings of a frozen encoder.
         sentence_encoder: for `modern`, name or folder of a sentence-transformers model.
         steps: maximum number of updates.
-        batch_size: documents in a batch.
-        learning_rate: learning rate of Adam.
         weight_decay: L2 penalty of Adam.
         evaluate_every: updates between evaluations on the validation documents.
         patience: evaluations without improvement before training stops.

@@ -101,7 +101,6 @@ def summarize(
     """Summarize a document with the source of each sentence.
 
     Args:
-        document: a document or a file.
         selector: ranks the sentences; None takes `DefaultSelector`.
         writer: writes the summary from the extract; None returns the extract itself.
         budget: limit of the extract; None allows ten sentences.

@@ -119,9 +119,8 @@ class _BlockCollector:
         """Close the block. Navigation is mostly links."""
         if self.spans:
             kind = self.kind
-            level = (
-                max((element.level for element in self.elements), default=0) if kind in ("prose", "reference") else 0
-            )
+            levels = [element.level for element in self.elements] if kind in ("prose", "reference") else []
+            level = max(levels, default=0)
             length = sum(len(span.text.strip()) for span in self.spans)
             is_open = "".join(span.text for span in self.spans).rstrip()[-1:] not in (".", "!", "?")
             if kind == "prose" and not level and is_open and self.linked > _MIN_LINK_SHARE * length:
@@ -207,9 +206,8 @@ def jats_blocks(text: str, name: str = "The text") -> Iterator[TextBlock]:
         DataError: the text is no XML, or XML of another kind.
     """
     source = text.encode()
-    characters = (
-        np.cumsum((np.frombuffer(source, dtype=np.uint8) & 0xC0) != 0x80) - 1 if len(source) > len(text) else None
-    )
+    starts = (np.frombuffer(source, dtype=np.uint8) & 0xC0) != 0x80
+    characters = np.cumsum(starts) - 1 if len(source) > len(text) else None
     collector = _BlockCollector()
     parser: Any = expat.ParserCreate("utf-8")  # whatever the declaration says: the text is decoded already
     parser.UseForeignDTD(True)  # entities of a DTD that is not read are skipped
