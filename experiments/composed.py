@@ -97,15 +97,16 @@ class PromptedRun(GraftRun):
         measurement = super().measure(context)
         if self.graft is None:
             backbone = self.evaluator().backbone
-            self._add_tasks(measurement, backbone.model, backbone.need_tokenizer())
+            self.add_tasks(measurement, backbone.model, backbone.need_tokenizer())
         return measurement
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         measurement = super().evaluate(trainee)
-        self._add_tasks(measurement, trainee.model, self.evaluator().tokenizer)
+        self.add_tasks(measurement, trainee.model, self.evaluator().tokenizer)
         return measurement
 
-    def _add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
+    def add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
+        """Measure a model on the tasks."""
         for task in self.prompts:
             measurement.add_metrics(task.measure(model, tokenizer))
 

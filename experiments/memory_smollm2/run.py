@@ -1,0 +1,233 @@
+"""SmolLM2 reads long documents with a window of 512 tokens: what a memory of the text before gives back.
+
+Rows are trained on the same rows of long documents and of recall, each at the rate that its own search on validation
+text chose. All are measured on whole documents, read in pieces on one cache.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments import Options
+from experiments.composed import PromptedRun
+from experiments.keep_smollm2.run import MODEL
+from experiments.memory_smollm2.texts import SOURCES, Sizes, read_ids, write_texts
+from experiments.study import Study, aim, bars, check_files, over_seeds, training_config
+from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig
+from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.metrics import bootstrap, evaluation_mode, share_interval
+from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.graft_run import EvaluationConfig, count_parameters
+from graftlm.runs.run import Measurement
+
+NAME = "memory-smollm2"
+LABELS = {
+    "full": "full attention (the bound)",
+    "window": "window",
+    "window_sinks": "window with sinks",
+    "memory": "memory",
+    "lora_window": "LoRA of equal size, window with sinks",
+}
+TRAINED = ("memory", "lora_window")
+RATES = {"memory": (1e-3, 3e-3, 1e-2), "lora_window": (3e-4, 1e-3, 3e-3)}
+QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, recall=1, trained=6)
+CHUNK = 1024  # tokens of a pass over a long text
+CHOSEN_BY = ("nats_beyond", "recall_nats")
+
+
+class LongTextRun(PromptedRun):
+    """A row, measured on long documents and on recall.
+
+    Args:
+        documents: JSON Lines of ids.
+        recall: JSON Lines of ids and where their answers lie.
+        window: tokens behind which `nats_beyond` begins.
+        far: the cost of a step is measured behind so many tokens and behind a 32nd of them; 0 leaves it out.
+    """
+
+    documents: str
+    recall: str
+    window: int
+    far: int = 0
+
+    def add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
+        with evaluation_mode(model), torch.inference_mode():
+            nats = [nats_of(model, ids) for ids, _ in read_ids(Path(self.documents))]
+            within, beyond = ([part.mean() for part in parts] for parts in zip(*map(self._parts, nats), strict=True))
+            measurement.add_metrics({"nats_within": bootstrap(within), "nats_beyond": bootstrap(beyond)})
+            measurement.add_metrics(recall_of(model, Path(self.recall)))
+            measurement.details["nats_beyond"] = [float(value) for value in beyond]
+            if self.far:
+                measurement.add_metrics(cost_of(model, self.far))
+
+    def _parts(self, nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return nats[: self.window - 1], nats[self.window - 1 :]
+
+
+def nats_of(model: Any, ids: torch.Tensor) -> np.ndarray:
+    """(T - 1,) nats of each token of a text (1, T) behind its first, float64."""
+    log_probs = [logits.float().log_softmax(-1) for logits in read(model, ids)]
+    return -torch.cat(log_probs)[:-1].gather(1, ids[0, 1:, None])[:, 0].double().numpy()
+
+
+def read(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """(t, V) logits of every chunk of a text (1, T), read on one cache."""
+    cache, logits = None, []
+    for chunk in ids.split(CHUNK, dim=1):
+        output = model(input_ids=chunk.to(model.device), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0].cpu())
+    return logits
+
+
+def recall_of(model: Any, path: Path) -> dict[str, Any]:
+    """Percent of answers whose every token is the likeliest, and nats of an answer."""
+    right, nats = [], []
+    for ids, values in read_ids(path):
+        logits = torch.cat(read(model, ids))
+        for start, stop in values["answers"]:
+            expected, predicted = ids[0, start:stop], logits[start - 1 : stop - 1].float()
+            right.append(bool((predicted.argmax(-1) == expected).all()))
+            nats.append(-predicted.log_softmax(-1).gather(1, expected[:, None]).sum().item())
+    share = share_interval(sum(right), len(right))
+    percent = share.model_copy(update={key: 100 * getattr(share, key) for key in ("mean", "low", "high")})
+    return {"recall_16_windows": percent, "recall_nats": bootstrap(nats)}
+
+
+def cost_of(model: Any, far: int) -> dict[str, float]:
+    """Shortest of 32 decode steps, and bytes of the cache behind `far` tokens, over those behind a 32nd of them."""
+    ids, cache, times, sizes = torch.arange(far)[None] % 97 + 3, None, [], []
+    for number, chunk in enumerate(ids.split(far // 32, dim=1)):
+        cache = model(input_ids=chunk, past_key_values=cache, use_cache=True).past_key_values
+        if number in (0, 31):
+            sizes.append(cache_bytes(cache))
+            times.append(min(_step(model, cache) for _ in range(32)))
+    return {"decode_step_ratio": times[1] / times[0], "memory_bytes_ratio": sizes[1] / sizes[0]}
+
+
+def _step(model: Any, cache: Any) -> float:
+    start = time.perf_counter()
+    model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    return time.perf_counter() - start
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors in a cache."""
+    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class MemoryStudy(Study):
+    """The runs of the experiment."""
+
+    def __init__(self, options: Options, window: int, sizes: Sizes, steps: int) -> None:
+        super().__init__(options)
+        self.window, self.sizes, self.steps = window, sizes, steps
+        self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device)
+        loaded = self.backbone.load()
+        self.texts = write_texts(options.data, options.out / "texts", loaded.need_tokenizer(), sizes, window)
+        self.grafts = self._grafts(loaded)
+
+    def _grafts(self, backbone: Backbone) -> dict[str, dict[str, Any] | None]:
+        window: dict[str, Any] = {"kind": "memory", "window": self.window, "state": "none"}
+        memory = {"kind": "memory", "window": self.window}
+        memory |= {"head_width": 8, "heads": 2} if self.options.quick else {}
+        extra = count_parameters(build_graft(graft_config(memory), backbone).parameters())
+        lora = {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
+        return {
+            "full": None,
+            "window": window | {"sinks": 0},
+            "window_sinks": window,
+            "memory": memory,
+            "lora_window": lora,
+        }
+
+    def cell(self, row: str, rate: float = 1e-3, seed: int = 0, part: str = "test") -> LongTextRun:
+        """A row at one rate, for one seed, measured on one part."""
+        graft, steps = self.grafts[row], self.steps if row in TRAINED else 0
+        data = {
+            "new": [{"path": str(self.texts / "train.jsonl"), "prompt_column": "prompt"}],
+            "replay_fraction": 0.0,
+            "length": self.sizes.row,
+            "boundaries": "whole",
+            "seed": seed,
+        }
+        return LongTextRun(
+            id=f"{part}_{row}_lr{rate:g}_s{seed}" if row in TRAINED else row,
+            label=LABELS[row],
+            backbone=self.backbone,
+            graft=None if graft is None else graft_config(graft),
+            data=DataConfig.parse(data),
+            training=training_config(
+                steps, 1, rate, seed, warmup_steps=min(5, steps // 3), precision="bf16", checkpoint_every=max(1, steps)
+            ),
+            evaluation=EvaluationConfig(decode_prompts=0, own_tokens=0, precision="bf16"),
+            documents=str(self.texts / f"{part}.jsonl"),
+            recall=str(self.texts / f"{part}-recall.jsonl"),
+            window=self.window,
+            depends_on=("window_sinks",) if row == "lora_window" else (),
+            far=self._far(row, seed) if part == "test" else 0,
+        )
+
+    def _far(self, row: str, seed: int) -> int:
+        measured = row != "lora_window" and seed == self.seeds[0]
+        return 32 * (24 if self.options.quick else 1024) * measured
+
+    def bare(self) -> dict[str, list[LongTextRun]]:
+        """The rows that are not trained."""
+        return {row: [self.cell(row)] for row in LABELS if row not in TRAINED}
+
+
+def run(options: Options) -> Results:
+    """Measure all rows."""
+    check_files(options, tuple(SOURCES.values()))
+    quick = options.quick
+    study = MemoryStudy(options, 16 if quick else 512, QUICK_SIZES if quick else Sizes(), 2 if quick else 64)
+    bare = study.bare()
+    rates = {row: of[:1] if quick else of for row, of in RATES.items()}
+    candidates = {row: [study.cell(row, rate, part="validation") for rate in rates[row]] for row in TRAINED}
+    chosen = study.choose(candidates, CHOSEN_BY, "the search", needs=bare["window_sinks"])
+    best = {row: chosen[row].training.learning_rate for row in TRAINED}
+    runs = bare | {row: [study.cell(row, best[row], seed) for seed in study.seeds] for row in TRAINED}
+    study.execute([run for of_row in runs.values() for run in of_row], NAME)
+    measured = {row: [study.measured[run.id] for run in runs[row]] for row in LABELS}
+    rows = [over_seeds(measured[row], row, LABELS[row]) for row in LABELS]
+    details = study.evidence(runs) | {"rates": best, "seconds": study.seconds, "sizes": study.sizes._asdict()}
+    details["differences"] = differences(measured)
+    shown = {"nats_within": "within the window", "nats_beyond": "beyond it"}
+    plots = {"nats": bars(rows, shown, "nats per token")}
+    return study.write(NAME, rows, plots=plots, details=details, aims=aims(rows))
+
+
+def differences(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, Any]:
+    """Nats beyond the window, `memory` less another row: of each seed, and the interval over documents."""
+    values = {row: [np.array(of.details["nats_beyond"]) for of in of_row] for row, of_row in measured.items()}
+    over: dict[str, Any] = {}
+    for other in ("window_sinks", "lora_window", "full"):
+        pairs = [a - values[other][i % len(values[other])] for i, a in enumerate(values["memory"])]
+        over[other] = {
+            "by_seed": [float(pair.mean()) for pair in pairs],
+            "over_seeds": combine_seeds([float(pair.mean()) for pair in pairs]).model_dump(),
+            "over_documents": bootstrap(np.mean(pairs, axis=0)).model_dump(),
+        }
+    return over
+
+
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """Half of the gap beyond the window, recall, and constant cost."""
+    value = {row.id: {name: value_of(metric) for name, metric in row.metrics.items()} for row in rows}
+    sinks, memory, full = (value[row]["nats_beyond"] for row in ("window_sinks", "memory", "full"))
+    share, recall = (sinks - memory) / (sinks - full), "recall_16_windows"
+    shown = [aim("memory closes at least half of the gap to full attention", "nats_beyond", 0.5, share, operator.ge)]
+    shown.append(aim("memory recalls at least 90%", recall, 90.0, value["memory"][recall], operator.ge))
+    costs = ("decode_step_ratio", "memory_bytes_ratio")
+    return shown + [aim(f"memory: {name}", name, 1.1, value["memory"][name], operator.le) for name in costs]

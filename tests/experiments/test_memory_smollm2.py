@@ -1,0 +1,108 @@
+"""SmolLM2's memory at its smallest, on text that the test makes: rows, parts that are apart, what is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import Options, reproduce
+from experiments.memory_smollm2 import run as experiment
+from experiments.memory_smollm2.texts import PARTS, RecallMaker, Sizes, modules, read_ids, split, words
+from graftlm.backbone import load_backbone
+from graftlm.errors import DataError
+from graftlm.grafts import GraftedModel, build_graft, graft_config
+
+
+def write_data(folder: Path) -> Path:
+    for number, name in enumerate(experiment.SOURCES.values()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        texts = [" ".join(f"the {n} words of text {number} {line}" for n in range(60)) for line in range(8)]
+        path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    return folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
+    data, out = write_data(tmp_path / "data"), tmp_path / "out"
+    options = Options(data=data, out=out, quick=True, jobs=1, backbone=str(tiny_backbone("llama")))
+    results = reproduce("memory-smollm2", options)
+    rows = {row.id: row.metrics for row in results.rows}
+    assert rows.keys() == experiment.LABELS.keys()
+    for metrics in rows.values():
+        assert {"nats_within", "nats_beyond", "recall_16_windows"} <= metrics.keys()
+    assert rows["memory"]["memory_bytes_ratio"] == pytest.approx(1, abs=0.01)
+    assert rows["full"]["memory_bytes_ratio"] > 20
+    assert len(results.aims) == 4
+    assert {"memory", "lora_window"} <= results.details["search"].keys()
+    assert results.details["differences"].keys() == {"window_sinks", "lora_window", "full"}
+    lora = json.loads((out / "runs" / "test_lora_window_lr0.0003_s0" / "graft" / "graft.json").read_text())
+    assert lora["training"]["trained_after"] == ["window_sinks"]
+
+
+def test_parts_share_no_document_and_no_word(tiny_backbone) -> None:
+    documents = {name: [f"{name} {n} " * 40 for n in range(9)] for name in (*experiment.SOURCES, "python")}
+    parts = split(documents, Sizes(document=20, tested=2))
+    everything = [text for part in parts.values() for texts in part.values() for text in texts]
+    assert len(everything) == len(set(everything)) == 9 * len(documents)
+    assert not parts["test"].keys() & parts["validation"].keys()
+    assert len(modules()) > 50
+    tokenizer = load_backbone(str(tiny_backbone("llama"))).need_tokenizer()
+    of_parts = [{*words(tokenizer)[n :: len(PARTS)]} for n in range(len(PARTS))]
+    assert all(of_parts)
+    assert sum(map(len, of_parts)) == len(set().union(*of_parts))
+
+
+def test_answers_are_where_a_text_says(tiny_backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is the word of its key's note, more than a window before it."""
+    tokenizer = load_backbone(str(tiny_backbone("llama"))).need_tokenizer()
+    window, length = 16, 400
+    monkeypatch.setattr("experiments.memory_smollm2.texts.words", lambda tokenizer: [f"word{n}" for n in range(18)])
+    text = RecallMaker("test", tokenizer, "another text " * 400, pairs=2).make(length, window)
+    assert abs(len(text.ids) - length) < 4
+    lines = tokenizer.decode(text.ids).split("\n")
+    pairs = dict(line[2:-1].split(" means ") for line in lines if line.endswith(".") and " means " in line)
+    assert len(pairs) == len(text.answers) == 2
+    for start, stop in text.answers:
+        assert start >= text.asked_from
+        *_, key, verb = tokenizer.decode(text.ids[:start]).split()
+        assert verb == "means"
+        assert tokenizer.decode(text.ids[start:stop]).strip() == pairs[key]
+        assert "." not in tokenizer.decode(text.ids[text.asked_from - window : start])
+
+
+def test_nats_in_pieces_are_those_of_one_pass(tiny_backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = load_backbone(str(tiny_backbone("llama")))
+    ids = torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(experiment, "CHUNK", 7)
+    graft = build_graft(graft_config({"kind": "memory", "window": 8, "state": "none"}), backbone)
+    with GraftedModel(backbone, {"graft": graft}) as model, torch.no_grad():
+        log_probs = model(ids).logits[0].double().log_softmax(-1)
+        expected = [-float(log_probs[t, ids[0, t + 1]]) for t in range(49)]
+        np.testing.assert_allclose(experiment.nats_of(model, ids), expected, rtol=1e-3)
+
+
+def test_recall_is_the_share_of_right_answers(tmp_path: Path, tiny_backbone) -> None:
+    """Greedy continuations are right, and others are not."""
+    model = load_backbone(str(tiny_backbone("llama"))).model
+    ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for _ in range(3):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    wrong = ids[0].tolist()
+    wrong[-1] += 1
+    path = tmp_path / "recall.jsonl"
+    lines = [{"ids": row, "answers": [[20, 23]]} for row in (ids[0].tolist(), wrong)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(list(read_ids(path))) == 2
+    assert experiment.recall_of(model, path)["recall_16_windows"].mean == 50.0
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="lacks longdocs/peps.jsonl: pass --data"):
+        reproduce("memory-smollm2", Options(data=tmp_path, out=tmp_path / "out"))
