@@ -38,74 +38,75 @@ LABELS = {
     "lora_window": "LoRA of equal size, window with sinks",
 }
 TRAINED = ("memory", "lora_window")
-RATES = {"memory": (1e-3, 3e-3, 1e-2), "lora_window": (3e-4, 1e-3, 3e-3)}
-QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, recall=1, trained=6)
+RATES = {"memory": (1e-3, 2e-3, 4e-3), "lora_window": (3e-4, 1e-3, 3e-3)}
+QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, validated=1, recall=1, trained=6)
+BATCH, TOGETHER = 4, 2  # rows of a step, and of a pass
 CHUNK = 1024  # tokens of a pass over a long text
-CHOSEN_BY = ("nats_beyond", "recall_nats")
+CHOSEN_BY = ("validation_nats_beyond", "validation_recall_nats")
 
 
 class LongTextRun(PromptedRun):
-    """A row, measured on long documents and on recall.
+    """A row, measured on the long documents and the texts of recall of both parts.
 
     Args:
-        documents: JSON Lines of ids.
-        recall: JSON Lines of ids and where their answers lie.
+        texts: the folder of `write_texts`.
         window: tokens behind which `nats_beyond` begins.
         far: the cost of a step is measured behind so many tokens and behind a 32nd of them; 0 leaves it out.
     """
 
-    documents: str
-    recall: str
+    texts: str
     window: int
     far: int = 0
 
     def add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
         with evaluation_mode(model), torch.inference_mode():
-            nats = [nats_of(model, ids) for ids, _ in read_ids(Path(self.documents))]
-            within, beyond = ([part.mean() for part in parts] for parts in zip(*map(self._parts, nats), strict=True))
-            measurement.add_metrics({"nats_within": bootstrap(within), "nats_beyond": bootstrap(beyond)})
-            measurement.add_metrics(recall_of(model, Path(self.recall)))
-            measurement.details["nats_beyond"] = [float(value) for value in beyond]
+            for part, prefix in (("validation", "validation_"), ("test", "")):
+                metrics, beyond = self._part(model, part)
+                measurement.add_metrics({f"{prefix}{name}": value for name, value in metrics.items()})
+                measurement.details[f"{prefix}nats_beyond"] = beyond
             if self.far:
                 measurement.add_metrics(cost_of(model, self.far))
 
-    def _parts(self, nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return nats[: self.window - 1], nats[self.window - 1 :]
+    def _part(self, model: Any, part: str) -> tuple[dict[str, Any], list[float]]:
+        nats = [scores(model, ids)[0] for ids, _ in read_ids(Path(self.texts) / f"{part}.jsonl")]
+        within = [text[: self.window - 1].mean() for text in nats]
+        beyond = [float(text[self.window - 1 :].mean()) for text in nats]
+        metrics = {"nats_within": bootstrap(within), "nats_beyond": bootstrap(beyond)}
+        return metrics | recall_of(model, Path(self.texts) / f"{part}-recall.jsonl"), beyond
 
 
-def nats_of(model: Any, ids: torch.Tensor) -> np.ndarray:
-    """(T - 1,) nats of each token of a text (1, T) behind its first, float64."""
-    log_probs = [logits.float().log_softmax(-1) for logits in read(model, ids)]
-    return -torch.cat(log_probs)[:-1].gather(1, ids[0, 1:, None])[:, 0].double().numpy()
+@torch.inference_mode()
+def scores(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(T - 1,) nats of each token of a text (1, T) behind its first, float64, and whether it is the likeliest.
 
-
-def read(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """(t, V) logits of every chunk of a text (1, T), read on one cache."""
-    cache, logits = None, []
-    for chunk in ids.split(CHUNK, dim=1):
-        output = model(input_ids=chunk.to(model.device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logits.append(output.logits[0].cpu())
-    return logits
+    The text is read in pieces on one cache.
+    """
+    cache, nats, hits = None, [], []
+    ids = ids.to(model.device)
+    for inputs, expected in zip(ids.split(CHUNK, dim=1), ids[0, 1:].split(CHUNK), strict=False):
+        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache, logits = output.past_key_values, output.logits[0, : len(expected)].float()
+        nats.append(-logits.log_softmax(-1).gather(1, expected[:, None])[:, 0].double())
+        hits.append(logits.argmax(-1) == expected)
+    return torch.cat(nats).cpu().numpy(), torch.cat(hits).cpu().numpy()
 
 
 def recall_of(model: Any, path: Path) -> dict[str, Any]:
     """Percent of answers whose every token is the likeliest, and nats of an answer."""
-    right, nats = [], []
+    right, answered = [], []
     for ids, values in read_ids(path):
-        logits = torch.cat(read(model, ids))
+        nats, hits = scores(model, ids)
         for start, stop in values["answers"]:
-            expected, predicted = ids[0, start:stop], logits[start - 1 : stop - 1].float()
-            right.append(bool((predicted.argmax(-1) == expected).all()))
-            nats.append(-predicted.log_softmax(-1).gather(1, expected[:, None]).sum().item())
+            right.append(bool(hits[start - 1 : stop - 1].all()))
+            answered.append(nats[start - 1 : stop - 1].sum())
     share = share_interval(sum(right), len(right))
     percent = share.model_copy(update={key: 100 * getattr(share, key) for key in ("mean", "low", "high")})
-    return {"recall_16_windows": percent, "recall_nats": bootstrap(nats)}
+    return {"recall_16_windows": percent, "recall_nats": bootstrap(answered)}
 
 
 def cost_of(model: Any, far: int) -> dict[str, float]:
     """Shortest of 32 decode steps, and bytes of the cache behind `far` tokens, over those behind a 32nd of them."""
-    ids, cache, times, sizes = torch.arange(far)[None] % 97 + 3, None, [], []
+    ids, cache, times, sizes = torch.arange(far, device=model.device)[None] % 97 + 3, None, [], []
     for number, chunk in enumerate(ids.split(far // 32, dim=1)):
         cache = model(input_ids=chunk, past_key_values=cache, use_cache=True).past_key_values
         if number in (0, 31):
@@ -115,8 +116,8 @@ def cost_of(model: Any, far: int) -> dict[str, float]:
 
 
 def _step(model: Any, cache: Any) -> float:
-    start = time.perf_counter()
-    model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    token, start = torch.tensor([[5]], device=model.device), time.perf_counter()
+    model(input_ids=token, past_key_values=cache, use_cache=True).logits.argmax(-1).tolist()  # waits for the device
     return time.perf_counter() - start
 
 
@@ -151,8 +152,8 @@ class MemoryStudy(Study):
             "lora_window": lora,
         }
 
-    def cell(self, row: str, rate: float = 1e-3, seed: int = 0, part: str = "test") -> LongTextRun:
-        """A row at one rate, for one seed, measured on one part."""
+    def cell(self, row: str, rate: float = 1e-3, seed: int = 0) -> LongTextRun:
+        """A row at one rate, for one seed."""
         graft, steps = self.grafts[row], self.steps if row in TRAINED else 0
         data = {
             "new": [{"path": str(self.texts / "train.jsonl"), "prompt_column": "prompt"}],
@@ -161,21 +162,19 @@ class MemoryStudy(Study):
             "boundaries": "whole",
             "seed": seed,
         }
+        more = {"warmup_steps": min(5, steps // 3), "checkpoint_every": max(1, steps), "micro_batch_size": TOGETHER}
         return LongTextRun(
-            id=f"{part}_{row}_lr{rate:g}_s{seed}" if row in TRAINED else row,
+            id=f"{row}_lr{rate:g}_s{seed}" if row in TRAINED else row,
             label=LABELS[row],
             backbone=self.backbone,
             graft=None if graft is None else graft_config(graft),
             data=DataConfig.parse(data),
-            training=training_config(
-                steps, 1, rate, seed, warmup_steps=min(5, steps // 3), precision="bf16", checkpoint_every=max(1, steps)
-            ),
+            training=training_config(steps, BATCH, rate, seed, precision="bf16", **more),
             evaluation=EvaluationConfig(decode_prompts=0, own_tokens=0, precision="bf16"),
-            documents=str(self.texts / f"{part}.jsonl"),
-            recall=str(self.texts / f"{part}-recall.jsonl"),
+            texts=str(self.texts),
             window=self.window,
             depends_on=("window_sinks",) if row == "lora_window" else (),
-            far=self._far(row, seed) if part == "test" else 0,
+            far=self._far(row, seed),
         )
 
     def _far(self, row: str, seed: int) -> int:
@@ -191,11 +190,13 @@ def run(options: Options) -> Results:
     """Measure all rows."""
     check_files(options, tuple(SOURCES.values()))
     quick = options.quick
-    study = MemoryStudy(options, 16 if quick else 512, QUICK_SIZES if quick else Sizes(), 2 if quick else 64)
+    study = MemoryStudy(options, 16 if quick else 512, QUICK_SIZES if quick else Sizes(), 2 if quick else 128)
     bare = study.bare()
     rates = {row: of[:1] if quick else of for row, of in RATES.items()}
-    candidates = {row: [study.cell(row, rate, part="validation") for rate in rates[row]] for row in TRAINED}
-    chosen = study.choose(candidates, CHOSEN_BY, "the search", needs=bare["window_sinks"])
+    candidates = {row: [study.cell(row, rate) for rate in rates[row]] for row in TRAINED}
+    chosen = study.choose(
+        candidates, CHOSEN_BY, "the search", needs=[run for of_row in bare.values() for run in of_row]
+    )
     best = {row: chosen[row].training.learning_rate for row in TRAINED}
     runs = bare | {row: [study.cell(row, best[row], seed) for seed in study.seeds] for row in TRAINED}
     study.execute([run for of_row in runs.values() for run in of_row], NAME)

@@ -31,17 +31,20 @@ VALIDATION, TESTED = ("rfcs", "eips"), ("peps", "keps", "novels", CODE)
 
 
 class Sizes(NamedTuple):
-    """Tokens of training rows and test documents, pairs of a text, documents of a source, texts of recall, rows.
+    """Tokens of training rows and of tested documents, pairs of a text, documents of a source, texts of recall, rows.
 
-    `trained` is the number of training rows of documents, and of training rows with two texts of recall each.
+    `tested` documents are of each source of the test, `validated` of each of validation. `trained` is the number of
+    training rows of documents; there are as many of recall, half of them of one text each, half of texts of 1,008
+    tokens, or of half the row.
     """
 
-    row: int = 2048
+    row: int = 4096
     document: int = 8192
     pairs: int = 48
-    tested: int = 2
-    recall: int = 3
-    trained: int = 72
+    tested: int = 6
+    validated: int = 4
+    recall: int = 4
+    trained: int = 260
 
 
 class RecallText(NamedTuple):
@@ -65,10 +68,12 @@ def write_texts(data: Path, folder: Path, tokenizer: Any, sizes: Sizes, window: 
         rows = []
         for texts in parts["train"].values():
             some = [text[: 20 * sizes.row] for text in spaced(texts, 60)]
-            rows += spaced(cut_texts(some, tokenizer, sizes.row), sizes.trained // len(documents))
+            rows += spaced(cut_texts(some, tokenizer, sizes.row), -(-sizes.trained // len(documents)))
         fillers = {part: " ".join(parts[part]["novels" if part != "validation" else VALIDATION[0]]) for part in PARTS}
         makers = {part: RecallMaker(part, tokenizer, fillers[part], sizes.pairs) for part in PARTS}
-        recalls = [makers["train"].make(sizes.row // 2 - 16, window) for _ in range(2 * sizes.trained)]
+        short = min(1024, sizes.row // 2)
+        lengths = [sizes.row] * (sizes.trained // 2) + [short] * (sizes.trained // 2 * (sizes.row // short))
+        recalls = [makers["train"].make(length - 16, window) for length in lengths]
         lines = [{"prompt": "", "text": row} for row in rows]
         for ids, _, start in recalls:
             lines.append({"prompt": tokenizer.decode(ids[:start]), "text": tokenizer.decode(ids[start:])})
@@ -92,7 +97,7 @@ def split(documents: Mapping[str, Sequence[str]], sizes: Sizes) -> dict[str, dic
     parts: dict[str, dict[str, list[str]]] = {part: {} for part in PARTS}
     for name, texts in documents.items():
         long = [index for index, text in enumerate(texts) if len(text) > 5 * sizes.document]
-        long = long[-(sizes.tested if name in TESTED else 1) :]
+        long = long[-(sizes.tested if name in TESTED else sizes.validated) :]
         parts["test" if name in TESTED else "validation"][name] = [texts[index] for index in long]
         parts["train"][name] = list(texts[: long[0]])
     return parts

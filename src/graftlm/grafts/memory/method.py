@@ -56,8 +56,8 @@ class MemoryConfig(GraftConfig):
     sinks: int = Field(4, ge=0)
     state: Literal["delta", "none"] = "delta"
     layers: int | list[int] = 2
-    heads: int = Field(8, ge=1)
-    head_width: int = Field(128, ge=1)
+    heads: int = Field(4, ge=1)
+    head_width: int = Field(512, ge=1)
     mixed: int = Field(3, ge=1)
     reach: int | None = Field(None, ge=1)
 
