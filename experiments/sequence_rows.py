@@ -49,6 +49,19 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mixer": "state-space", "kernel": "delta", "mixer_layers": "all", "state_size": 64},
     ),
 }
+# Models of transformers with gated states, of the same width, depth and number of parameters, without attention.
+_PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba-2 (transformers)",
+        {"model_type": "mamba2", "expand": 4, "head_dim": 32, "num_heads": 8, "n_groups": 1, "state_size": 128},
+    ),
+    "gated_deltanet": (
+        "gated DeltaNet (transformers, Qwen3.5's layers)",
+        {"model_type": "qwen3_5_text", "linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_attention_heads": 1}
+        | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_key_value_heads": 1, "head_dim": 64},
+    ),
+}
+PEERS = {row: label for row, (label, _) in _PEERS.items()}
 LABELS = {row: label for row, (label, _) in _MODELS.items()}
 CONTROLS = {row: label for row, (label, _) in _CONTROLS.items()}
 ROWS = {row: difference for row, (_, difference) in (_MODELS | _CONTROLS).items()}
@@ -60,18 +73,39 @@ def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
     Raises:
         RecipeError: the row has more parameters without its FFNs.
     """
+    if row in PEERS:
+        return _peer_config(row, shape, parameters)
     config = {"model_type": "block-state", **shape, **ROWS[row]}
     layers = list(range(config["num_hidden_layers"]))
     named = {"all": layers, "all but the last": layers[:-1]}
     config["mixer_layers"] = named.get(str(config["mixer_layers"]), config["mixer_layers"])
-    narrow, wide = (parameter_count(config | {"intermediate_size": width}) for width in (8, 16))
+    return config | {"intermediate_size": ffn_width(row, config, parameters)}
+
+
+def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
+    config = {name: shape[name] for name in names} | {"tie_word_embeddings": True, "pad_token_id": 0}
+    config |= _PEERS[row][1]
+    if row == "mamba2":  # it has no FFN
+        return config
+    config["layer_types"] = ["linear_attention"] * config["num_hidden_layers"]
+    return config | {"intermediate_size": ffn_width(row, config, parameters)}
+
+
+def ffn_width(row: str, config: Mapping[str, Any], parameters: int) -> int:
+    """The width of the FFNs that gives so many parameters.
+
+    Raises:
+        RecipeError: the row has more parameters without its FFNs.
+    """
+    narrow, wide = (parameter_count({**config, "intermediate_size": width}) for width in (8, 16))
     width = 8 + round(8 * (parameters - narrow) / (wide - narrow))
     if width < 8:
         raise RecipeError(
             f"The row {row} has {narrow:,} parameters with the narrowest FFN, but {parameters:,} are asked for: "
             "raise them, or lower hidden_size."
         )
-    return config | {"intermediate_size": width}
+    return width
 
 
 def parameter_count(config: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 from transformers import AutoTokenizer
@@ -30,7 +30,7 @@ from experiments.study import Study, aim, check_files, over_seeds
 from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import source_files, write_documents
-from graftlm.evaluation import Aim, Interval, Results, combine_seeds, value_of
+from graftlm.evaluation import Aim, Interval, Results, combine_seeds
 from graftlm.io import fill_once
 from graftlm.runs.language_run import LanguageDataConfig, LanguageModelRun, LengthsConfig, TokenizerConfig
 from graftlm.runs.run import Measurement, Trainee
@@ -115,6 +115,38 @@ ROWS = (
     *("gss_hybrid", "gss", "gated_delta"),
 )
 ALL_LABELS = LABELS | CONTROLS
+TABLES = ("attribution", "scale", "window")
+
+
+class Variant(NamedTuple):
+    """Another size or window: how its models differ from those of the attribution, and its rates less a factor."""
+
+    label: str = ""
+    shape: Mapping[str, Any] = {}
+    size: float = 1.0
+    rate: float = 1.0
+
+
+# The thesis' figures 5.5 and 5.4, right.
+VARIANTS = {
+    "": Variant(),
+    "width192": Variant("width 192", {"hidden_size": 192, "initializer_range": 0.07}, 3.8, 0.5),
+    "width384": Variant("width 384", {"hidden_size": 384, "initializer_range": 0.05}, 15.0, 0.25),
+    "window32": Variant("window 32", {"window": 32}),
+    "window512": Variant("window 512", {"window": 512}),
+}
+VARIED = {
+    "scale": ("slide", "transformer_xl", "block_recurrent", "sh_delta", "gss_hybrid"),
+    "window": ("slide", "block_recurrent", "sh_delta"),
+}
+
+
+def cells(tables: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """By id, the row and the variant of what some of the tables show."""
+    shown = [(row, "") for row in ROWS if "attribution" in tables]
+    shown += [(row, name) for name in ("width192", "width384") for row in VARIED["scale"] if "scale" in tables]
+    shown += [(row, name) for name in ("window32", "window512") for row in VARIED["window"] if "window" in tables]
+    return {f"{row}_{name}" if name else row: (row, name) for row, name in shown}
 
 
 class AttributionRun(LanguageModelRun):
@@ -211,16 +243,17 @@ class LongTextStudy(Study):
         """The file of one part of a corpus."""
         return SourceConfig(path=str(self.corpora / f"{name}-{split}.jsonl"))
 
-    def run(self, row: str, seed: int, rate: float) -> AttributionRun:
+    def run(self, row: str, seed: int, rate: float, variant: str = "") -> AttributionRun:
         """One row at one rate, measured on validation and test text."""
         config, steps = self.config, self.config.training.steps
-        shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size}
+        varied = Variant() if self.options.quick else VARIANTS[variant]
+        shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size} | varied.shape
         training = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4), "seed": seed}
         train = [self.source(name, "train") for name in CORPORA]
         return AttributionRun(
-            id=f"{row}_lr{rate:g}_s{seed}",
-            label=ALL_LABELS[row],
-            model=model_config(row, shape, config.parameters),
+            id=f"{row}_{variant}_lr{rate:g}_s{seed}" if variant else f"{row}_lr{rate:g}_s{seed}",
+            label=ALL_LABELS[row] + (f", {VARIANTS[variant].label}" if variant else ""),
+            model=model_config(row, shape, round(config.parameters * varied.size)),
             tokenizer=TokenizerConfig(name=str(self.corpora / "tokenizer")),
             data=LanguageDataConfig(train=train, test=self.tests, length=config.length, seed=seed),
             training=config.training.model_copy(update=training | {"learning_rate": rate}),
@@ -238,28 +271,38 @@ VALIDATION = [f"bpb_validation_{name}" for name in CORPORA]
 
 def run(options: Options) -> Results:
     """Search each row's rate, and measure it for every seed."""
-    study = LongTextStudy(options)
-    candidates = {row: [study.run(row, study.seeds[0], rate) for rate in study.config.rates] for row in ROWS}
-    chosen = study.choose(candidates, VALIDATION, "the search")
-    rates = {row: run.training.learning_rate for row, run in chosen.items()}
-    runs = {row: [study.run(row, seed, rates[row]) for seed in study.seeds] for row in ROWS}
-    study.execute([run for of_row in runs.values() for run in of_row], NAME)
-    measured = {row: [study.measured[run.id] for run in of_row] for row, of_row in runs.items()}
-    rows = [over_seeds(measured[row], row, ALL_LABELS[row]) for row in ROWS]
-    first = {row: of_row[0] for row, of_row in runs.items()}
-    validation = {row: [study.measured[first[row].id].row.metrics[name] for name in VALIDATION] for row in BLOCK_STATE}
-    best = min(BLOCK_STATE, key=lambda row: sum(map(value_of, validation[row])))
-    details = study.evidence(runs) | {"rates": rates, "wall_s": study.seconds}
-    details |= {"config": study.config.model_dump(mode="json"), "best_block_state": best}
-    details["tokens"] = {
-        row: run.training.steps * run.training.batch_size * run.data.length for row, run in first.items()
+    study, shown = LongTextStudy(options), cells(options.chosen(TABLES))
+    candidates = {
+        name: [study.run(row, study.seeds[0], rate * VARIANTS[of].rate, of) for rate in study.config.rates]
+        for name, (row, of) in shown.items()
     }
-    details["losses"] = {row: measured[row][0].details["losses"] for row in ROWS}
+    chosen = study.choose(candidates, VALIDATION, "the search")
+    rates = {name: run.training.learning_rate for name, run in chosen.items()}
+    runs = {name: [study.run(row, seed, rates[name], of) for seed in study.seeds] for name, (row, of) in shown.items()}
+    study.execute([run for of_row in runs.values() for run in of_row], NAME)
+    measured = {name: [study.measured[run.id] for run in of_row] for name, of_row in runs.items()}
+    rows = [over_seeds(measured[name], name, runs[name][0].label) for name in shown]
+    details = study.evidence(runs) | {"rates": rates, "wall_s": study.seconds}
+    details["config"] = study.config.model_dump(mode="json")
+    first = {name: of_row[0] for name, of_row in runs.items()}
+    details["tokens"] = {
+        name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()
+    }
+    details["losses"] = {name: of_row[0].details["losses"] for name, of_row in measured.items()}
+    over = attribution(details) if "slide" in shown else {}
+    return study.write(NAME, rows, aims=aims(over["slide_ssm"]) if over else [], details=details)
+
+
+def attribution(details: dict[str, Any]) -> dict[str, dict[str, Interval]]:
+    """The best block-state row on validation text, less every other row; both are kept in the details."""
+    first = {name: next(iter(seeds.values())) for name, seeds in details["by_seed"].items()}
+    best = min(BLOCK_STATE, key=lambda name: sum(first[name][metric] for metric in VALIDATION))
     over = {rival: differences(details["by_seed"], best, rival) for rival in ROWS if rival != best}
+    details |= {"best_block_state": best}
     details["differences"] = {
         rival: {name: interval.model_dump() for name, interval in of.items()} for rival, of in over.items()
     }
-    return study.write(NAME, rows, aims=aims(over["slide_ssm"]), details=details)
+    return over
 
 
 def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: str, rival: str) -> dict[str, Interval]:

@@ -30,10 +30,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from pydantic import Field, model_validator
 
 from experiments import Options
-from experiments.sequence_rows import CONTROLS, LABELS, model_config, new_model
+from experiments.sequence_rows import CONTROLS, LABELS, PEERS, model_config, new_model
 from experiments.study import Study, aim, bars, losses, metric, published, training_config
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
@@ -218,7 +219,16 @@ def _write_list(draws: Iterator[float], ids: list[int], depth: int, longest: int
 
 
 NAME = "long-memory"
-SHORT = ("slide", "block_recurrent", "bst_sh_s4d", "slide_ssm", "sh_s4d", "sh_delta", "gated_delta")  # of recall64
+SHORT = (
+    "slide",
+    "block_recurrent",
+    "bst_sh_s4d",
+    "slide_ssm",
+    "sh_s4d",
+    "sh_delta",
+    "gated_delta",
+    *PEERS,
+)  # of recall64
 SOLVED, UNSOLVED = 95.0, 2.0  # accuracy in percent; factor on chance
 
 
@@ -239,7 +249,7 @@ class MemoryTaskRun(Run):
     def measure(self, context: RunContext) -> Measurement:
         """Accuracy on validation and test, the number of parameters, and the losses."""
         torch.manual_seed(self.seed)
-        model = new_model(self.model)
+        model = new_model(self.model).to(PartialState().device)
         started = time.process_time()
         curve, steps = [], 0
         for number, stage in enumerate(self.task.stages):
@@ -276,7 +286,7 @@ def token_blocks(examples: TaskExamples) -> TokenBlocks:
 
 def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
     """Percentage of answers that are the most likely token at their position."""
-    ids, answers = torch.from_numpy(examples.ids), torch.from_numpy(examples.answers)
+    ids, answers = (torch.from_numpy(part).to(model.device) for part in examples)
     correct = 0
     with evaluation_mode(model), torch.inference_mode():
         for batch, is_answer in zip(ids.split(batch_size), answers.split(batch_size), strict=True):
@@ -356,7 +366,7 @@ def rows_of(name: str) -> dict[str, str]:
     """Labels of the rows of a task; all but listops also have the controls."""
     if name == "listops":
         return LABELS
-    rows = LABELS | CONTROLS
+    rows = LABELS | CONTROLS | (PEERS if name.startswith("recall") else {})
     return {row: rows[row] for row in SHORT} if name == "recall64" else rows
 
 
@@ -396,7 +406,7 @@ def run(options: Options) -> Results:
     runs = {name: [run.model_copy(update=_of_seed(run, seed)) for seed in study.seeds] for name, run in chosen.items()}
     study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
     rows = [Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})]
-    for row, label in (LABELS | CONTROLS).items():
+    for row, label in (LABELS | CONTROLS | PEERS).items():
         metrics: dict[str, Metric] = {}
         for task in (task for task in tasks if row in rows_of(task)):
             measured = [study.measured[run.id] for run in runs[f"{task} {row}"]]
