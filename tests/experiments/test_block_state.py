@@ -22,6 +22,7 @@ from experiments.block_state.run import (
     Corpus,
     LongTextStudy,
     aims,
+    cells,
     differences,
     make_corpora,
     packages_of,
@@ -97,13 +98,38 @@ def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> 
     assert {model["state_size"] for model in models} == {64}
 
 
+def test_other_sizes_and_windows_differ_in_nothing_else(data: Path, tmp_path: Path) -> None:
+    """A variant's rows have its width or window, one size, and the attribution's data and training."""
+    study = LongTextStudy(options_for(data, tmp_path, quick=False))
+    expected = {"width192": ("hidden_size", 192), "width384": ("hidden_size", 384)}
+    expected |= {"window32": ("window", 32), "window512": ("window", 512)}
+    by_variant: dict[str, list[LanguageModelRun]] = {}
+    for row, variant in cells(("scale", "window")).values():
+        by_variant.setdefault(variant, []).append(study.run(row, 0, 1e-3, variant))
+    assert by_variant.keys() == expected.keys()
+    base = json.loads(without_difference(study.run("slide", 0, 1e-3)))
+    for variant, runs in by_variant.items():
+        key, value = expected[variant]
+        sizes = [parameter_count(run.model) for run in runs if isinstance(run.model, dict)]
+        assert max(sizes) < 1.01 * min(sizes)
+        (shared,) = {without_difference(run) for run in runs}
+        changed = json.loads(shared)
+        model = changed.pop("model")
+        assert changed == {name: part for name, part in base.items() if name != "model"}
+        names = {name for name in model if model[name] != base["model"][name]}
+        assert names - {"initializer_range"} == {key}
+        assert model[key] == value
+
+
 @pytest.mark.exhaustive
 def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> None:
-    options = options_for(data, tmp_path / "out")
+    options = options_for(data, tmp_path / "out", tables=("attribution", "window"))
     results = reproduce("block-state", options)
-    assert [row.id for row in results.rows] == list(ROWS)
+    assert [row.id for row in results.rows] == list(cells(("attribution", "window")))
+    assert [row.id for row in results.rows][: len(ROWS)] == list(ROWS)
     details: Any = results.details
-    assert details["search"].keys() == set(ROWS)
+    assert details["search"].keys() == {row.id for row in results.rows}
+    assert details["differences"].keys() | {details["best_block_state"]} == set(ROWS)
     assert details["best_block_state"] in BLOCK_STATE
     for row in results.rows:
         assert {f"bpb_{corpus}" for corpus in CORPORA} <= row.metrics.keys()
