@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from graftlm.grafts import GraftedModel
-from graftlm.grafts.memory.window import WindowLayer
+from graftlm.grafts.memory.window import WindowLayer, WindowShape
 from graftlm.models.delta_rule import delta_rule
 from graftlm.testing import logits
 from graftlm.testing.laws import gradients, pad_rows, positions_of
@@ -78,6 +78,35 @@ def test_generation_beyond_the_reach_equals_the_reference() -> None:
         output: Any = model.generate(ids, **decoding, return_dict_in_generate=True, output_logits=True)
         expected = slow_logits(backbone, memory_of(model), output.sequences[0])[11:-1]
     torch.testing.assert_close(torch.cat(output.logits), expected, **CLOSE)
+
+
+def test_sinks_are_rotated_when_they_move_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step far from the sinks does what a near one does; of two layers, only a step into a new block rotates."""
+    calls: list[int] = []
+    rotate = WindowShape.moved
+    ids = tiny_ids(2, REACH - 2)
+    with memory_model(live(), reach=REACH) as model, torch.no_grad():
+        monkeypatch.setattr(WindowShape, "moved", lambda *args: calls.append(length) or rotate(*args))
+        output = model(ids, attention_mask=torch.ones_like(ids), use_cache=True)
+        for length in range(REACH - 1, REACH + 18):
+            mask = torch.ones(2, length, dtype=torch.long)
+            output = model(ids[:, :1], attention_mask=mask, past_key_values=output.past_key_values, use_cache=True)
+    assert calls == [length for length in (REACH + 1, REACH + 9, REACH + 17) for _ in range(2)]
+
+
+def test_rows_that_change_places_beyond_the_reach_keep_their_sinks() -> None:
+    ids = tiny_ids(2, 30)
+    with memory_model(live(), reach=REACH) as model, torch.no_grad():
+        expected = in_pieces(model, ids.flip(0), range(0, 31, 6))[:, -2:]
+        cache: Any = model(ids[:, :12], use_cache=True).past_key_values
+        for position in range(12, 28):
+            model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        actual = [
+            model(ids.flip(0)[:, position : position + 1], past_key_values=cache, use_cache=True).logits
+            for position in (28, 29)
+        ]
+    torch.testing.assert_close(torch.cat(actual, 1), expected, **CLOSE)
 
 
 def test_an_untrained_memory_is_transformers_own_sliding_window() -> None:

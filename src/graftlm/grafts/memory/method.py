@@ -173,8 +173,9 @@ class WindowedMemory(Graft):
         layers = window_layers(call.cache, self._n_layers, self.shape)
         call.scratch[self, "layers"] = layers
         self._check_length(call, self.shape.step if layers else 0)
+        padding = _cached_padding(call, layers) if layers else None
         for layer in layers:
-            layer.padding = _padding(call)
+            layer.padding, layer.unpadded = padding, padding is None
         if call.cache is not None and len(self.blocks):
             indices = slots(call.cache, f"memory {id(self)}", len(self.blocks), self._n_layers, StateLayer)
             call.scratch[self, "states"] = [call.cache.layers[index] for index in indices]
@@ -275,6 +276,16 @@ def _padding(call: Call) -> Tensor | None:
     """(B,) the columns before each row's first token; None without a mask."""
     mask = call.attention_mask
     return None if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+
+
+def _cached_padding(call: Call, layers: list[Any]) -> Tensor | None:
+    """`_padding`, and None if there is none; a decode step does not look, and knows it from the passes before."""
+    padding = _padding(call)
+    if padding is None or torch.compiler.is_compiling():
+        return padding
+    if call.input_ids is not None and call.input_ids.shape[1] == 1:
+        return None if layers[0].unpadded else padding
+    return padding if bool(padding.any()) else None
 
 
 def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:

@@ -13,6 +13,8 @@ Shape suffixes: B rows, H heads, T new tokens, S keys, d width of a head.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +41,10 @@ class WindowShape:
         """M: how far the sinks move at a time, and the largest pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
-    def block(self, index: Tensor) -> Tensor:
-        """block(t) of the module's equations."""
+    def block(self, index: Any) -> Any:
+        """block(t) of the module's equations, of a number or a tensor."""
+        if isinstance(index, int):
+            return 0 if index < self.reach else (index - self.reach) // self.step + 1
         return torch.where(index < self.reach, 0, (index - self.reach) // self.step + 1)
 
     def moved(self, keys_BHSd: Tensor, block_B: Tensor) -> Tensor:
@@ -60,6 +64,8 @@ class WindowLayer(DynamicLayer):
 
     Attributes:
         padding: (B,) number of columns before a row's first token, set before each pass; None for none.
+        unpadded: whether a pass has shown that no row has any.
+        moved: the sinks' keys as the last pass had them, if all rows have the same block; the next may need no others.
     """
 
     is_croppable = False
@@ -68,6 +74,10 @@ class WindowLayer(DynamicLayer):
         super().__init__()
         self.shape, self.cumulative_length = shape, 0
         self.padding: Tensor | None = None
+        self.unpadded = False
+        self.moved: Tensor | None = None
+        self._moved_block = 0
+        self._moved_keys: Callable[[], Tensor | None] = lambda: None  # after the pass, as a weak reference
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -104,17 +114,36 @@ class WindowLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, T, d); returns those that the new tokens may see."""
+        held = self.keys if self.is_initialized else None
         keys, values = seen = super().update(key_states, value_states)
         length = key_states.shape[-2]
         older, sinks, _ = self.columns(length)
         if sinks and self.cumulative_length + length > self.shape.reach:
-            first, block = keys[..., :sinks, :], self.last_block(length)
-            placed = [self.shape.moved(first, (block - 1).clamp(min=0))] if older else []
-            placed += [self.shape.moved(first, block), keys[..., sinks:, :]]
-            seen = torch.cat(placed, -2), torch.cat([values[..., :older, :], values], -2)
-        self.keys, self.values = self._kept(keys), self._kept(values)
+            first, before = keys[..., :sinks, :], []
+            if older:
+                before = [self.shape.moved(first, (self.last_block(length) - 1).clamp(min=0))]
+                values = torch.cat([values[..., :older, :], values], -2)
+            seen = torch.cat([*before, self._moved(first, length, held), keys[..., sinks:, :]], -2), values
+        self.keys, self.values = self._kept(keys), self._kept(seen[1][..., older:, :])
+        self._moved_keys = weakref.ref(self.keys)
         self.cumulative_length += length
         return seen
+
+    def _moved(self, first: Tensor, length: int, held: Tensor | None) -> Tensor:
+        """The sinks' keys in the block of the last of `length` new tokens; those of the pass before, if it had that.
+
+        Args:
+            held: the layer's keys before the pass. Others than the pass before left mean other rows.
+        """
+        if self.padding is not None:
+            return self.shape.moved(first, self.last_block(length))
+        block = self.shape.block(self.cumulative_length + length - 1)
+        known = self.moved is not None and held is self._moved_keys() and self.moved.shape == first.shape
+        if not known or block != self._moved_block:
+            self.moved = self.shape.moved(first, torch.full((1,), block, device=first.device))
+            self._moved_block = block
+        assert self.moved is not None
+        return self.moved
 
     def _kept(self, states: Tensor) -> Tensor:
         """The states to keep, given those of the sinks, of the window and of the new tokens."""
