@@ -29,6 +29,14 @@ FIGURES = {
         "51.8%": "plain_all.right_form_context",
         "50%": "bare_all.right_form_nothing",
     },
+    "memory_smollm2": {
+        "94.8%": "memory.recall_16_windows",
+        "0.0%": "lora_window.recall_16_windows",
+        "2.682": "memory.nats_beyond",
+        "2.730": "window_sinks.nats_beyond",
+        "2.559": "lora_window.nats_beyond",
+        "2.553": "full.nats_beyond",
+    },
     "keep_smollm2": {
         "0.021": "neutral_self_replay.own_kl",
         "0.061": "lora_replay.own_kl",

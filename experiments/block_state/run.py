@@ -271,7 +271,7 @@ VALIDATION = [f"bpb_validation_{name}" for name in CORPORA]
 
 def run(options: Options) -> Results:
     """Search each row's rate, and measure it for every seed."""
-    study, shown = LongTextStudy(options), cells(options.chosen(TABLES))
+    study, shown = LongTextStudy(options), cells(options.chosen(TABLES, default=("attribution",)))
     candidates = {
         name: [study.run(row, study.seeds[0], rate * VARIANTS[of].rate, of) for rate in study.config.rates]
         for name, (row, of) in shown.items()

@@ -363,11 +363,11 @@ QUICK = LongMemoryConfig(
 
 
 def rows_of(name: str) -> dict[str, str]:
-    """Labels of the rows of a task; all but listops also have the controls."""
+    """Labels of the rows of a task; all but listops also have controls, and recall64 has peers."""
     if name == "listops":
         return LABELS
-    rows = LABELS | CONTROLS | (PEERS if name.startswith("recall") else {})
-    return {row: rows[row] for row in SHORT} if name == "recall64" else rows
+    rows = LABELS | CONTROLS
+    return {row: (rows | PEERS)[row] for row in SHORT} if name == "recall64" else rows
 
 
 def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int, rate: float | None = None) -> MemoryTaskRun:
