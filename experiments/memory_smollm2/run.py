@@ -19,7 +19,7 @@ from experiments import Options
 from experiments.composed import PromptedRun
 from experiments.keep_smollm2.run import MODEL
 from experiments.memory_smollm2.texts import SOURCES, Sizes, read_ids, write_texts
-from experiments.study import Study, aim, bars, check_files, over_seeds, training_config
+from experiments.study import Study, aim, bars, check_files, numbers_of, over_seeds, training_config
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
@@ -123,8 +123,8 @@ def _step(model: Any, cache: Any) -> float:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors in a cache."""
-    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+    values = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in {id(value): value for value in values}.values())
 
 
 class MemoryStudy(Study):
@@ -203,7 +203,8 @@ def run(options: Options) -> Results:
     measured = {row: [study.measured[run.id] for run in runs[row]] for row in LABELS}
     rows = [over_seeds(measured[row], row, LABELS[row]) for row in LABELS]
     details = study.evidence(runs) | {"rates": best, "seconds": study.seconds, "sizes": study.sizes._asdict()}
-    details["differences"] = differences(measured)
+    tried = [study.measured[run.id].row.model_copy(update={"id": run.id}) for of in candidates.values() for run in of]
+    details |= {"differences": differences(measured), "by_rate": numbers_of(tried)}
     shown = {"nats_within": "within the window", "nats_beyond": "beyond it"}
     plots = {"nats": bars(rows, shown, "nats per token")}
     return study.write(NAME, rows, plots=plots, details=details, aims=aims(rows))

@@ -130,14 +130,14 @@ class RecallMaker:
         pairs = dict(zip(drawn[::2], drawn[1::2], strict=True))
         notes = [self._ids(f"- {key} means {value}.\n") for key, value in pairs.items()]
         order = shuffled(list(pairs), str(pairs))
-        asked = [(self._ids(f" {key} means"), self._ids(f" {pairs[key]}"), self._ids(",")) for key in order]
+        questions = [(self._ids(f" {key} means"), self._ids(f" {pairs[key]}"), self._ids(",")) for key in order]
         head, opening = [token for note in notes for token in note], self._ids("\nOnce more:")
-        size = sum(len(piece) for parts in asked for piece in parts)
+        size = sum(len(tokens) for parts in questions for tokens in parts)
         between = max(window, length - len(head) - len(opening) - size)
         start = self._random.randrange(max(1, len(self._filler) - between))
         ids, answers = [*head, *self._filler[start : start + between], *opening], []
         asked_from = len(ids)
-        for key, value, comma in asked:
+        for key, value, comma in questions:
             answers.append((len(ids) + len(key), len(ids) + len(key) + len(value)))
             ids += [*key, *value, *comma]
         return RecallText(ids, answers, asked_from)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -107,6 +108,27 @@ def test_rows_that_change_places_beyond_the_reach_keep_their_sinks() -> None:
             for position in (28, 29)
         ]
     torch.testing.assert_close(torch.cat(actual, 1), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_cache_that_is_reset_or_saved_knows_nothing_of_the_text_before(padded: bool) -> None:
+    first, second = tiny_ids(2, 20), tiny_ids(2, 20, seed=5)
+    mask = torch.ones_like(second)
+    mask[0, :3] = 1 - padded
+    with memory_model(live(), reach=REACH) as model, torch.no_grad():
+        expected = in_pieces(model, second, range(21), mask)
+        cache: Any = model(first[:, :12], use_cache=True).past_key_values
+        for position in range(12, 20):
+            model(first[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = pickle.loads(pickle.dumps(cache))
+        cache.reset()
+        rows = {"past_key_values": cache, "use_cache": True}
+        positions = positions_of(mask)
+        actual = [
+            model(second[:, t : t + 1], attention_mask=mask[:, : t + 1], position_ids=positions[:, t : t + 1], **rows)
+            for t in range(20)
+        ]
+    torch.testing.assert_close(torch.cat([output.logits for output in actual], 1)[:, 3:], expected[:, 3:], **CLOSE)
 
 
 def test_an_untrained_memory_is_transformers_own_sliding_window() -> None:

@@ -13,8 +13,6 @@ Shape suffixes: B rows, H heads, T new tokens, S keys, d width of a head.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,10 +75,14 @@ class WindowLayer(DynamicLayer):
         self.unpadded = False
         self.moved: Tensor | None = None
         self._moved_block = 0
-        self._moved_keys: Callable[[], Tensor | None] = lambda: None  # after the pass, as a weak reference
+        self._keys_then: Tensor | None = None  # the keys after the pass of `moved`
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
+
+    def reset(self) -> None:
+        super().reset()
+        self.padding, self.unpadded, self.moved, self._keys_then = None, False, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise `GraftError` if there is a token to remove."""
@@ -125,7 +127,7 @@ class WindowLayer(DynamicLayer):
                 values = torch.cat([values[..., :older, :], values], -2)
             seen = torch.cat([*before, self._moved(first, length, held), keys[..., sinks:, :]], -2), values
         self.keys, self.values = self._kept(keys), self._kept(seen[1][..., older:, :])
-        self._moved_keys = weakref.ref(self.keys)
+        self._keys_then = self.keys
         self.cumulative_length += length
         return seen
 
@@ -136,9 +138,10 @@ class WindowLayer(DynamicLayer):
             held: the layer's keys before the pass. Others than the pass before left mean other rows.
         """
         if self.padding is not None:
+            self.moved = None
             return self.shape.moved(first, self.last_block(length))
         block = self.shape.block(self.cumulative_length + length - 1)
-        known = self.moved is not None and held is self._moved_keys() and self.moved.shape == first.shape
+        known = self.moved is not None and held is self._keys_then and self.moved.shape == first.shape
         if not known or block != self._moved_block:
             self.moved = self.shape.moved(first, torch.full((1,), block, device=first.device))
             self._moved_block = block
