@@ -247,7 +247,7 @@ class LongTextStudy(Study):
         """One row at one rate, measured on validation and test text."""
         config, steps = self.config, self.config.training.steps
         varied = Variant() if self.options.quick else VARIANTS[variant]
-        shape = config.shape | {"kernel_length": config.length, "vocab_size": self.vocab_size} | varied.shape
+        shape = {**config.shape, "kernel_length": config.length, "vocab_size": self.vocab_size, **varied.shape}
         training = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 4), "seed": seed}
         train = [self.source(name, "train") for name in CORPORA]
         return AttributionRun(
