@@ -49,12 +49,8 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mixer": "state-space", "kernel": "delta", "mixer_layers": "all", "state_size": 64},
     ),
 }
-# Models of transformers with gated states, of the same width, depth and number of parameters, without attention.
+# Models of transformers, of the same width, depth and number of parameters, without attention.
 _PEERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": (
-        "Mamba-2 (transformers)",
-        {"model_type": "mamba2", "expand": 4, "head_dim": 32, "num_heads": 8, "n_groups": 1, "state_size": 128},
-    ),
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",
         {"model_type": "qwen3_5_text", "linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_attention_heads": 1}
@@ -86,8 +82,6 @@ def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
     config = {name: shape[name] for name in names} | {"tie_word_embeddings": True, "pad_token_id": 0}
     config |= _PEERS[row][1]
-    if row == "mamba2":  # it has no FFN
-        return config
     config["layer_types"] = ["linear_attention"] * config["num_hidden_layers"]
     return config | {"intermediate_size": ffn_width(row, config, parameters)}
 
