@@ -121,9 +121,9 @@ def test_only_answers_are_labels() -> None:
 
 
 class Oracle(torch.nn.Module):
-    device = torch.device("cpu")
-
     """A model that predicts every example correctly but the first `wrong` of a batch."""
+
+    device = torch.device("cpu")
 
     def __init__(self, ids: np.ndarray, wrong: int) -> None:
         super().__init__()
