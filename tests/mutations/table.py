@@ -193,7 +193,7 @@ MUTATIONS = [
         ("sinks never move", "memory", _SEEN, "return torch.where(index < self.reach, 0,", "return torch.where(index >= 0, 0,"),
         ("sinks move a block late", "memory", _SEEN, "(index - self.reach) // self.step + 1)", "(index - self.reach) // self.step)"),
         ("sinks rotated backwards", "memory", _SEEN, "torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)", "torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)"),
-        ("older sinks as the newer", "memory", _SEEN, "self.shape.moved(first, (block - 1).clamp(min=0))", "self.shape.moved(first, block)"),
+        ("older sinks as the newer", "memory", _SEEN, "self.shape.moved(first, (self.last_block(length) - 1).clamp(min=0))", "self.shape.moved(first, self.last_block(length))"),
         ("both forms of the sinks seen", "memory", _SEEN, "(block_BT1 != last - n)", "(block_BT1 < last - n - 1)"),
         ("no correction inside a chunk", "memory", _DELTA, "within.tril(-1)", "within.tril(-2)"),
         ("output without its own token", "memory", _DELTA, "attention = within *", "attention = within.tril(-1) *"),
