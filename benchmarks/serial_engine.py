@@ -18,7 +18,7 @@ from graftlm.grafts import GraftedModel
 from graftlm.grafts.graft_set import trace_values
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import EngineFinishReason, Finish, GenerationRequest, TokenOutput
-from graftlm.serving.sampling import SampledToken
+from graftlm.serving.sampling import RowSampling, SampledToken
 
 
 class SerialEngine(ThreadedEngine):
@@ -49,6 +49,7 @@ class SerialEngine(ThreadedEngine):
                 reason = "stop"
                 break
             tokens.append(sampled.token)
+            complete = scheduled.sampling.add(sampled.token)
             text = full_text(self._backbone, request.prompt, tokens)
             stopped = text_before_stop(text.rstrip("\ufffd"), request.stop)
             final = stopped if stopped is not None else final_text(text, request.stop)
@@ -58,6 +59,9 @@ class SerialEngine(ThreadedEngine):
             shown = final if len(final) > len(shown) else shown
             if stopped is not None:
                 return Finish("stop", len(request.prompt), len(tokens), index=index)
+            if complete:
+                reason = "stop"
+                break
             if len(tokens) == request.max_tokens:
                 break
         text = full_text(self._backbone, request.prompt, tokens)
@@ -76,7 +80,7 @@ class SerialEngine(ThreadedEngine):
                 input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             logits = output.logits[0, -1].float()
-            token = sample_row(logits, request, scheduled.generator)
+            token = sample_row(changed(logits, scheduled.sampling), request, scheduled.sampling.generator)
             sampled = SampledToken(token)
             if request.logprobs is not None:
                 logprobs = logits.log_softmax(-1)
@@ -85,24 +89,45 @@ class SerialEngine(ThreadedEngine):
             ids = torch.tensor([[token]], device=model.device)
 
 
+def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
+    """The logits after biases, penalties and the grammar, token by token."""
+    request, logits = row.request, logits_V.clone()
+    for token, bias in request.logit_bias:
+        logits[token] += bias
+    for token in {*request.prompt, *row.counts}:
+        factor = request.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token, count in row.counts.items():
+        logits[token] -= request.presence_penalty + count * request.frequency_penalty
+    if row.matcher is not None:
+        allowed = row.matcher.allowed()
+        for token in range(len(logits)):
+            if token >= len(allowed) or not allowed[token]:
+                logits[token] = -torch.inf
+    return logits
+
+
 def sample_row(logits_V: Tensor, request: GenerationRequest, generator: random.Random) -> int:
     """The most likely token, or with a temperature a random token.
 
     A random number u in [0, 1) selects the first token at which the cumulative probability, in the vocabulary's order,
-    exceeds u times the total. Tokens outside of top_p have probability 0: the most likely tokens are inside until their
-    total reaches top_p.
+    exceeds u times the total. Some tokens have the probability 0: those below min_p times the highest; of the others
+    all but the top_k most likely; and of these those outside of top_p. The most likely tokens are inside until they
+    reach top_p of what is left.
     """
     if request.temperature == 0:
         return int(logits_V.argmax())
-    p_V = (logits_V.double() / request.temperature).softmax(-1)
-    if request.top_p < 1:
-        sorted_V, order_V = p_V.sort(descending=True, stable=True)
-        outside_V = sorted_V.cumsum(-1) - sorted_V >= request.top_p
-        outside_V[0] = False
-        p_V[order_V[outside_V]] = 0
-    cumulative_V = p_V.cumsum(-1)
+    p = (logits_V.double() / request.temperature).softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
+    order = [token for token in order if p[token] >= request.min_p * p[order[0]]][: request.top_k or None]
+    kept, before, total = set(), 0.0, sum(p[token] for token in order)
+    for token in order:
+        if not kept or before < request.top_p * total:
+            kept.add(token)
+        before += p[token]
+    cumulative_V = torch.tensor([value if token in kept else 0.0 for token, value in enumerate(p)]).double().cumsum(-1)
     token = torch.searchsorted(cumulative_V, generator.random() * cumulative_V[-1], right=True)
-    return int(token.clamp(max=int(p_V.nonzero().max())))
+    return int(token.clamp(max=max(token for token in kept if p[token] > 0)))
 
 
 def most_likely(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:

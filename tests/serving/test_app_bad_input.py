@@ -39,6 +39,8 @@ def turn(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 LEAVE = "this server does not implement it: leave it out"
 EITHER = "a text, a list of texts, a list of token ids or a list of such lists is expected"
 CASES = {
@@ -92,10 +94,10 @@ CASES = {
         max_tokens=0,
     ),
     "a penalty": completions(
-        "unsupported_parameter",
+        None,
         "frequency_penalty",
-        f"The request: frequency_penalty: {LEAVE}, or set it to 0, but found 0.5.",
-        frequency_penalty=0.5,
+        "The request: frequency_penalty: the value should be less than or equal to 2, but found 2.5.",
+        frequency_penalty=2.5,
     ),
     "the prompt once more": completions(
         "unsupported_parameter", "echo", f"The request: echo: {LEAVE}, or set it to False, but found True.", echo=True
@@ -162,30 +164,82 @@ CASES = {
         "found: leave it out.",
         **turn("user", [IMAGE]),
     ),
-    "a tool's message": chats(
+    "another role": chats(
         None,
         "messages.0.role",
-        "The request: messages.0.role: the value should be 'system', 'developer', 'user' or 'assistant', but found "
-        "'tool'.",
-        **turn("tool", "a"),
+        "The request: messages.0.role: the value should be 'system', 'developer', 'user', 'assistant' or 'tool', but "
+        "found 'critic'.",
+        **turn("critic", "a"),
     ),
     "a message of nothing": chats(
+        None, "messages.0", "The request: messages.0: content is expected.", **turn("user", None)
+    ),
+    "a call by the user": chats(
         None,
-        "messages.0.content",
-        "The request: messages.0.content: the value should be a valid list, but found nothing.",
-        **turn("user", None),
+        "messages.0",
+        "The request: messages.0: tool_calls are expected in messages of the assistant alone.",
+        messages=[{"role": "user", "content": "a", "tool_calls": [CALL]}],
     ),
-    "tools": chats(
-        "unsupported_parameter",
-        "tools",
-        f"The request: tools: {LEAVE}, or set it to [].",
-        tools=[{"type": "function", "function": {"name": "f"}}],
+    "arguments that are no JSON": chats(
+        None,
+        "messages.0.tool_calls.0.function.arguments",
+        "The request: messages.0.tool_calls.0.function.arguments: a JSON object is expected, but found '[1]'.",
+        messages=[{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}],
     ),
-    "JSON as an answer": chats(
-        "unsupported_parameter",
+    "two tools of one name": chats(None, "tools", "Two tools have the same name: rename one.", tools=[TOOL, TOOL]),
+    "a tool that must be called and is not there": chats(
+        None,
+        "tool_choice",
+        "tool_choice names 'g', which is none of tools.",
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "g"}},
+    ),
+    "a call without tools": chats(
+        None, "tool_choice", "tool_choice is 'required', and tools has none: give one.", tool_choice="required"
+    ),
+    "a schema with an unknown type": chats(
+        None,
         "response_format",
-        f"The request: response_format: {LEAVE}, or set it to {{'type': 'text'}}.",
+        "response_format can't be followed (Invalid type: text): change it.",
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "text"}}},
+    ),
+    "a schema that is not supported": chats(
+        None,
+        "tools",
+        'tools can\'t be followed (Unimplemented keys: ["uniqueItems"]): change it.',
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array", "uniqueItems": True}}}],
+    ),
+    "JSON by a schema that is not there": chats(
+        None,
+        "response_format",
+        "The request: response_format: json_schema is expected where type is 'json_schema', and nowhere else.",
+        response_format={"type": "json_schema"},
+    ),
+    "two forms of an answer": chats(
+        None,
+        "response_format",
+        "tools and response_format both say what the answer may be: leave one out.",
+        tools=[TOOL],
         response_format={"type": "json_object"},
+    ),
+    "two kinds of structured outputs": completions(
+        None,
+        "structured_outputs",
+        "The request: structured_outputs: one of json, regex, choice and grammar is expected.",
+        structured_outputs={"regex": "a", "choice": ["b"]},
+    ),
+    "a bias of a word": completions(
+        None,
+        "logit_bias",
+        "The request: logit_bias: token ids are expected as keys, and 'fox' is none.",
+        logit_bias={"fox": 1},
+    ),
+    "a bias of a token that is not there": completions(
+        None,
+        "logit_bias",
+        "logit_bias holds the token id 900, and the model has 304 tokens, from 0 on: encode it with the model's own "
+        "tokenizer.",
+        logit_bias={"900": 1},
     ),
     "top_logprobs alone": chats(
         None,

@@ -17,7 +17,12 @@ OWN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TURNS = [("system", "Be brief."), ("user", "Hej"), ("assistant", "Hej!"), ("user", "Godt?")]
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hej"},
+    {"role": "assistant", "content": "Hej!"},
+    {"role": "user", "content": "Godt?"},
+]
 
 
 def prompts(template: str | None = None, own: str | None = None) -> ServingTokenizer:

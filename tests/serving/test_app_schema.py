@@ -44,7 +44,8 @@ def api(served: str) -> schemathesis.BaseSchema:
 
 
 # What a schema can't say: which models there are, how many tokens they have, and that options of a stream need one.
-KNOWN = {"model": "tiny", "prompt": "the fox", "stream_options": None}
+KNOWN = {"model": "tiny", "prompt": "the fox", "stream_options": None, "messages": [{"role": "user", "content": "a"}]}
+KNOWN |= dict.fromkeys(("logit_bias", "structured_outputs", "response_format", "tools", "tool_choice"))
 GET = ("/v1/models", "/v1/models/{model}", "/health", "/metrics")
 POST = ("/v1/completions", "/v1/chat/completions")
 

@@ -15,10 +15,12 @@ from graftlm.backbone import Call
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.protocol import EngineError, EngineLimits, GenerationRequest, ServingError, UnknownModelError
 from laws.examples import EXAMPLES
 from laws.tools import graft_onto
 from serving.engines import Completion, Gate, backbone, batching, complete, grafts, prompt, read
+from tiny import tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gemma3")
 MODELS = ("llama", "a", "b", "a+b", "two")
@@ -30,6 +32,8 @@ def engine() -> Iterator[BatchingEngine]:
         yield engine
 
 
+COMPILER = GrammarCompiler(tiny_tokenizer(), 300, [1])
+GRAMMARS = [COMPILER.json({"type": "array", "items": {"type": "integer"}}, ""), COMPILER.regex("[a-e]{2,5}", "")]
 ASKS = st.lists(
     st.builds(
         GenerationRequest,
@@ -38,6 +42,13 @@ ASKS = st.lists(
         max_tokens=st.integers(1, 12),
         temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
         top_p=st.sampled_from([1.0, 0.8]),
+        top_k=st.sampled_from([0, 0, 1, 7]),
+        min_p=st.sampled_from([0.0, 0.0, 0.3]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, -0.5]),
+        logit_bias=st.sampled_from([(), (), ((40, 3.0), (41, -100.0))]),
+        grammar=st.sampled_from([None, None, *GRAMMARS]),
         seed=st.integers(0, 9),
         stop=st.sampled_from([(), ("e",), ("a", "\ufffd\ufffd", "on")]),
         logprobs=st.sampled_from([None, 0, 3]),

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from graftlm.backbone import Backbone
 from graftlm.grafts.graft_set import GraftSet
 from graftlm.serving.engine import RequestQueue, ScheduledRequest
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, TokenOutput
-from graftlm.serving.sampling import sample
+from graftlm.serving.sampling import RowSampling, sample
 from graftlm.serving.tokenization import IncrementalDetokenizer
 from laws.examples import backbone
 from tiny import BOS, EOS, tiny_tokenizer
@@ -107,18 +108,32 @@ def test_special_tokens_say_nothing_and_take_no_space_away() -> None:
 LOGITS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=6, max_size=6), min_size=1, max_size=4)
 
 
-@given(LOGITS, st.integers(0, 99), st.sampled_from([0.0, 0.3, 1.0, 5.0]), st.sampled_from([1.0, 0.9, 0.5, 1e-9]))
-def test_choices_are_those_of_a_row_alone(rows: list[list[float]], seed: int, temperature: float, top_p: float) -> None:
+OPTIONS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+        "top_k": st.sampled_from([0, 1, 2, 9]),
+        "min_p": st.sampled_from([0.0, 0.2, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        "presence_penalty": st.sampled_from([0.0, 2.0]),
+        "frequency_penalty": st.sampled_from([0.0, -1.0]),
+        "logit_bias": st.sampled_from([(), ((0, 5.0), (3, -100.0))]),
+    }
+)
+
+
+@given(LOGITS, st.integers(0, 99), st.lists(OPTIONS, min_size=4, max_size=4), st.lists(st.integers(0, 5), max_size=4))
+def test_choices_are_those_of_a_row_alone(
+    logits: list[list[float]], seed: int, options: list[dict[str, Any]], before: list[int]
+) -> None:
     requests = [
-        GenerationRequest(
-            (1,), "m", temperature=temperature if n % 3 else 0.0, top_p=top_p if n % 2 else 1.0, logprobs=n or None
-        )
-        for n in range(len(rows))
+        GenerationRequest((1, 4), "m", seed=seed + n, logprobs=n or None, **options[n]) for n in range(len(logits))
     ]
-    found = sample(torch.tensor(rows), requests, [random.Random(seed + n) for n in range(len(rows))])
-    for n, (row, request, choice) in enumerate(zip(rows, requests, found, strict=True)):
+    found = sample(torch.tensor(logits), [after(request, before) for request in requests])
+    for n, (row, request, choice) in enumerate(zip(logits, requests, found, strict=True)):
         assert choice is not None
-        assert choice.token == reference.sample_row(torch.tensor(row), request, random.Random(seed + n))
+        changed = reference.changed(torch.tensor(row), after(request, before))
+        assert choice.token == reference.sample_row(changed, request, random.Random(seed + n))
         logprobs = torch.tensor(row).log_softmax(-1)
         assert choice.logprob == (
             None if request.logprobs is None else pytest.approx(float(logprobs[choice.token]), abs=1e-5)
@@ -126,17 +141,25 @@ def test_choices_are_those_of_a_row_alone(rows: list[list[float]], seed: int, te
         assert [p for _, p in choice.top] == pytest.approx(logprobs.sort(descending=True).values[:n].tolist(), abs=1e-5)
 
 
+def after(request: GenerationRequest, tokens: list[int]) -> RowSampling:
+    """A row that has sampled these tokens."""
+    row = RowSampling(request)
+    for token in tokens:
+        row.add(token)
+    return row
+
+
 def test_shares_of_random_choices_are_their_probabilities() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    requests, draw = [GenerationRequest((1,), "m", temperature=1.0, top_p=0.9)] * 4000, random.Random(0)
-    found = sample(p.log().expand(4000, 4), requests, [draw] * 4000)
+    requests = [GenerationRequest((1,), "m", temperature=1.0, top_p=0.9, seed=seed) for seed in range(4000)]
+    found = sample(p.log().expand(4000, 4), [RowSampling(request) for request in requests])
     shares = torch.tensor([choice.token for choice in found if choice]).bincount(minlength=4) / 4000
     assert shares.tolist() == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], abs=0.03)
 
 
 def test_logits_that_are_no_numbers_give_no_choice() -> None:
     rows = torch.tensor([[0.0, 1.0], [float("nan"), 1.0]])
-    first, second = sample(rows, [GenerationRequest((1,), "m")] * 2, [random.Random(0)] * 2)
+    first, second = sample(rows, [RowSampling(GenerationRequest((1,), "m")) for _ in rows])
     assert first is not None
     assert second is None
 

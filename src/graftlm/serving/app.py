@@ -56,7 +56,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 _MISSING_EXTRA = {"model": ErrorResponse, "description": "The server lacks a package that this route needs."}
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {}}}}}
 PAGE_FOLDER = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
     "Content-Security-Policy": (

@@ -7,8 +7,6 @@ running batches, and generates one token of each row.
 from __future__ import annotations
 
 import logging
-import random
-import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -34,7 +32,7 @@ from graftlm.serving.protocol import (
     ShuttingDownError,
     TokenOutput,
 )
-from graftlm.serving.sampling import SampledToken, sample
+from graftlm.serving.sampling import RowSampling, SampledToken, sample
 from graftlm.serving.tokenization import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class ScheduledRequest:
         self, request: GenerationRequest, graft_set: GraftSet, stream: RequestStream, index: int, seconds: float
     ) -> None:
         self.request, self.graft_set, self.stream, self.index = request, graft_set, stream, index
-        self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
+        self.sampling = RowSampling(request)
         self.newest = -1
         self._detokenizer: IncrementalDetokenizer | None = None
         self._deadline = time.monotonic() + seconds
@@ -67,15 +65,18 @@ class ScheduledRequest:
     def add(
         self, sampled: SampledToken, trace: dict[str, float], tokenizer: PreTrainedTokenizerBase
     ) -> tuple[TokenOutput, Finish | None]:
-        """The output of a sampled token, and the end if a stop string or the maximum length is reached."""
+        """The output of a sampled token, and the end at a stop string, the grammar's end or the maximum length."""
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, self.request.prompt, self.request.stop)
         text, stopped = self._detokenizer.add(sampled.token)
+        complete = self.sampling.add(sampled.token)
         self._count += 1
         self.newest = sampled.token
         output = TokenOutput(sampled.token, text, sampled.logprob, sampled.top, trace, self.index)
         if stopped:
             return output, Finish("stop", len(self.request.prompt), self._count, index=self.index)
+        if complete:
+            return output, self.finish("stop")
         return output, self.finish("length") if self._count == self.request.max_tokens else None
 
     def finish(self, reason: EngineFinishReason) -> Finish:
@@ -333,12 +334,14 @@ class BatchingEngine(ThreadedEngine):
     def _emit(self, batch: MixedBatch, logits_BV: Tensor) -> None:
         """Sample each row's next token and put it into its stream; rows that have finished leave."""
         scheduled: list[ScheduledRequest] = batch.tags
-        sampled = sample(logits_BV, [row.request for row in scheduled], [row.generator for row in scheduled])
+        sampled = sample(logits_BV, [request.sampling for request in scheduled])
         traces = latest_traces(batch, [row for row, request in enumerate(scheduled) if request.request.trace])
         kept = []
         for row, (request, token) in enumerate(zip(scheduled, sampled, strict=True)):
             if token is None:
-                self._finish(request, EngineError("The model's answer is no number: ask another model."))
+                problem = request.sampling.problem
+                why = f"The answer left what the request allows ({problem})" if problem else "The answer is no number"
+                self._finish(request, EngineError(f"{why}: ask another model."))
             elif token.token in self._end_ids:
                 self._finish(request, request.finish("stop"))
             else:

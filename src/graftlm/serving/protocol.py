@@ -12,7 +12,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -111,6 +111,12 @@ class GenerationRequest:
         max_tokens: maximum number of new tokens.
         temperature: 0 selects the most likely token at each step.
         top_p: sample among the most likely tokens of this total probability.
+        top_k: sample among so many of the most likely tokens; 0 takes all.
+        min_p: sample among tokens of at least this share of the highest probability.
+        repetition_penalty: divides the positive logits of tokens of the prompt and the answer, multiplies the others.
+        presence_penalty, frequency_penalty: taken from the logits of tokens of the answer, once and for each time.
+        logit_bias: token ids and what is added to their logits.
+        grammar: a `Grammar`, what the answer may be; None lets it be any text.
         seed: of the sampling; None draws a seed.
         stop: the continuation ends before the first of these strings.
         logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.
@@ -123,6 +129,13 @@ class GenerationRequest:
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Any = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -138,7 +151,7 @@ class TokenOutput:
         token: token id.
         text: the text that is final after this token. It has whole characters only, and nothing that may begin a stop
             string, so that it is often empty.
-        logprob: log p in nats before temperature and top_p; None if it was not requested.
+        logprob: log p in nats before all that changes the sampling; None if it was not requested.
         top: the most likely tokens with their log p.
         trace: what the grafts did at this token, by label, such as an expert's weight or a gate's mean opening.
         index: number of the continuation in its stream.

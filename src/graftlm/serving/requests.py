@@ -6,9 +6,10 @@ implement accept only the value that changes nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -18,14 +19,17 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
+from graftlm.serving.grammars import Grammar
 from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.service import Service
+from graftlm.serving.tools import tool_grammar
 
 MAX_CHOICES = 16
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -53,10 +57,9 @@ class NeutralValue:
 
 
 OnlyNull = Annotated[Any, NeutralValue()]
-OnlyZero = Annotated[Any, NeutralValue(0)]
 OnlyFalse = Annotated[Any, NeutralValue(False)]
 OnlyEmptyList = Annotated[Any, NeutralValue([])]
-OnlyNoTool = Annotated[Any, NeutralValue("none", "auto")]
+OnlyNoFunction = Annotated[Any, NeutralValue("none", "auto")]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
@@ -73,6 +76,13 @@ def _check_prompts(value: Any) -> list[str] | list[list[int]]:
     raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is expected")
 
 
+def _check_tokens(value: Any) -> Any:
+    for key in value if isinstance(value, dict) else ():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"token ids are expected as keys, and {str(key)[:50]!r} is none")
+    return value
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
@@ -85,6 +95,12 @@ Stops = Annotated[
         lambda value: [value] if isinstance(value, str) else value,
         json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=4)],
     ),
+]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    BeforeValidator(_check_tokens),
 ]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 NotEmpty = Field(min_length=1)
@@ -119,6 +135,43 @@ class RequestExtras(StrictBody):
     trace: bool = Field(False, description="Report for each token what the grafts did.")
 
 
+class JsonSchema(StrictBody):
+    """A named schema; answers always follow it."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: Ignored = None
+    json_schema: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: Ignored = None
+
+
+class ResponseFormat(StrictBody):
+    """The form of the answer: any text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is expected where type is 'json_schema', and nowhere else")
+        return self
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's key for the form of the answer; exactly one of these."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(None, min_length=1, max_length=10_000, description="In Rust's syntax.")
+    choice: list[NonEmpty] | None = Field(None, min_length=1, max_length=1000, description="One of these texts.")
+    grammar: str | None = Field(None, min_length=1, max_length=100_000, description="Lark, with a rule `start`.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.model_fields_set) != 1 or None in (getattr(self, name) for name in self.model_fields_set):
+            raise ValueError("one of json, regex, choice and grammar is expected")
+        return self
+
+
 class ApiRequest(StrictBody):
     """The keys that completions and chats have in common."""
 
@@ -131,11 +184,15 @@ class ApiRequest(StrictBody):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stops | None = None
     max_tokens: int | None = Field(None, ge=1)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: Biases | None = Field(None, description="By token id; added to the logit.")
+    top_k: int | None = Field(None, ge=-1, description="Of vLLM; 0 and -1 take all tokens.")
+    min_p: float | None = Field(0.0, ge=0, le=1, description="Of vLLM.")
+    repetition_penalty: float | None = Field(1.0, gt=0, le=100, description="Of vLLM.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Of vLLM.")
     graftlm: RequestExtras | None = None
 
-    frequency_penalty: OnlyZero = None
-    presence_penalty: OnlyZero = None
-    logit_bias: Annotated[Any, NeutralValue({})] = None
     user: Ignored = None
 
 
@@ -167,29 +224,105 @@ class TextPart(StrictBody):
         return values
 
 
-class ChatMessage(StrictBody):
-    """One message of a conversation."""
+class FunctionCall(StrictBody):
+    """A tool's name, and its arguments as JSON."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart],
-        BeforeValidator(
-            lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-            json_schema_input_type=str | list[TextPart],
-        ),
-    ]
+    name: NonEmpty
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check(cls, value: str) -> str:
+        if not isinstance(json.loads(value or "{}"), dict):  # a JSONDecodeError is a ValueError
+            raise ValueError("a JSON object is expected")
+        return value or "{}"
+
+    def parsed(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        return {"name": self.name, "arguments": json.loads(self.arguments)}
+
+
+class MessageToolCall(StrictBody):
+    """A call that the assistant has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(StrictBody):
+    """One message of a conversation; `tool` has the result of a call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            list[TextPart],
+            BeforeValidator(
+                lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
+                json_schema_input_type=str | list[TextPart],
+            ),
+        ]
+        | None
+    ) = None
     name: Ignored = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
 
     annotations: OnlyEmptyList = None
     audio: OnlyNull = None
     function_call: OnlyNull = None
     refusal: OnlyNull = None
-    tool_calls: OnlyEmptyList = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is expected")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are expected in messages of the assistant alone")
+        return self
 
     @property
     def text(self) -> str:
         """The parts as one text."""
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        message: dict[str, Any] = {"role": _TEMPLATE_ROLES.get(self.role, self.role), "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.parsed()} for call in self.tool_calls
+            ]
+        return message
+
+
+class ToolFunction(StrictBody):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Ignored = None
+
+
+class Tool(StrictBody):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(StrictBody):
+    """A function by its name."""
+
+    name: NonEmpty
+
+
+class NamedTool(StrictBody):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(ApiRequest):
@@ -199,18 +332,18 @@ class ChatRequest(ApiRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
 
     audio: OnlyNull = None
-    function_call: OnlyNoTool = None
+    function_call: OnlyNoFunction = None
     functions: OnlyEmptyList = None
     modalities: Annotated[Any, NeutralValue(["text"])] = None
     moderation: OnlyNull = None
-    parallel_tool_calls: Ignored = None
     prediction: OnlyNull = None
     reasoning_effort: OnlyNull = None
-    response_format: Annotated[Any, NeutralValue({"type": "text"})] = None
-    tool_choice: OnlyNoTool = None
-    tools: OnlyEmptyList = None
     verbosity: OnlyNull = None
     web_search_options: OnlyNull = None
 
@@ -233,6 +366,7 @@ class ParsedRequest:
         logprobs, trace: whether the response reports them.
         stream: whether the response is streamed.
         include_usage: whether a stream ends with the numbers of tokens.
+        tools: names of the tools that the answer may call.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -242,6 +376,7 @@ class ParsedRequest:
     trace: bool
     stream: bool
     include_usage: bool
+    tools: tuple[str, ...] = ()
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
@@ -252,7 +387,8 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
     for prompt in prompts:
         check_prompt(prompt, service.tokenizer.vocabulary)
     stop, max_tokens = tuple(body.stop or ()), body.max_tokens or _COMPLETION_TOKENS
-    return _parse(body, prompts, stop=stop, logprobs=body.logprobs, max_tokens=max_tokens, user=user)
+    options: dict[str, Any] = {"grammar": _structured(service, body), "user": user, "stop": stop}
+    return _parse(service, body, prompts, logprobs=body.logprobs, max_tokens=max_tokens, **options)
 
 
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
@@ -262,18 +398,63 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         raise ServingError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens:
         raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
-    messages = [(_TEMPLATE_ROLES.get(message.role, message.role), message.text) for message in body.messages]
-    prompt = service.tokenizer.encode_chat(messages)
+    callable_tools = _callable_tools(body)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
+    prompt = service.tokenizer.encode_chat([message.for_template() for message in body.messages], tools)
     check_prompt(prompt, service.tokenizer.vocabulary, "messages")
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
+        service,
         body,
         [prompt],
         stop=(*(body.stop or ()), *service.tokenizer.chat_stops),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_tokens=body.max_completion_tokens or body.max_tokens or remaining,
+        grammar=_chat_grammar(service, body, callable_tools),
+        tools=tuple(callable_tools),
         user=user,
     )
+
+
+def _callable_tools(body: ChatRequest) -> dict[str, Any]:
+    """The schema of the arguments of each tool that the answer may call, by name."""
+    tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+    choice = body.tool_choice or "auto"
+    if len(tools) < len(body.tools or ()):
+        raise ServingError("Two tools have the same name: rename one.", "tools")
+    if choice == "none":
+        return {}
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in tools:
+            raise ServingError(f"tool_choice names {choice.function.name!r}, which is none of tools.", "tool_choice")
+        return {choice.function.name: tools[choice.function.name]}
+    if choice == "required" and not tools:
+        raise ServingError("tool_choice is 'required', and tools has none: give one.", "tool_choice")
+    return tools
+
+
+def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) -> Grammar | None:
+    """The grammar of the answer; at most one of tools, response_format and structured_outputs may set it."""
+    form = body.response_format if body.response_format and body.response_format.type != "text" else None
+    given = {"tools": bool(tools), "response_format": form, "structured_outputs": body.structured_outputs}
+    set_ = [name for name, value in given.items() if value]
+    if len(set_) > 1:
+        raise ServingError(f"{set_[0]} and {set_[1]} both say what the answer may be: leave one out.", set_[1])
+    if tools:
+        required, parallel = body.tool_choice not in (None, "auto"), body.parallel_tool_calls is not False
+        return tool_grammar(service.grammars, tools, required=required, parallel=parallel)
+    if form is not None:
+        schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}
+        return service.grammars.json(schema, "response_format")
+    return _structured(service, body)
+
+
+def _structured(service: Service, body: ApiRequest) -> Grammar | None:
+    if body.structured_outputs is None:
+        return None
+    ((name, value),) = body.structured_outputs.model_dump(by_alias=True, exclude_unset=True).items()
+    compile_ = service.grammars.lark if name == "grammar" else getattr(service.grammars, name)
+    return compile_(value, f"structured_outputs.{name}")
 
 
 def _check(service: Service, body: ApiRequest, prompts: int) -> None:
@@ -292,17 +473,31 @@ def _check(service: Service, body: ApiRequest, prompts: int) -> None:
 
 
 def _parse(
-    body: ApiRequest, prompts: Sequence[tuple[int, ...]], *, logprobs: int | None, **options: Any
+    service: Service,
+    body: ApiRequest,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    logprobs: int | None,
+    tools: tuple[str, ...] = (),
+    **options: Any,
 ) -> ParsedRequest:
+    vocabulary = service.tokenizer.vocabulary
     n, trace = body.n or 1, body.graftlm is not None and body.graftlm.trace
     top_p = 1.0 if body.top_p is None else body.top_p
     temperature = (1.0 if body.temperature is None else body.temperature) if top_p > 0 else 0.0
     options |= {"model": body.model, "temperature": temperature, "top_p": top_p or 1.0, "trace": trace}
+    options |= {"top_k": max(0, body.top_k or 0), "min_p": body.min_p or 0.0}
+    options |= {"presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0}
+    options |= {"repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty}
+    options["logit_bias"] = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
     seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(n)]
+    if unknown := [token for token, _ in options["logit_bias"] if token >= vocabulary]:
+        check_prompt(unknown, vocabulary, "logit_bias")
     requests = tuple(
         GenerationRequest(prompt=prompt, seed=seed, logprobs=logprobs, **options)
         for prompt in prompts
         for seed in seeds
     )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ParsedRequest(requests, body.model, n, logprobs is not None, trace, bool(body.stream), include_usage)
+    with_logprobs, stream = logprobs is not None, bool(body.stream)
+    return ParsedRequest(requests, body.model, n, with_logprobs, trace, stream, include_usage, tools)

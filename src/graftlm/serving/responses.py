@@ -15,11 +15,17 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -31,8 +37,9 @@ from graftlm.serving.errors import error_body, internal_error
 from graftlm.serving.protocol import Finish, ServingError, ShuttingDownError, TokenOutput
 from graftlm.serving.requests import ParsedRequest
 from graftlm.serving.tokenization import ServingTokenizer
+from graftlm.serving.tools import CallReader, ToolCall
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 Outputs = AsyncGenerator[TokenOutput | Finish, None]
 _T = TypeVar("_T")
 _EVENT_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -55,7 +62,7 @@ class ChoiceExtras(BaseModel):
 class TextChoice(CompletionChoice):
     """A continuation, or a part of it in a stream, where the finish reason comes last."""
 
-    finish_reason: FinishReason | None  # None in a stream, where the reason comes last
+    finish_reason: Literal["stop", "length"] | None  # None in a stream, where the reason comes last
     graftlm: ChoiceExtras | None = None
 
 
@@ -155,6 +162,7 @@ class ChoicePart(NamedTuple):
     text: str = ""
     outputs: Sequence[TokenOutput] = ()
     finish_reason: FinishReason | None = None
+    calls: Sequence[ToolCall] = ()
 
 
 class ResponseBuilder(ABC):
@@ -180,7 +188,7 @@ class ResponseBuilder(ABC):
         async for item in outputs:
             self.choices[item.index].add(item, self.tokenizer)
         choices = [
-            self.choice(ChoicePart(index, state.text, state.outputs, state.finish_reason))
+            self.choice(self.read_calls(ChoicePart(index, state.text, state.outputs, state.finish_reason)))
             for index, state in enumerate(self.choices)
         ]
         return self.response(choices=choices, usage=self.usage, **self.head)
@@ -194,10 +202,11 @@ class ResponseBuilder(ABC):
                 started.add(index)
                 yield self._event([self.chunk_choice(ChoicePart(index), role="assistant")])
             new = state.add(item, self.tokenizer)
-            if item.text or new:
-                yield self._event([self.chunk_choice(ChoicePart(index, item.text, new))])
+            part = self.read_calls(ChoicePart(index, item.text, new, state.finish_reason))
+            if part.text or part.outputs or part.calls:
+                yield self._event([self.chunk_choice(part._replace(finish_reason=None))])
             if isinstance(item, Finish):
-                yield self._event([self.chunk_choice(ChoicePart(index, finish_reason=state.finish_reason))])
+                yield self._event([self.chunk_choice(ChoicePart(index, finish_reason=part.finish_reason))])
         if self.parsed.include_usage:
             yield self._event([], usage=self.usage)
 
@@ -226,6 +235,10 @@ class ResponseBuilder(ABC):
             extras["ended"] = "time"
         graftlm = {"graftlm": ChoiceExtras(**extras)} if extras else {}
         return {"index": part.index, "finish_reason": part.finish_reason, **graftlm}
+
+    def read_calls(self, part: ChoicePart) -> ChoicePart:
+        """The next part of a choice with its tool calls taken out of the text."""
+        return part
 
     @abstractmethod
     def choice(self, part: ChoicePart) -> BaseModel:
@@ -268,15 +281,36 @@ class ChatBuilder(ResponseBuilder):
     event = staticmethod(partial(ChatCompletionChunk, object="chat.completion.chunk"))
     has_role = True
 
+    def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
+        super().__init__(parsed, tokenizer, fingerprint)
+        self._readers = [CallReader(parsed.tools) for _ in self.choices] if parsed.tools else []
+
+    def read_calls(self, part: ChoicePart) -> ChoicePart:
+        if not self._readers:
+            return part
+        reader = self._readers[part.index]
+        text, calls = reader.add(part.text)
+        if part.finish_reason is None:
+            return part._replace(text=text, calls=calls)
+        called = reader.calls > 0 and part.finish_reason == "stop"
+        reason: FinishReason = "tool_calls" if called else part.finish_reason
+        return part._replace(text=text + reader.rest(), calls=calls, finish_reason=reason)
+
     def choice(self, part: ChoicePart) -> ChatChoice:
         message = ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
+        if part.calls:
+            message.tool_calls, message.content = [_as_call(call) for call in part.calls], part.text or None
         logprobs = ChoiceLogprobs(**self._logprobs(part)) if self.parsed.logprobs else None
         return ChatChoice(message=message, logprobs=logprobs, **self.base(part))
 
     def chunk_choice(self, part: ChoicePart, role: Literal["assistant"] | None = None) -> ChunkChoice:
         delta: dict[str, Any] = {"role": role} if role else {}
-        if part.text or part.finish_reason is None:
+        if part.text or (part.finish_reason is None and not part.calls):
             delta["content"] = part.text
+        if part.calls:
+            first = self._readers[part.index].calls - len(part.calls)
+            calls = [(number, _as_call(call)) for number, call in enumerate(part.calls, first)]
+            delta["tool_calls"] = [ChoiceDeltaToolCall(index=n, **call.model_dump()) for n, call in calls]
         logprobs = ChunkLogprobs(**self._logprobs(part)) if self.parsed.logprobs and part.outputs else None
         return ChunkChoice(delta=ChoiceDelta(**delta), logprobs=logprobs, **self.base(part))
 
@@ -291,6 +325,11 @@ class ChatBuilder(ResponseBuilder):
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         data = list(self.tokenizer.bytes_of(token))
         return {"token": self.tokenizer.text_of(token), "logprob": logprob, "bytes": data}
+
+
+def _as_call(call: ToolCall) -> ChatCompletionMessageFunctionToolCall:
+    function = Function(name=call.name, arguments=call.arguments)
+    return ChatCompletionMessageFunctionToolCall(id=call.id, type="function", function=function)
 
 
 class ClientDisconnectedError(Exception):

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, end_ids
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
 from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.middleware import ServerMetrics
 from graftlm.serving.protocol import Engine, EngineLimits, context_limit
 from graftlm.serving.settings import ApiKeys, ServerSettings
@@ -25,6 +26,7 @@ class Service:
         name: name of the backbone in requests.
         settings, limits, keys: of the web side; of the engine; API keys.
         fingerprint: of the backbone, as responses report it.
+        grammars: for answers of a given form.
         context: maximum tokens of a prompt and its continuation.
         metrics: for Prometheus.
         started: start time in seconds since 1970.
@@ -51,6 +53,8 @@ class Service:
         self.fingerprint = f"fp_{backbone.fingerprint.id}"
         self.context = context_limit(backbone, self.limits)
         self.tokenizer = ServingTokenizer(backbone, self.settings.chat_template)
+        vocabulary, ends = self.tokenizer.vocabulary, end_ids(backbone.model, self.tokenizer.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer.tokenizer, vocabulary, ends)
         self.metrics = ServerMetrics(engine)
         self.started, self.closing = int(time.time()), threading.Event()
 

@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from graftlm.backbone import Backbone
 from graftlm.serving.protocol import ServingError
+from graftlm.serving.tools import OPEN, without_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,8 @@ class ServingTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(backbone.need_tokenizer())
         self.plain = not (template or self.tokenizer.chat_template)
         self._template = PLAIN_TEMPLATE if self.plain else template
+        chat_template = str(self._template or self.tokenizer.chat_template)
+        self._knows_tools = "tools" in chat_template and OPEN in chat_template
         self.vocabulary = int(getattr(backbone.config, "vocab_size", len(self.tokenizer)))
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self._is_byte_level = is_byte_level(self.tokenizer)
@@ -56,16 +59,21 @@ class ServingTokenizer:
         """The ids of a text, with the special tokens that the tokenizer adds to every text."""
         return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """The ids of a conversation of roles and texts, up to the start of the assistant's next message.
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
+        """The ids of a conversation, up to the start of the assistant's next message.
+
+        Args:
+            messages: as chat templates expect them, with `tool_calls` and the role `tool` where tools were called.
+            tools: what the assistant may call.
 
         Raises:
             ServingError: the chat template rejects the messages.
         """
-        chat = [{"role": role, "content": text} for role, text in messages]
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
+        if not self._knows_tools:
+            messages, tools = without_tools(messages, tools), ()
         try:
-            text = self.tokenizer.apply_chat_template(chat, **options)
+            text = self.tokenizer.apply_chat_template(list(messages), tools=[*tools] or None, **options)
         except (TemplateError, ValueError, TypeError) as error:
             raise ServingError(
                 f"The model's chat template refuses these messages ({str(error).rstrip('.')}): change them, or use "

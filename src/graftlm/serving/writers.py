@@ -23,7 +23,7 @@ class ClarifyWriter:
         if self._tokenizer.plain:
             ids = self._tokenizer.encode(prompt.text())
         else:
-            ids = self._tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt.messages()])
+            ids = self._tokenizer.encode_chat(prompt.messages())
         end = self._client.generate(ids, self._max_tokens, temperature=0.0, stop=(prompt.stop,))
         if on_text is not None:
             on_text(end.text)

@@ -1,0 +1,112 @@
+"""What an answer may be: JSON by a schema, a regular expression, one of several texts, a Lark grammar, tool calls.
+
+llguidance compiles a grammar for the model's tokens, and says for each row which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from graftlm.serving.protocol import ServingError
+
+JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
+
+
+class Matcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def problem(self) -> str:
+        """Why the answer can not go on, such as a grammar whose states are too many; empty if nothing is wrong."""
+        return self._matcher.get_error()
+
+    def allowed(self) -> Tensor:
+        """(V,) bool: the tokens that may come next, end tokens included; none after a problem."""
+        return torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+
+    def add(self, token: int) -> bool:
+        """Go on by a token; whether nothing can follow it."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_stopped() and not self.problem
+
+
+class Grammar:
+    """A compiled grammar, for any number of answers."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def matcher(self) -> Matcher:
+        """The state at the start of an answer."""
+        return Matcher(self._matcher.deep_copy())
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. All methods are thread-safe.
+
+    Args:
+        tokenizer: of the model.
+        vocabulary: number of the model's tokens.
+        end_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, sorted(end_ids)
+        self._lock = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+
+    def json(self, schema: Mapping[str, Any] | bool, param: str) -> Grammar:
+        """JSON that a schema describes, with the spaces that `json.dumps` writes.
+
+        Raises:
+            ServingError: the schema is wrong, or has a keyword that is not supported; so of the other methods.
+        """
+        return self._compile(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS), param)
+
+    def regex(self, pattern: str, param: str) -> Grammar:
+        """Text that a regular expression of Rust's syntax matches as a whole."""
+        return self._compile(LLMatcher.grammar_from_regex(pattern), param)
+
+    def lark(self, grammar: str, param: str) -> Grammar:
+        """Text that the rule `start` of a Lark grammar matches."""
+        return self._compile(LLMatcher.grammar_from_lark(grammar), param)
+
+    def choice(self, texts: Sequence[str], param: str) -> Grammar:
+        """One of these texts."""
+        return self.lark("start: " + " | ".join(map(quoted, texts)), param)
+
+    def _compile(self, grammar: str, param: str) -> Grammar:
+        matcher = LLMatcher(self._llguidance_tokens(), grammar, log_level=0)
+        if problem := matcher.get_error():
+            reason = " ".join(problem.split())[:300].rstrip(".")
+            raise ServingError(f"{param} can't be followed ({reason}): change it.", param)
+        return Grammar(matcher)
+
+    def _llguidance_tokens(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokens is None:
+                try:
+                    self._tokens = from_tokenizer(self._tokenizer, self._vocabulary, self._end_ids)
+                except (ValueError, TypeError) as error:
+                    raise ServingError(
+                        f"Answers can't be constrained with this model's tokenizer ({str(error).rstrip('.')}): leave "
+                        "response_format, structured_outputs and tools out."
+                    ) from error
+            return self._tokens
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,280 @@
+"""Answers of a given form and tool calls, as the clients of OpenAI and LangChain ask for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+from graftlm.backbone import Backbone
+from graftlm.serving.protocol import EngineLimits
+from graftlm.serving.service import open_service
+from graftlm.serving.tokenization import ServingTokenizer
+from graftlm.serving.tools import CallReader, tool_grammar
+from serving.web import Script, ScriptedEngine, outputs, running, web_service
+from tiny import tiny_model, tiny_tokenizer
+
+USER: Any = [{"role": "user", "content": "the fox"}]
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/Name"}}, "required": ["city"]} | {
+    "additionalProperties": False,
+    "$defs": {"Name": {"type": "string", "maxLength": 6}},
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": CITY}}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+class Animal(BaseModel):
+    """What a random model can write whole."""
+
+    kind: Literal["cat", "dog"]
+    legs: int = Field(ge=0, le=99)
+    tame: bool
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A server of a random model."""
+    backbone = Backbone.wrap(tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer(), "tiny")
+    with running(open_service(backbone, limits=EngineLimits(batch_size=4, max_tokens=400))) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def test_openai_s_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        answer = client.chat.completions.parse(model="tiny", messages=USER, response_format=Animal, seed=seed)
+        assert isinstance(answer.choices[0].message.parsed, Animal)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_langchain_s_client_writes_structured_output_and_calls(address: str) -> None:
+    chat = ChatOpenAI(model="tiny", base_url=f"{address}/v1", api_key="unused", seed=1)  # type: ignore[arg-type]
+    assert isinstance(chat.with_structured_output(Animal).invoke("the fox"), Animal)
+    called = chat.bind_tools([WEATHER], tool_choice="weather").invoke("the fox")
+    (call,) = called.tool_calls  # type: ignore[union-attr]
+    assert (call["name"], call["args"].keys()) == ("weather", {"city"})
+
+
+def test_other_forms(client: openai.OpenAI) -> None:
+    def text(**form: Any) -> str:
+        body: dict[str, Any] = {"structured_outputs": form}
+        return client.completions.create(model="tiny", prompt="a", max_tokens=80, extra_body=body).choices[0].text
+
+    assert re.fullmatch("[a-e]{2,5}", text(regex="[a-e]{2,5}"))
+    assert text(choice=["yes", 'no "x" é\n']) in ("yes", 'no "x" é\n')
+    closed = Animal.model_json_schema() | {"additionalProperties": False}
+    assert json.loads(text(json=closed)).keys() == {"kind", "legs", "tame"}
+    assert re.fullmatch("(ab)+c", text(grammar='start: ("ab")~1..3 "c"'))
+
+
+def test_rows_of_a_batch_have_their_own_forms(client: openai.OpenAI) -> None:
+    """Several choices of one request, beside free text."""
+    answer = client.chat.completions.create(
+        model="tiny", messages=USER, n=4, response_format={"type": "json_object"}, max_tokens=30, seed=5
+    )
+    assert all(choice.message.content and choice.message.content.startswith("{") for choice in answer.choices)
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+_SCALARS = st.sampled_from(
+    [
+        {"type": "integer", "minimum": -5, "maximum": 500},
+        {"type": "string", "maxLength": 5},
+        {"type": "string", "pattern": "^[a-f]{1,4}$"},
+        {"enum": ["a", 3, None, "é"]},
+        {"const": {"x": [1]}},
+        {"type": ["boolean", "null"]},
+        {"type": "string", "format": "date"},
+    ]
+)
+
+
+def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(st.sampled_from(["a", "b c", 'q"']), inner, min_size=1).map(
+        lambda properties: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    )
+
+
+SCHEMAS = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        _objects(inner),
+        inner.map(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 2}),
+        st.tuples(inner, inner).map(lambda pair: {"anyOf": list(pair)}),
+    ),
+    max_leaves=4,
+)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is what one of the schemas above describes, by a reading of our own."""
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kind = schema["type"]
+    if kind == "object":
+        properties = schema["properties"]
+        return value.keys() == properties.keys() and all(fits(value[name], properties[name]) for name in properties)
+    if kind == "array":
+        return 1 <= len(value) <= 2 and all(fits(item, schema["items"]) for item in value)
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "string":
+        pattern = schema.get("pattern", r"^\d{4}-\d\d-\d\d$" if "format" in schema else "")
+        return isinstance(value, str) and len(value) <= schema.get("maxLength", 99) and bool(re.search(pattern, value))
+    return value is None or isinstance(value, bool)
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+@given(schema=SCHEMAS, seed=st.integers(0, 99))
+def test_every_answer_is_what_its_schema_says(client: openai.OpenAI, schema: dict[str, Any], seed: int) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
+    answer = client.chat.completions.create(model="tiny", messages=USER, response_format=form, seed=seed, n=2)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert fits(json.loads(choice.message.content or ""), schema), choice.message.content
+
+
+def test_a_cut_answer_says_so(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=USER, response_format={"type": "json_object"}, max_tokens=1
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_call_that_is_required(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=USER,
+            tools=[WEATHER, NOW],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=seed,
+        )
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        assert (call.function.name, arguments) == ("now", {}) or arguments.keys() == {"city"}
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[ScriptedEngine, str]]:
+    engine = ScriptedEngine()
+    with running(web_service(engine)) as address:
+        yield engine, address
+
+
+@pytest.mark.parametrize("pieces", [(f"Let me see. {CALL}",), ("Let me", " see. <tool", *CALL[5:].partition("wea"))])
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_and_calls_are_told_apart(
+    scripted: tuple[ScriptedEngine, str], pieces: tuple[str, ...], stream: bool
+) -> None:
+    engine, address = scripted
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=20)
+    engine.scripts.append(Script(outputs(*pieces)))
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER]}
+    call: Any
+    if stream:
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        content = "".join(delta.content or "" for delta in deltas)
+        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+        assert call.index == 0
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+        content, reason = choice.message.content or "", choice.finish_reason
+        (call,) = choice.message.tool_calls or []
+    assert (content, reason) == ("Let me see.", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <b> or <tool",
+        '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+        "<tool_call>\n{x}\n</tool_call>",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    for size in (1, 3, len(text)):
+        reader = CallReader(["weather"])
+        parts = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
+        assert "".join(part for part, _ in parts) + reader.rest() == text
+        assert not any(calls for _, calls in parts)
+
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hej"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+    },
+    {"role": "tool", "content": "sunny"},
+]
+
+
+def test_templates_with_and_without_a_place_for_tools() -> None:
+    def written(template: str | None) -> str:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        found = ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer))
+        return str(found.tokenizer.decode(list(found.encode_chat(TALK, [WEATHER]))))
+
+    assert written(TOOL_TEMPLATE) == "[weather]<user>Hej<assistant><tool_call>Rome<tool>sunny"
+    plain = written("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert plain.startswith("<system>These functions are available")
+    assert '"name": "weather"' in plain
+    assert f"<user>Hej<assistant>{CALL}<user><tool_response>\nsunny\n</tool_response>" in plain
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_grammar_of_calls(required: bool, parallel: bool) -> None:
+    service = web_service(ScriptedEngine())
+    grammar = tool_grammar(service.grammars, {"weather": CITY, "now": None}, required=required, parallel=parallel)
+
+    def follows(text: str) -> bool:
+        """Whether the grammar lets the text be an answer."""
+        matcher = grammar.matcher()
+        for token in service.tokenizer.encode(text, special=False):
+            if not matcher.allowed()[token]:
+                return False
+            matcher.add(token)
+        return bool(matcher.allowed()[1])
+
+    wrong = CALL.replace("city", "town")
+    assert follows(CALL)
+    assert follows('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not follows(wrong)
+    assert not follows(f"Hello {wrong}")
+    assert follows(f"{CALL}\n{CALL}") == parallel
+    assert follows("Hello <there>") == follows(f"Hello {CALL}") == (not required)
