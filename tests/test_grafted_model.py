@@ -69,7 +69,7 @@ def test_a_detached_model_is_freed_without_a_garbage_collection(kind: str) -> No
     [
         ("graft", "Grafts are given as VanillaAdapter"),
         (["graft"], "Grafts are given as list"),
-        ({"name": "config"}, "'name' is a VanillaAdapterConfig and no graft"),
+        ({"name": "config"}, "'name' is a VanillaAdapterConfig, no graft"),
         ({"a.b": "graft"}, "can't have the name 'a.b'"),
         ({"keys": "graft"}, "can't have the name 'keys'"),
         ({"": "graft"}, "can't have the name ''"),
@@ -102,7 +102,7 @@ def test_what_is_no_backbone(tmp_path: Path) -> None:
         with pytest.raises(BackboneError, match="is no Backbone"):
             load_graft(tmp_path / "graft", wrong)
     values: Any = {"kind": "adapter"}
-    with pytest.raises(GraftError, match="The config of a graft has the type dict: give graft_config"):
+    with pytest.raises(GraftError, match="A graft.s config has the type dict: give graft_config"):
         build_graft(values, backbone)
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_backbone(tmp_path: Path) -> None:
         ({"dtype": "nn"}, "There is no dtype 'nn'"),
         ({"kind": "seq2seq"}, "There is no kind of backbone 'seq2seq': give one of causal-lm"),
         ({"kind": "masked-lm"}, "has no head of the kind masked-lm: load it as another kind"),
-        ({"family": 3}, "A family is given as int"),
+        ({"family": 3}, "The family is int"),
         ({"family": "gpt2"}, "other models' parts are found without one"),
     ],
     ids=str,

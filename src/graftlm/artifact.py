@@ -87,11 +87,7 @@ class Manifest(Config):
             )
 
     def graft_config(self) -> GraftConfig:
-        """The graft's config.
-
-        Raises:
-            ArtifactError: this version of the library does not know the kind or a key.
-        """
+        """The graft's config. Raises ArtifactError if this version of the library does not know the kind or a key."""
         try:
             return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
         except RecipeError as error:
@@ -137,9 +133,7 @@ def save_graft(
     if folder.exists() and not folder.is_dir():
         raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
-        raise ArtifactError(
-            f"{folder} holds other files and no graft, so it is left alone: name an empty or new folder."
-        )
+        raise ArtifactError(f"{folder} holds other files and no graft, and is left alone: name an empty or new folder.")
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()
@@ -165,11 +159,7 @@ def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """`graft.json` of a folder, or of a repository of the hub.
-
-    Raises:
-        ArtifactError: it is missing, broken, or of a later format.
-    """
+    """`graft.json` of a folder or hub repository; ArtifactError if it is missing, broken, or of a later format."""
     path = fetch_folder(folder, JSON_NAME) / JSON_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -67,9 +67,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file, then apply `overrides` such as `training.steps=200`."""
-        return parse_overridden(
-            lambda values: cls.parse(values, where=str(path)), read_yaml(path), overrides, str(path)
-        )
+        return parse_overridden(lambda keys: cls.parse(keys, where=str(path)), read_yaml(path), overrides, str(path))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The config as YAML without default values; also written to `path` when given."""
@@ -92,11 +90,7 @@ def _is_tag(annotation: Any) -> bool:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
-
-    Raises:
-        RecipeError: the file is missing, is not UTF-8 YAML, or holds no mapping.
-    """
+    """Read the mapping in a YAML file; RecipeError if it is missing, is not UTF-8 YAML, or holds no mapping."""
     try:
         values = _load(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -223,9 +217,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     try:
         value = _load(text)
     except yaml.YAMLError:
-        raise RecipeError(
-            f"The value of the override {_shorten(override)!r} is not valid YAML: put it in quotes."
-        ) from None
+        raise RecipeError(f"The override {_shorten(override)!r}'s value is not valid YAML: put it in quotes.") from None
     *parents, last = path
     node: Any = values
     for name in parents:

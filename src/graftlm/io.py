@@ -104,11 +104,7 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a temporary file, flush it to disk, and rename it to `path`; gives `path`.
-
-    Raises:
-        EvaluationError: the file can't be written.
-    """
+    """Write a temporary file, flush it, and rename it to `path`; gives `path`. Raises EvaluationError if that fails."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,9 +211,7 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise BackboneError(
-                f"{name} is not a GGUF file (it begins with {magic!r}): fetch it again, or name another."
-            )
+            raise BackboneError(f"{name} is not a GGUF file (begins with {magic!r}): fetch it again, or name another.")
         files = ModelFiles(str(path.parent), path.name)
     else:
         owner, _, rest = name.partition("/")
@@ -332,11 +326,7 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
 
 
 def has_report(folder: Path) -> bool:
-    """Whether a folder holds a report rather than a graft.
-
-    Raises:
-        ArtifactError: it holds neither.
-    """
+    """Whether a folder holds a report rather than a graft. Raises ArtifactError if it holds neither."""
     if (fetch_folder(folder, "graft.json") / "graft.json").exists():
         return False
     if not (folder / "results.json").exists():
@@ -361,11 +351,7 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file, without a byte order mark; CRLF becomes LF.
-
-    Raises:
-        DataError: the file can't be read, or is not UTF-8 text.
-    """
+    """The UTF-8 text of a file, without byte order mark and CR; DataError if it can't be read, or is not UTF-8."""
     with read_errors(path), open_binary(path) as file:
         data = file.read()
     if b"\0" in data:
@@ -377,11 +363,7 @@ def read_text(path: Path) -> str:
 
 
 def decode_utf8(data: bytes, where: str) -> str:
-    """Decode bytes without a byte order mark.
-
-    Raises:
-        DataError: they are not UTF-8; the message begins with `where`.
-    """
+    """Decode bytes without a byte order mark. Raises DataError, which begins with `where`, if they are not UTF-8."""
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -90,8 +90,8 @@ BAD = {
         lambda data: data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0zebra", 1),
         "zebra.*transformers reads no GGUF file of this architecture",
     ),
-    "another format": (lambda data: b"PK\3\4" + data, r"is not a GGUF file \(it begins with b'PK\\x03\\x04'\)"),
-    "an empty file": (lambda data: b"", r"is not a GGUF file \(it begins with b''\)"),
+    "another format": (lambda data: b"PK\3\4" + data, r"is not a GGUF file \(begins with b'PK\\x03\\x04'\)"),
+    "an empty file": (lambda data: b"", r"is not a GGUF file \(begins with b''\)"),
 }
 
 

@@ -138,9 +138,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other shape": (other_shape, "can't be loaded .*: restore its files"),
     "unknown type": (unknown_type, "can't be loaded .*: restore its files"),
     "a graft": (lambda folder: (folder / "graft.json").write_text("{}"), "is a graft, but a backbone is expected"),
-    "broken tokenizer": (cut("tokenizer.json", 0.5), r"The tokenizer of .* can't be loaded .*: restore its files"),
-    "empty tokenizer": (cut("tokenizer.json", 0), r"The tokenizer of .* can't be loaded .*: restore its files"),
-    "broken tokenizer config": (cut("tokenizer_config.json", 0.5), r"The tokenizer of .* can't be loaded"),
+    "broken tokenizer": (cut("tokenizer.json", 0.5), r"'s tokenizer can't be loaded .*: restore its files"),
+    "empty tokenizer": (cut("tokenizer.json", 0), r"'s tokenizer can't be loaded .*: restore its files"),
+    "broken tokenizer config": (cut("tokenizer_config.json", 0.5), r"'s tokenizer can't be loaded"),
 }
 
 

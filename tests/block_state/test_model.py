@@ -192,7 +192,7 @@ def test_lengths_that_the_model_cannot_use_are_refused() -> None:
 
 def test_masks_with_gaps_or_four_dimensions_are_refused() -> None:
     model, ids = tools.model("sh-s4d"), tools.ids(1, 5)
-    with pytest.raises(GraftError, match="a gap between the tokens"):
+    with pytest.raises(GraftError, match="a gap between a row's tokens"):
         model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
     with pytest.raises(GraftError, match="4 dimensions, and windows need one of"):
         model(ids, attention_mask=torch.ones(1, 1, 5, 5))

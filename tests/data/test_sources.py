@@ -136,7 +136,7 @@ def test_broken_utf8_names_the_byte(tmp_path: Path, mark: bytes) -> None:
         (b'{"text": 5}', "line 2 has a value of type int in the column 'text', but a string is expected."),
         (b'{"text": null}', "line 2 has nothing in the column 'text', but a string is expected."),
         (b'{"text": "x"', "line 2 is not valid JSON (Expecting ',' delimiter)"),
-        (b'"x"', "line 2 is of type str, but an object with the column 'text' is expected."),
+        (b'"x"', "line 2 is of type str, but an object with a column 'text' is expected."),
         (b'{"text": "\xe9"}', "line 2 is not UTF-8 text (byte 10 is 0xe9)"),
         (b'{"text": "a\\ud800"}', "line 2 has half a surrogate pair at character 1 of the column 'text'"),
         (b"[" * 100_000, "line 2 is not valid JSON (nested too deep)"),

@@ -86,8 +86,8 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"{", "not valid JSON"),
-        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"{", "is no JSON"),
+        (b"\xff\xfe\x00", "is no JSON"),
         (b"[1, 2]", "a list"),
         (b'{"nam": 1}', "did you mean name"),
         (b"{}", "is missing"),

@@ -148,7 +148,7 @@ CASES = {
     "options of a stream that is none": completions(
         None,
         "stream_options",
-        "stream_options is set, and stream is not: set stream to true, or leave it out.",
+        "stream_options is set without stream: set stream to true, or leave it out.",
         stream_options={"include_usage": True},
     ),
     "no messages": chats(

@@ -42,7 +42,7 @@ def test_a_scanned_pdf(tmp_path: Path) -> None:
             figure.figimage([[index * row % 7 for index in range(200)] for row in range(200)])
             pdf.savefig(figure)
     line = refused(tmp_path / "scan.pdf")
-    assert "has 2 pages and no text, as scanned pages have: recognize the text first (OCR)" in line
+    assert "has 2 pages and no text, as scans have: recognize the text first (OCR)" in line
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex", ".rst", ".xml"])
@@ -68,7 +68,7 @@ def test_a_language_that_the_splitter_does_not_know(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Tea is good.")
     done = invoke("summarize", str(tmp_path / "a.txt"), "--language", "english")
     assert (done.code, done.out) == (2, "")
-    assert "'english' is no language that sentences can be split by: a code such as en, de or zh" in done.err
+    assert "'english' is no language that sentences can be split by: give a code such as en, de or zh" in done.err
 
 
 def test_an_abstract_of_its_own_is_told(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_config_that_is_not_of_its_tensors_is_refused(change: dict[str, Any], 
     routed(case, tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert "copy the expert again with its own config" in refusal(case, tmp_path)
+    assert "copy the expert again with its config" in refusal(case, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_what_the_build_refuses_has_no_section(change: dict, tmp_path: Path) -> 
     change_config(str(tmp_path / "one"), **change)
     described = inspect_adapter(tmp_path / "one")
     assert not described.sections
-    assert "copy the expert again with its own config" in described.refusals["token-routing"]
+    assert "copy the expert again with its config" in described.refusals["token-routing"]
 
 
 def pickled(folder: Path) -> None:

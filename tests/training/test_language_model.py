@@ -273,11 +273,11 @@ def test_pieces_write_every_text() -> None:
         ({"model": MODEL | {"hidden": 3}}, r"model: unknown key hidden for the model_type llama"),
         (
             {"model": MODEL | {"num_attention_heads": 3}},
-            r"the keys of the model_type llama don't fit \(.*not a multiple of the number of attention heads",
+            r"keys of the model_type llama don't fit \(.*not a multiple of the number of attention heads",
         ),
         (
             {"model": MODEL | {"hidden_size": "wide"}},
-            r"model: the keys of the model_type llama don't fit \(.*hidden_size",
+            r"model: keys of the model_type llama don't fit \(.*hidden_size",
         ),
         ({"model": MODEL | {"vocab_size": 100}}, "The tokenizer has .* tokens, but the model llama has 100: take a"),
         ({"model": {"hidden_size": 16}}, "a new model has a model_type, such as llama: name one under model"),

@@ -146,7 +146,7 @@ def test_two_tasks_of_one_name(tmp_path: Path) -> None:
 
 def test_heads_need_tasks_and_rows_that_fit_the_model(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
     values = task_recipe(tmp_path, tiny_backbone("bert"))
-    with pytest.raises(RecipeError, match="length is 600, but .* reads 512 tokens: lower the length"):
+    with pytest.raises(RecipeError, match="length is 600, but .* reads 512 tokens: lower it to that"):
         run(values | {"length": 600})
     with pytest.raises(RecipeError, match="graft compare trains on text: run graft train once for each method"):
         compare_recipe(TaskRecipe.parse(values), progress=False)

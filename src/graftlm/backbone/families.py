@@ -185,9 +185,7 @@ def _row(family: Family | Mapping[str, Any]) -> Family:
     if isinstance(family, Family):
         return family
     if not isinstance(family, Mapping):
-        raise UnknownFamilyError(
-            f"A family is given as {type(family).__name__}: give a model type, or fields in a dict."
-        )
+        raise UnknownFamilyError(f"The family is {type(family).__name__}: give a model type, or fields in a dict.")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in family.items()}
     try:
         for name in {"attention", "ffn"} & values.keys():
@@ -216,11 +214,7 @@ class Site:
 
 
 class Sites:
-    """The sites of one live model.
-
-    Raises:
-        UnknownFamilyError: the model's structure is unknown, or its family's row does not fit the model.
-    """
+    """The sites of a live model; UnknownFamilyError if its structure is unknown, or its family's row does not fit."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_type: str = model.config.model_type
@@ -287,9 +281,7 @@ class Sites:
         if self.activation not in ACT2FN or (own is not None and not same_function(ACT2FN[self.activation], own)):
             problem = f"its activation is {self.activation}, and the FFN computes {own or 'no function of that name'}"
         if problem:
-            raise UnknownFamilyError(
-                f"The row of the model type {self.model_type!r} does not fit: {problem}; correct it."
-            )
+            raise UnknownFamilyError(f"The row of model type {self.model_type!r} does not fit: {problem}; correct it.")
 
     def norms(self, layer: int) -> list[Site]:
         """The norms inside a layer, in the order in which they act; empty where the family's row names none."""
@@ -302,11 +294,7 @@ class Sites:
         return None if self.family.counts_positions else (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
-        """The entry and exit modules of a site.
-
-        Raises:
-            TapError: the backbone has no such site.
-        """
+        """The entry and exit modules of a site. Raises TapError if the backbone has no such site."""
         if site.kind in ("layer", "attention", "ffn"):
             return self._layer_modules(site)
         if site.kind == "head":

@@ -122,11 +122,7 @@ class Backbone:
             raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            BackboneError: the backbone has no tokenizer.
-        """
+        """The tokenizer. Raises BackboneError if the backbone has no tokenizer."""
         if self.tokenizer is None:
             raise BackboneError(
                 f"The backbone {self.name} has no tokenizer, but text needs one: put tokenizer.json and "
@@ -348,11 +344,7 @@ def _load_model(
 
 
 def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer among a model's files; None where a local folder has none.
-
-    Raises:
-        BackboneError: its files are broken.
-    """
+    """The tokenizer among a model's files, or None. Raises BackboneError if its files are broken."""
     from transformers import AutoTokenizer
 
     folder = Path(files.source)
@@ -362,9 +354,7 @@ def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> 
     try:
         return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(
-            f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
-        ) from error
+        raise BackboneError(f"{name}'s tokenizer can't be loaded ({first_line(error)}): restore its files.") from error
 
 
 def _unwrap(model: Any) -> PreTrainedModel:

@@ -28,9 +28,7 @@ def evaluate(
     ] = None,
     metric: Annotated[
         str | None,
-        option(
-            "METRIC", "Metric of --examples: exact-match, chrf, log-perplexity, or pass@1, which runs generated code."
-        ),
+        option("METRIC", "Metric of --examples: exact-match, chrf, log-perplexity, or pass@1 (runs generated code)."),
     ] = None,
     prompt_column: Annotated[str | None, option("NAME", "Column of prompts; prompt by default.")] = None,
     answer_column: Annotated[str | None, option("NAME", "Column of reference answers; answer by default.")] = None,
@@ -67,9 +65,7 @@ def evaluate(
     model |= {"trust_remote_code": trust_remote_code}
     if rows:
         if text or examples or tasks:
-            raise DataError(
-                "--rows can't be combined with --text, --examples or --tasks: run graft eval once for each."
-            )
+            raise DataError("--rows can't be combined with --text, --examples or --tasks: run graft eval once each.")
         files = files_by_name(rows, "files of rows", "--rows")
         results = evaluate_rows(load_task_graft(graft, **model), files, batch_size=batch_size)
     else:

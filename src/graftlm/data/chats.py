@@ -89,9 +89,7 @@ def read_chat(value: Any, where: str, tools: Any = None) -> ChatExample:
                 "system, then user and assistant in turn, with tool behind assistant."
             )
         if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
-            raise DataError(
-                f"{where}, message {number} is an empty answer, which teaches to say nothing: leave it out."
-            )
+            raise DataError(f"{where}, message {number} is an empty answer, which teaches silence: leave it out.")
         before = role
     return ChatExample(messages, tuple(tools or ()), where)
 
@@ -188,9 +186,7 @@ def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarr
             own `{% generation %}` blocks mark other text.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError(
-            "Conversations need a fast tokenizer, which knows where its tokens are: put tokenizer.json there."
-        )
+        raise DataError("Conversations need a fast tokenizer, which knows where tokens are: put tokenizer.json there.")
     rendered = render_chat(chat, tokenizer)
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)

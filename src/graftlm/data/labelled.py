@@ -152,11 +152,7 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
 
 
 def read_held_out_rows(name: str, config: LabelledConfig, spec: TaskSpec, split: Split = "test") -> TaskRows:
-    """The rows of a test or validation set.
-
-    Raises:
-        DataError: a row is invalid or has a label that the task does not know, or there is no row.
-    """
+    """The rows of a test or validation set; DataError if there is none, one is invalid or has an unknown label."""
     rows = _read(name, config, split)
     _check_known(name, rows, spec.labels, "not seen in training")
     return TaskRows(spec, rows)
@@ -276,11 +272,7 @@ class LabelReader:
         self._kinds: dict[str, tuple[str, str]] = {}  # number, word -> the first of the kind, and the row that has it
 
     def target(self, value: Any, texts: Sequence[str], where: str) -> Target:
-        """What is predicted for a row of these texts.
-
-        Raises:
-            DataError: the value is no target of the task's type, or does not fit the texts.
-        """
+        """What is predicted for a row of texts; DataError if the value does not fit the task's type or the texts."""
         kind = self.config.type
         if kind == "regression":
             if (number := _finite(value)) is None:

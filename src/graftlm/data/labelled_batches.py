@@ -382,11 +382,7 @@ class LabelledMixture:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of a mixture of the same rows.
-
-        Raises:
-            DataError: the state belongs to other rows.
-        """
+        """Continue from `state_dict()` of a mixture. Raises DataError if the state belongs to other rows."""
         self.sampler.load_state_dict(state)
 
     def fingerprint(self) -> str:

@@ -115,11 +115,7 @@ def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str
 
 
 def read_own_text(path: Path) -> list[OwnText]:
-    """The samples of a file.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """The samples of a file. Raises DataError if the file is missing or damaged."""
     try:
         _, *lines = path.read_text(encoding="utf-8").splitlines()
         return [_sample(values) for line in lines for values in json.loads(line)]
@@ -304,9 +300,7 @@ class _Sampler:
         before, content, after = text.partition(_CONTENT)
         ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
         if not content or not all(ids) or ids[1][0] not in tokenizer.added_tokens_decoder:
-            raise DataError(
-                f"The chat template of {name} has no token that ends a user's turn: set chat_fraction to 0."
-            )
+            raise DataError(f"The chat template of {name} has no token that ends a user turn: set chat_fraction to 0.")
         if self._length < sum(map(len, ids)) + 2 * _MIN_TURN:
             raise DataError(
                 f"The chat template of {name} takes {sum(map(len, ids))} tokens, but a text has at most "

@@ -376,11 +376,7 @@ class StreamingBlocks:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of the same documents, tokenizer and length.
-
-        Raises:
-            DataError: the state has a buffer of another size.
-        """
+        """Continue from a state of the same documents and length. Raises DataError if its buffer has another size."""
         buffer = _decode(state["buffer"])
         if len(buffer) not in (0, self._buffer_rows * self.length):
             raise DataError(

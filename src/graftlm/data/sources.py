@@ -320,9 +320,7 @@ def _read_dataset(config: SourceConfig) -> Iterator[Document]:
             where = f"{config.name}: row {number}"
             yield _document(values_of(row, config.columns, where), config, where)
     except OSError as error:
-        raise DataError(
-            f"The dataset {config.name} could not be read to its end ({first_line(error)}): try again."
-        ) from None
+        raise DataError(f"The dataset {config.name} can't be read to its end ({first_line(error)}): retry.") from None
 
 
 def _is_saved_dataset(path: Path) -> bool:

@@ -124,9 +124,7 @@ def values_of(row: Any, columns: Mapping[str, str], where: str, owner: str = "so
     """The values of some columns of one row. Raises `DataError` if the row is not a dict, or lacks a column."""
     if not isinstance(row, dict):
         first = next(iter(columns.values()))
-        raise DataError(
-            f"{where} is of type {type(row).__name__}, but an object with the column {first!r} is expected."
-        )
+        raise DataError(f"{where} is of type {type(row).__name__}, but an object with a column {first!r} is expected.")
     check_columns(list(row), columns, where, owner)
     return [row[name] for name in columns.values()]
 

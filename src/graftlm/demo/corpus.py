@@ -48,9 +48,7 @@ def read_installation(limit: int) -> Texts:
         if size >= limit:
             break
     if not code:
-        raise DataError(
-            "This Python installation has no standard library source to learn from: run the demo on another."
-        )
+        raise DataError("This Python installation has no standard library source to learn from: run it on another.")
     return Texts(english, code)
 
 

@@ -84,11 +84,7 @@ class Scores:
         return float(nats.sum() / units.sum())
 
     def fraction(self, metric: MetricName) -> tuple[np.ndarray, np.ndarray]:
-        """Numerator and denominator of a metric per window.
-
-        Raises:
-            EvaluationError: the metric is unknown, or what it needs was not measured.
-        """
+        """A metric's numerator and denominator per window; EvaluationError if it is unknown or was not measured."""
         if metric == "nats_per_token":
             return self.nats, self.tokens
         if metric == "kl_per_token" and self.kl is not None:
@@ -96,13 +92,9 @@ class Scores:
         if metric == "kl_per_token":
             raise EvaluationError("These scores have no divergence: score with a reference.")
         if metric != "bits_per_byte":
-            raise EvaluationError(
-                f"There is no metric {metric!r}: nats_per_token, bits_per_byte and kl_per_token are known."
-            )
+            raise EvaluationError(f"There is no metric {metric!r}: give nats_per_token, bits_per_byte or kl_per_token.")
         if not self.bytes.sum():
-            raise EvaluationError(
-                "The scored tokens cover no byte of text, so there are no bits per byte: score more text."
-            )
+            raise EvaluationError("The scored tokens have no byte of text, so no bits per byte exist: score more text.")
         return self.nats, self.bytes * math.log(2)
 
     def subset(self, chosen: np.ndarray) -> Scores:
@@ -245,11 +237,7 @@ def limit_scored(windows: Iterator[Window], limit: int | None) -> Iterator[Windo
 
 
 def paired_difference(a: Scores, b: Scores, metric: MetricName = "nats_per_token") -> Interval:
-    """`a`'s metric minus `b`'s; each bootstrap sample draws the same windows of both.
-
-    Raises:
-        EvaluationError: the two did not score the same windows.
-    """
+    """`a`'s metric minus `b`'s, by samples of the same windows; EvaluationError if theirs differ."""
     if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bytes, b.bytes)):
         sizes = [f"{len(s.tokens)} windows of {s.tokens.sum()} tokens and {s.bytes.sum()} bytes" for s in (a, b)]
         raise EvaluationError(

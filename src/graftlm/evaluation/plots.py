@@ -143,11 +143,7 @@ def by_length(
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch; returns its path.
-
-    Raises:
-        EvaluationError: the path can't be written to.
-    """
+    """Write a PNG at 150 dots per inch; returns its path. Raises EvaluationError if the path can't be written to."""
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=150, facecolor="white")
     return write_atomically(Path(path), picture.getvalue())

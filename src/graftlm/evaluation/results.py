@@ -117,11 +117,7 @@ class Results(Config):
         return cls(name=name, rows=list(rows), seeds=list(seeds), **(origin | more))
 
     def row(self, row_id: str) -> Row:
-        """The row with an id.
-
-        Raises:
-            EvaluationError: there is no such row.
-        """
+        """The row with an id. Raises EvaluationError if there is no such row."""
         by_id = {row.id: row for row in self.rows}
         if row_id not in by_id:
             hint = did_you_mean(row_id, by_id)
@@ -129,11 +125,7 @@ class Results(Config):
         return by_id[row_id]
 
     def write(self, folder: str | Path) -> Path:
-        """Write `folder/results.json` atomically; returns its path.
-
-        Raises:
-            EvaluationError: the folder can't be written to.
-        """
+        """Write `results.json` atomically; returns its path; EvaluationError if the folder can't be written to."""
         values = self.model_dump(mode="json", exclude=None if self.details else {"details"})
         text = json.dumps(values, indent=2, ensure_ascii=False)
         return write_atomically(Path(folder) / FILE_NAME, text.encode() + b"\n")
@@ -154,9 +146,7 @@ class Results(Config):
         except OSError as error:
             raise EvaluationError(f"{path} can't be read ({error.strerror}): name a readable {FILE_NAME}.") from None
         except (UnicodeDecodeError, json.JSONDecodeError):
-            raise EvaluationError(
-                f"{path} is not valid JSON, but a {FILE_NAME} is expected: run the report again."
-            ) from None
+            raise EvaluationError(f"{path} is no JSON, but a {FILE_NAME} is expected: run the report again.") from None
         return cls.parse(values, where=str(path))
 
 

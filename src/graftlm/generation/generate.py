@@ -81,11 +81,7 @@ class _Stream(TextStreamer):
 
 
 def read_prompt(argument: str) -> str:
-    """A prompt from the command line; `-` reads stdin and drops its last line break.
-
-    Raises:
-        DataError: the prompt is not UTF-8.
-    """
+    """A prompt of the command line; `-` reads stdin without its last line break; DataError if it is not UTF-8."""
     data = sys.stdin.buffer.read().removesuffix(b"\n") if argument == "-" else os.fsencode(argument)
     return decode_utf8(data, "The prompt")
 

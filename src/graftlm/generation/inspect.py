@@ -356,29 +356,19 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
 
 
 def read_budget(named: Sequence[str]) -> dict[str, float]:
-    """Numbers by name, from `name=number`.
-
-    Raises:
-        DataError: a text has another form.
-    """
+    """Numbers by name, from `name=number`. Raises DataError if a text has another form."""
     budget = {}
     for argument in named:
         name, _, number = argument.partition("=")
         try:
             budget[name] = float(number)
         except ValueError:
-            raise DataError(
-                f"The budget {argument!r} names no metric and number: write --budget own_kl=0.05."
-            ) from None
+            raise DataError(f"The budget {argument!r} is no metric and number: write --budget own_kl=0.05.") from None
     return budget
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, without empty ones.
-
-    Raises:
-        DataError: the file can't be read, or has no text.
-    """
+    """The lines of a text file, without empty ones. Raises DataError if the file can't be read, or has no text."""
     lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not lines:
         raise DataError(f"{path} has no text: write one question a line.")
@@ -386,11 +376,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
-    """Paths by name, from `name=path` or a path; a path alone is named by its stem.
-
-    Raises:
-        DataError: a name appears twice.
-    """
+    """Paths by name, from `name=path` or a path, named by its stem. Raises DataError if a name appears twice."""
     paths: dict[str, str] = {}
     for argument in named:
         name, equals, path = argument.partition("=")

@@ -49,21 +49,13 @@ class TaskGraft:
         return row_encoder(self.backbone, self.length)
 
     def task(self, name: str) -> TaskSpec:
-        """The specification of one task.
-
-        Raises:
-            DataError: the graft has no such task.
-        """
+        """The specification of one task. Raises DataError if the graft has no such task."""
         if name not in self.tasks:
             raise DataError(f"The graft has no task {name!r}{did_you_mean(name, self.tasks)}.")
         return self.tasks[name]
 
     def config(self, name: str) -> LabelledConfig:
-        """How a task's rows are read.
-
-        Raises:
-            DataError: the graft has no such task.
-        """
+        """How a task's rows are read. Raises DataError if the graft has no such task."""
         return self.configs.get(name) or LabelledConfig(type=self.task(name).type, train=[])
 
 
@@ -124,11 +116,7 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
 def predict_rows(
     task_graft: TaskGraft, name: str, rows: Iterable[LabelledRow], *, batch_size: int = 64
 ) -> Iterator[dict[str, Any]]:
-    """Predictions of a task's head, in order, as plain JSON values.
-
-    Raises:
-        DataError: the graft has no such task, or a row can't be read.
-    """
+    """Predictions of a task's head as plain JSON values; DataError if there is no such task, or a row can't be read."""
     spec, encoder = task_graft.task(name), task_graft.encoder
     number = list(task_graft.tasks).index(name)
     rows = iter(rows)

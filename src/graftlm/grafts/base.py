@@ -245,11 +245,7 @@ class HasTensors(ABC):
 
     @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over tensors of the form that `tensors` returns.
-
-        Raises:
-            ArtifactError: names or shapes differ.
-        """
+        """Take over tensors of the form that `tensors` returns. Raises ArtifactError if names or shapes differ."""
 
 
 def check_tensors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:

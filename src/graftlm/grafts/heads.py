@@ -84,11 +84,7 @@ class Heads(nn.Module):
             self.add(name, spec)
 
     def add(self, name: str, spec: TaskSpec) -> nn.Linear:
-        """A fresh head, the last in order.
-
-        Raises:
-            GraftError: the name is taken, is empty or has a dot.
-        """
+        """A fresh head, the last in order. Raises GraftError if the name is taken, is empty or has a dot."""
         if name in self.specs or "." in name or not name:
             problem = "is there already" if name in self.specs else "has a dot in it" if name else "is empty"
             raise GraftError(f"The task name {name!r} {problem}: name the task another way.")

@@ -523,18 +523,12 @@ def _is_frozen(graft: Graft) -> bool:
 def _check_grafts(backbone: Backbone, grafts: Any) -> None:
     """Raise `GraftError` unless these are grafts by name, built for this backbone."""
     if not isinstance(grafts, Mapping):
-        raise GraftError(
-            f"Grafts are given as {type(grafts).__name__}: give a dict of them by name, {{'name': graft}}."
-        )
+        raise GraftError(f"Grafts are given as {type(grafts).__name__}: give a dict of them, {{'name': graft}}.")
     for name, graft in grafts.items():
         if not isinstance(graft, Graft):
-            raise GraftError(
-                f"{name!r} is a {type(graft).__name__} and no graft: make one with build_graft or load_graft."
-            )
+            raise GraftError(f"{name!r} is a {type(graft).__name__}, no graft: make one by build_graft or load_graft.")
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
-            raise GraftError(
-                f"A graft can't have the name {name!r}, by which a module holds it: take another, plain word."
-            )
+            raise GraftError(f"A graft can't have the name {name!r}, by which a module holds it: take a plain word.")
         backbone.check_graft(str(name), graft._fingerprint)
 
 

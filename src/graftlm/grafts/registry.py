@@ -90,11 +90,7 @@ def graft_class(kind: str) -> type[Graft]:
 
 
 def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
-    """The config that a recipe's `graft` section describes.
-
-    Raises:
-        RecipeError: the kind is missing or unknown, or a value does not fit.
-    """
+    """The config of a recipe's `graft` section; RecipeError if the kind is missing or unknown, or a value is wrong."""
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str):
         raise RecipeError(f"{where}: the key kind is missing or not a word; one of {', '.join(REGISTRY)} is expected.")
@@ -113,9 +109,7 @@ def default_config(kind: str) -> GraftConfig | None:
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
     """A fresh graft for a backbone; its random values come from torch's generator."""
     if not isinstance(config, GraftConfig):
-        raise GraftError(
-            f"The config of a graft has the type {type(config).__name__}: give graft_config({{'kind': ...}})."
-        )
+        raise GraftError(f"A graft's config has the type {type(config).__name__}: give graft_config({{'kind': ...}}).")
     graft = config.graft_class(config, need_backbone(backbone))
     graft._fingerprint = backbone.fingerprint
     return graft

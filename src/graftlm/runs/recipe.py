@@ -90,11 +90,7 @@ class Recipe(Config):
         return changed_sections(self, self.methods[name], "methods", name)
 
     def run(self) -> GraftRun:
-        """The run that trains the recipe's graft.
-
-        Raises:
-            RecipeError: the recipe compares methods and has no graft section.
-        """
+        """The run that trains the recipe's graft. Raises RecipeError if the recipe has methods and no graft section."""
         if self.graft is None:
             raise RecipeError(
                 "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
@@ -216,9 +212,7 @@ def grow_recipe(
         ForgettingBudgetError: a stage forgot more than the recipe allows. Grafts and report are written all the same.
     """
     if not isinstance(recipe, GrowthRecipe):
-        raise RecipeError(
-            "The recipe has no stages, and graft grow trains them in order: name some, or run graft train."
-        )
+        raise RecipeError("The recipe has no stages, which graft grow trains in order: name some, or run graft train.")
     results = _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
     _check_budget(results, recipe.evaluation.forgetting_budget)
     return results

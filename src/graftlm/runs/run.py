@@ -197,9 +197,7 @@ class TrainingRun(Run):
             summary, memory = None, MemoryWatch()
             if self.training.steps:
                 if trainee.batches is None:
-                    raise RecipeError(
-                        "A run with steps needs text: name some under data.new, or set training.steps to 0."
-                    )
+                    raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
                 with memory:
                     summary = train(
                         trainee.model,
@@ -294,9 +292,7 @@ def _unique(runs: Sequence[Run]) -> dict[str, Run]:
         if by_id.setdefault(run.id, run) != run:
             raise RecipeError(f"Two different runs have the id {run.id!r}: give each an id of its own.")
         if run.id != Path(run.id).name or run.id in (_MEASUREMENTS, _RUN):
-            raise RecipeError(
-                f"A run has the id {run.id!r}, which can't be the name of its folder: choose another name."
-            )
+            raise RecipeError(f"A run has the id {run.id!r}, which can't be the name of its folder: choose another.")
         if folders.setdefault(_folder(run, Path()), run.id) != run.id:
             raise RecipeError(
                 f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."

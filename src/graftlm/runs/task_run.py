@@ -97,9 +97,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         tests = {split: self._held_out(rows, split) for split in ("test", "validation")}
         backbone = self.backbone.load(kind="encoder")
         if self.length > (limit := max_sequence_length(backbone, backbone.need_tokenizer())):
-            raise RecipeError(
-                f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower the length to that."
-            )
+            raise RecipeError(f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower it to that.")
         set_seed(self.training.seed)
         config = with_tasks(self.graft, {name: task.spec for name, task in rows.items()})
         graft = config.graft_class(config, backbone)

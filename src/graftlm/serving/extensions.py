@@ -253,10 +253,8 @@ def _read_document(body: SummarizeBody) -> SourceDocument:
     try:
         return read_text(body.text, _SUFFIXES[body.format], language=body.language)
     except RecursionError:
-        raise DataError(f"The text is nested too deeply to be read as {body.format}: send it as text.") from None
+        raise DataError(f"The text is nested too deeply to be read as {body.format}: send its text.") from None
     except (GraftError, MemoryError):
         raise
     except Exception as error:  # each parser raises its own exceptions
-        raise DataError(
-            f"The text can't be read as {body.format} ({type(error).__name__}): send it as text."
-        ) from error
+        raise DataError(f"The text can't be read as {body.format} ({type(error).__name__}): send its text.") from error

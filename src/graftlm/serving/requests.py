@@ -468,7 +468,7 @@ def _check(service: Service, body: ApiRequest, prompts: int) -> None:
         )
     if body.stream_options is not None and not body.stream:
         raise ServingError(
-            "stream_options is set, and stream is not: set stream to true, or leave it out.", "stream_options"
+            "stream_options is set without stream: set stream to true, or leave it out.", "stream_options"
         )
 
 

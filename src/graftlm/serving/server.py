@@ -102,9 +102,5 @@ class GraftServer(uvicorn.Server):
 
 
 def serve(service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP loads changed grafts at once.
-
-    Raises:
-        GraftError: the address is not available.
-    """
+    """Serve until SIGTERM or SIGINT; SIGHUP loads changed grafts. Raises GraftError if the address is not available."""
     GraftServer(service, on_ready).run()

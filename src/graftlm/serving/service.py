@@ -101,11 +101,7 @@ def served_name(name: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """The name of a backbone in requests.
-
-    Raises:
-        GraftError: requests can not use the name.
-    """
+    """The name of a backbone in requests. Raises GraftError if requests can not use the name."""
     if not all(NAME.fullmatch(part) for part in name.split("/")):
         raise GraftError(
             f"Requests can't call the backbone {name!r}: give it another (--name), of letters, digits, dots, dashes."

@@ -127,11 +127,7 @@ def check_tracker(name: str | None) -> None:
 
 
 def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -> None:
-    """Begin a run of the tracker with the settings `values`.
-
-    Raises:
-        TrainingError: the tracker refuses, as one without a login does.
-    """
+    """Begin a run of the tracker with the settings `values`; TrainingError if it refuses, as without a login."""
     try:
         accelerator.init_trackers("graftlm", config=values)
     except Exception as error:  # every tracker has its own
@@ -200,11 +196,7 @@ def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterato
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name.
-
-    Raises:
-        TrainingError: there is none, or one is not in float32.
-    """
+    """The parameters that train, by name. Raises TrainingError if there is none, or one is not in float32."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TrainingError(

@@ -142,7 +142,7 @@ def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[Non
     except kinds as error:
         name = values["model_type"]
         raise RecipeError(
-            f"model: the keys of the model_type {name} don't fit ({first_line(error)}): change them."
+            f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
         ) from None
 
 
@@ -160,11 +160,7 @@ def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by name or folder.
-
-    Raises:
-        BackboneError: there is none.
-    """
+    """A tokenizer by name or folder. Raises BackboneError if there is none."""
     remedy = "name a folder that holds one, or learn one, as in tokenizer: {vocab_size: 4096}"
     with _loading(f"The tokenizer {name}", remedy):
         return AutoTokenizer.from_pretrained(name)
@@ -180,11 +176,7 @@ def _loading(what: str, remedy: str) -> Iterator[None]:
 
 
 def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
-    """Check that a model accepts rows of `length`, windows of `longest` tokens, and the document boundaries.
-
-    Raises:
-        RecipeError: it does not.
-    """
+    """Check that a model takes rows of `length`, windows of `longest` and document boundaries; RecipeError if not."""
     limit = max_sequence_length(model)
     if limit < max(length, longest):
         what = f"data.length is {length}" if limit < length else f"evaluation.lengths has {longest}"
@@ -215,11 +207,7 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer by `save_pretrained`; a kill leaves either all of it or nothing.
-
-    Raises:
-        OSError: the folder can't be written to.
-    """
+    """Write a model and its tokenizer, all of it or nothing. Raises OSError if the folder can't be written to."""
     with staged_folder(folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)

@@ -32,9 +32,7 @@ class DomainCollator:
             )
         domain = torch.tensor([int(row["domain"]) for row in rows])
         if wrong := set(domain.tolist()) - {0, 1}:
-            raise TrainingError(
-                f"A row has the domain {min(wrong)}, but 0 or 1 is expected: give old text 0 and new text 1."
-            )
+            raise TrainingError(f"A row has the domain {min(wrong)}, not 0 or 1: give old text 0 and new text 1.")
         return batch | {"domain": domain}
 
 

@@ -58,11 +58,7 @@ def own_questions(samples: Sequence[OwnText], tokenizer: Any, count: int) -> lis
 
 
 def template_questions(texts: Sequence[str], tokenizer: Any) -> list[ChatQuestion]:
-    """Questions in the tokenizer's chat template.
-
-    Raises:
-        DataError: there is no template, or it can't be filled.
-    """
+    """Questions in the tokenizer's chat template. Raises DataError if there is no template, or it can't be filled."""
     if not tokenizer.chat_template:
         raise DataError("BASE has no chat template, so it can't be asked questions: leave out --prompts.")
     rendered = (render_question([{"role": "user", "content": text}], tokenizer) for text in texts)

@@ -131,9 +131,7 @@ def _load(given: Auditable, base: AuditedModel | None, options: dict[str, Any]) 
     else:
         loaded = _load_model(str(given), options)
     if not (loaded.backbone.sites.family.causal and loaded.backbone.model.can_generate()):
-        raise BackboneError(
-            f"{loaded.name} is no causal language model, and an audit compares what two of them predict."
-        )
+        raise BackboneError(f"{loaded.name} is no causal language model: an audit compares what two of them predict.")
     return loaded
 
 
@@ -155,7 +153,7 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str
     """A graft on the base where that is the backbone that it was trained on, else on the backbone that it names."""
     if read_manifest(folder).graft_config().needs_tasks:
         raise ArtifactError(
-            f"The graft {folder} answers by heads of its own and writes no text: measure it by graft eval."
+            f"The graft {folder} answers by its own heads and writes no text: measure it by graft eval."
         )
     loading = {key: options[key] for key in ("device", "dtype", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)

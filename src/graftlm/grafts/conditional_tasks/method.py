@@ -260,11 +260,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     @torch.no_grad()
     def start_like(self, name: str, like: str) -> None:
-        """Give a task another's embedding and, where type and labels are the same, its head.
-
-        Raises:
-            GraftError: there is no task called `like`.
-        """
+        """Give a task another's embedding and, if type and labels agree, its head; GraftError if `like` is unknown."""
         tasks = self.config.tasks
         if like not in tasks:
             raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(tasks)}.")

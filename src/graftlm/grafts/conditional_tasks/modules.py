@@ -105,11 +105,7 @@ class TokenPositions:
 
     @classmethod
     def of_call(cls, call: Call, queries: int, limit: int) -> TokenPositions:
-        """The positions of a pass with this many queries.
-
-        Raises:
-            GraftError: a row has more than `limit` tokens.
-        """
+        """The positions of a pass with this many queries. Raises GraftError if a row has more than `limit` tokens."""
         mask, positions = call.attention_mask, call.position_ids
         past = call.past()
         keys: Tensor | int = past + queries

@@ -112,11 +112,7 @@ class ExpertTarget:
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> ExpertTarget:
-        """The sizes of a module.
-
-        Raises:
-            GraftError: it is neither linear nor an embedding.
-        """
+        """The sizes of a module. Raises GraftError if it is neither linear nor an embedding."""
         base = module.base_layer if isinstance(module, BaseTunerLayer) else module
         if isinstance(base, nn.Embedding):
             scale = getattr(base, "embed_scale", None)  # PEFT scales the update as well
@@ -274,9 +270,7 @@ def _check_types(name: str, folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(
-        f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert again with its own config."
-    )
+    return ArtifactError(f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert again with its config.")
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
@@ -373,7 +367,7 @@ def _check_targets(
     if unnamed := sorted({*paths} - expected):
         raise ArtifactError(
             f"The expert {name} in {folder} has factors of {unnamed[0]}, and its {ADAPTER_CONFIG} does not name that "
-            "module: copy the expert again with its own config."
+            "module: copy the expert again with its config."
         )
     if lacking := sorted(expected - {*paths}):
         raise ArtifactError(
@@ -426,7 +420,7 @@ def _scale(name: str, path: str, rank: int, peft_config: LoraConfig) -> float:
     if named != rank or not isinstance(alpha, int | float):
         raise ArtifactError(
             f"The expert {name} has tensors of rank {rank} at {path}, and its {ADAPTER_CONFIG} says rank {named!r} and "
-            f"alpha {alpha!r}: copy the expert again with its own config."
+            f"alpha {alpha!r}: copy the expert again with its config."
         )
     return alpha / (rank**0.5 if peft_config.use_rslora else rank)
 

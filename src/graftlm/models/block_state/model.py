@@ -273,9 +273,7 @@ def _build_grid(x: Tensor, mask: Tensor | None, cache: LayerCache | None, window
             )
         mask = mask[:, -length:].bool().to(x.device)
         if length > 1 and bool(((mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
-            raise GraftError(
-                "attention_mask has a gap between the tokens of a row: padding stands before or behind them."
-            )
+            raise GraftError("attention_mask has a gap between a row's tokens: padding stands before or behind them.")
     past = tuple(cache.tensors["past"].tolist()) if cache is not None and cache.tensors else None
     if past is not None and len(past) != rows:
         raise GraftError(f"past_key_values remembers {len(past)} rows, and the input has {rows}: they go together.")

@@ -38,9 +38,7 @@ def open_model(
     """
     if (endpoint is None) == (backbone is None):
         given = "Neither" if endpoint is None else "Both"
-        raise RecipeError(
-            f"{given} of --endpoint and --backbone was given: name one, a server's URL or a model's folder."
-        )
+        raise RecipeError(f"{given} of --endpoint and --backbone was given: name a server's URL or a model's folder.")
     if backbone is None:
         if model is None:
             raise RecipeError("The server may have several models: name one (--model).")

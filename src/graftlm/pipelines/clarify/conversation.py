@@ -239,11 +239,7 @@ class Conversation(Config):
         return sum((turn.cost for turn in self.turns), Cost())
 
     def after(self, turn: Turn) -> Self:
-        """The conversation with one more turn.
-
-        Raises:
-            RecipeError: a turn of another kind is due.
-        """
+        """The conversation with one more turn. Raises RecipeError if a turn of another kind is due."""
         return type(self).parse(dict(self) | {"turns": (*self.turns, turn)}, where="the conversation")
 
     def reply(self, answer: str | None, *, author: str = "person", cost: Cost | None = None) -> Self:
@@ -290,11 +286,7 @@ class Conversation(Config):
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the conversation to a file, atomically.
-
-        Raises:
-            EvaluationError: the file can't be written.
-        """
+        """Write the conversation to a file, atomically. Raises EvaluationError if the file can't be written."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
         return write_atomically(Path(path), text.encode() + b"\n")
 

@@ -48,11 +48,7 @@ class EndpointConfig(Config):
 
 
 class Endpoint:
-    """A model behind a server.
-
-    Raises:
-        MissingExtraError: the `openai` client is not installed.
-    """
+    """A model behind a server. Raises MissingExtraError if the `openai` client is not installed."""
 
     def __init__(self, config: EndpointConfig) -> None:
         try:
@@ -75,11 +71,7 @@ class Endpoint:
         return self.config.model
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt.
-
-        Raises:
-            EndpointError: the server is unreachable or slow, rejects the request, or breaks the protocol.
-        """
+        """Reply to a prompt; EndpointError if the server is unreachable, slow, refuses it, or breaks the protocol."""
         with self._errors():
             if self._streams is False or (on_text is None and self._streams is None):
                 response = self._request(prompt, stream=False)

@@ -112,11 +112,7 @@ class LocalModel:
         self.name, self._prefixes = name, PrefixCache(model) if reuse and PrefixCache.serves(model) else None
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt.
-
-        Raises:
-            DataError: the prompt does not fit the model.
-        """
+        """Reply to a prompt. Raises DataError if the prompt does not fit the model."""
         text = self.prompt_text(prompt)
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
         echoed = len(str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True)))  # the stream repeats the prompt

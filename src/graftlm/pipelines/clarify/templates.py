@@ -133,11 +133,7 @@ class Template(Config):
 
 @cache
 def load_template(name: str) -> Template:
-    """A built-in template by its name, or a user's by the path of its YAML file.
-
-    Raises:
-        RecipeError: the template does not exist, or is incomplete.
-    """
+    """A built-in template by name, or a user's by its YAML file; RecipeError if it does not exist, or is incomplete."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if path.parent == FOLDER and name not in template_names():
         known = did_you_mean(name, template_names())

@@ -81,11 +81,7 @@ class TrainedSelector:
         return [RankedSentence(indices[i], score) for i, score in zip(output.indices, output.scores, strict=True)]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the selector to a folder, completely or not at all.
-
-        Raises:
-            ArtifactError: the folder holds something else.
-        """
+        """Write the selector, completely or not at all. Raises ArtifactError if the folder holds something else."""
         folder = Path(folder)
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_NAME).is_file():
             raise ArtifactError(f"{folder} holds something that is no selector: name an empty or a new folder.")
@@ -98,11 +94,7 @@ class TrainedSelector:
 
 
 def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSelector:
-    """Load a selector that `TrainedSelector.save` wrote.
-
-    Raises:
-        ArtifactError: the folder holds no complete selector.
-    """
+    """Load a selector that `TrainedSelector.save` wrote. Raises ArtifactError if the folder holds no whole one."""
     folder = Path(folder)
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
@@ -115,9 +107,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
         if isinstance(error, MemoryError | AssertionError):
             raise
         cause = "it does not exist" if not folder.exists() else _cause(error)
-        raise ArtifactError(
-            f"{folder} is no whole selector ({cause}): name a folder that train_selector wrote."
-        ) from None
+        raise ArtifactError(f"{folder} is no whole selector ({cause}): name one that train_selector wrote.") from None
     model.to(device or default_device())  # type: ignore[arg-type]  # transformers wraps the method
     return TrainedSelector(model.eval(), tokenizer, str(folder), record)
 

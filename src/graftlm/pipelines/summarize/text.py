@@ -30,11 +30,7 @@ _ENGLISH = {"the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "be"
 
 
 def import_extra(module: str, purpose: str) -> Any:
-    """Import a module of the extra `summarize`, such as `markdown_it`.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
+    """Import a module of the extra `summarize`, as `markdown_it`. Raises MissingExtraError if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -72,15 +68,9 @@ def looks_english(text: str) -> bool:
 
 
 def check_language(code: str) -> str:
-    """Return a language code in lower case.
-
-    Raises:
-        RecipeError: it is no code, or no mark ends a sentence of the language.
-    """
+    """Return a language code in lower case; RecipeError if it is none, or no mark ends the language's sentences."""
     if not _LANGUAGE_CODE.fullmatch(code):
-        raise RecipeError(
-            f"{code!r} is no language that sentences can be split by: a code such as en, de or zh is expected."
-        )
+        raise RecipeError(f"{code!r} is no language that sentences can be split by: give a code such as en, de or zh.")
     if code.lower().split("-")[0] in _UNSPLIT_LANGUAGES:
         raise RecipeError(f"Sentences of the language {code!r} can't be told apart: give a text in another language.")
     return code.lower()

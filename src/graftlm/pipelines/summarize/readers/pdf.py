@@ -44,11 +44,7 @@ class PdfLine:
 
 
 def read_pdf(path: Path, max_characters: int) -> tuple[list[str], list[TextBlock]]:
-    """Return the text of each page, and the blocks of all pages.
-
-    Raises:
-        DataError: the file is encrypted, damaged, scanned or too large.
-    """
+    """Return each page's text, and all blocks; DataError if the file is encrypted, damaged, scanned or too large."""
     pdfminer: Any = import_extra("pdfminer.high_level", "Reading PDF files")
     document: Any = import_extra("pdfminer.pdfdocument", "Reading PDF files")
     logging.getLogger("pdfminer").setLevel(logging.ERROR)
@@ -77,9 +73,7 @@ def read_pdf(path: Path, max_characters: int) -> tuple[list[str], list[TextBlock
     if not pages:
         raise DataError(f"{path} is not a whole PDF file (it has no page): save or fetch it again.")
     if not any(page.strip() for page in pages):
-        raise DataError(
-            f"{path} has {len(pages)} pages and no text, as scanned pages have: recognize the text first (OCR)."
-        )
+        raise DataError(f"{path} has {len(pages)} pages and no text, as scans have: recognize the text first (OCR).")
     return pages, list(_merged(pdf_blocks(lines)))
 
 
