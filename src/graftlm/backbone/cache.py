@@ -8,7 +8,9 @@ Caches of several batches can be joined into one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import takewhile
 from typing import Any, Self
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedCache,
@@ -29,6 +32,9 @@ from graftlm.models.state_layer import RecurrentCacheLayer
 
 _SLOTS = "_graft_slots"
 _MIN_SPARE_TOKENS = 64
+BLOCK_TOKENS = 64  # of the prefix cache
+Block = list[tuple[Tensor, Tensor]]
+"""Keys and values (1, H, 64, d) of each layer."""
 
 
 def slots(
@@ -145,11 +151,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, H, T, d), and return all.
-
-        Raises:
-            GraftError: gradients are needed, which states written in place don't have.
-        """
+        """Append keys and values (B, H, T, d) in place, and return all; GraftError where gradients are needed."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise GraftError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
         if self.get_seq_length() == 0:
@@ -261,3 +263,64 @@ def _concatenate(states: Sequence[Tensor]) -> Tensor:
         shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in states)
         raise JoinError(f"The caches' states have the shapes {shapes} per row, but one is expected: keep them apart.")
     return states[0] if len(states) == 1 else torch.cat(list(states))
+
+
+class PrefixBlocks:
+    """Keys and values of texts that were read, for later prompts that begin alike. Not thread-safe.
+
+    A text is cut into blocks of 64 tokens. A block is known by its grafts and by all tokens up to its end, compared by
+    value. The blocks that were used last are kept.
+
+    Args:
+        tokens: the most tokens that are kept, in whole blocks; fewer than 64 keep nothing.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.limit = tokens // BLOCK_TOKENS
+        self._blocks: OrderedDict[tuple[Hashable, tuple[int, ...]], Block] = OrderedDict()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that are kept."""
+        return len(self._blocks) * BLOCK_TOKENS
+
+    def longest(self, owner: Hashable, prompt: Sequence[int]) -> list[Block]:
+        """The known blocks at the start of a prompt, but of its last token, which is always read."""
+        keys = list(takewhile(self._blocks.__contains__, self._keys(owner, prompt[:-1])))
+        self._touch(keys)
+        return [self._blocks[key] for key in keys]
+
+    def add(self, owner: Hashable, text: Sequence[int], cache: Cache, row: int) -> None:
+        """Keep the blocks of a row of a cache, whose last columns are those of `text`."""
+        keys, start = self._keys(owner, text), cache.get_seq_length() - len(text)
+        layers: list[Any] = [*cache.layers]
+        for number, key in enumerate(keys):
+            if key not in self._blocks:
+                first = start + number * BLOCK_TOKENS
+                columns = (slice(row, row + 1), slice(None), slice(first, first + BLOCK_TOKENS))
+                self._blocks[key] = [(layer.keys[columns].clone(), layer.values[columns].clone()) for layer in layers]
+        self._touch(keys)
+        while len(self._blocks) > self.limit:
+            self._blocks.popitem(last=False)
+
+    def keep(self, condition: Callable[[Hashable], bool]) -> None:
+        """Forget the blocks of owners for which the condition is false."""
+        self._blocks = OrderedDict((key, block) for key, block in self._blocks.items() if condition(key[0]))
+
+    def _keys(self, owner: Hashable, text: Sequence[int]) -> list[tuple[Hashable, tuple[int, ...]]]:
+        count = min(len(text) // BLOCK_TOKENS, self.limit)
+        return [(owner, tuple(text[: number * BLOCK_TOKENS])) for number in range(1, count + 1)]
+
+    def _touch(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
+        """Make blocks the newest, earlier ones of a text newer than later ones, which are of no use without them."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+
+
+def as_cache(blocks: Sequence[Block], length: int, config: Any) -> Cache:
+    """A cache of one row for a model with this config, filled with the first `length` tokens of some blocks."""
+    cache = use_growing_layers(DynamicCache(config=config))
+    for index, pairs in enumerate(zip(*blocks, strict=True)):
+        keys, values = (torch.cat(parts, dim=-2)[..., :length, :] for parts in zip(*pairs, strict=True))
+        cache.update(keys, values, index)
+    return cache

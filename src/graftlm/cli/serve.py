@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from graftlm.cli.common import configure_logging, log
 from graftlm.cli.inputs import Device, Quiet, Trust, option
@@ -29,6 +29,7 @@ def serve(
         int | None, option("N", "Tokens of prompt and answer; by default the model's limit.", min=1)
     ] = None,
     max_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 1024,
+    prefix_cache: Annotated[int, option("N", "Tokens kept of read texts; 0 keeps none.", min=0)] = 8192,
     seconds: Annotated[float, option("S", "Maximum time of a request.", min=0.1)] = 300.0,
     max_body: Annotated[int, option("BYTES", "Maximum size of a request.", min=1024)] = 2**20,
     grace: Annotated[float, option("S", "For running requests at the end.", min=0)] = 30.0,
@@ -36,6 +37,7 @@ def serve(
         float, option("S", "Interval of checks for changed grafts; 0: only at SIGHUP.", min=0)
     ] = 2.0,
     device: Device = None,
+    dtype: Annotated[str, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
@@ -62,13 +64,15 @@ def serve(
     configure_logging()
     from graftlm.backbone import default_device, load_backbone
 
-    loaded = load_backbone(backbone, device=device or default_device(), trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    loaded = load_backbone(backbone, device=device or default_device(), **options)
     from graftlm.serving import server  # the web side is imported after the model is loaded
     from graftlm.serving.protocol import EngineLimits
     from graftlm.serving.service import open_service
 
     server.log_to_stderr(quiet)
-    limits = EngineLimits(batch_size=batch_size, queue=queue, context=context, max_tokens=max_tokens, seconds=seconds)
+    sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
+    limits = EngineLimits(**sizes, context=context, seconds=seconds)
     service = open_service(loaded, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
         log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")
@@ -76,11 +80,7 @@ def serve(
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:
-    """Folders by name, from `NAME=DIR` pairs.
-
-    Raises:
-        GraftError: a pair has another form, or a name is not unique.
-    """
+    """Folders by name, from `NAME=DIR` pairs. Raises GraftError if a pair has another form, or a name is not unique."""
     folders: dict[str, Path] = {}
     for pair in pairs:
         name, _, folder = pair.partition("=")

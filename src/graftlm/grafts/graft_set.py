@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call
-from graftlm.backbone.cache import JoinError, join, use_growing_layers
+from graftlm.backbone.cache import GrowingLayer, JoinError, join, use_growing_layers
 from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
@@ -108,9 +108,15 @@ class MultiGraftModel:
 
     @torch.inference_mode()
     def prefill(
-        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any]
+        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache] = ()
     ) -> tuple[MixedBatch, Tensor]:
         """Read prompts; returns a new batch of one group, and (B, V) the logits of each row's next token.
+
+        Args:
+            graft_set: acts on all rows.
+            prompts: token ids of each row.
+            tags: the caller's object for each row.
+            pasts: for each row a cache with the tokens before the prompt; the prompts then have one length.
 
         Raises:
             RowGroupError: the pass failed.
@@ -120,22 +126,26 @@ class MultiGraftModel:
         width, device = max(len(prompt) for prompt in prompts), self._device
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        shared = use_growing_layers(DynamicCache(config=self._model.config))
+        lengths = [past.get_seq_length() for past in pasts] or [0] * len(prompts)
+        paddings = [max(lengths) - length for length in lengths]
+        known = torch.tensor([[0] * by + [1] * length for by, length in zip(paddings, lengths, strict=True)]).to(ids)
+        empty = use_growing_layers(DynamicCache(config=self._model.config))
+        shared = join(pasts, paddings) if pasts else empty
         group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
-        batch = MixedBatch(shared, mask[:, :0], [group], list(tags))
+        batch = MixedBatch(shared, known, [group], list(tags))
         logits = self._forward(batch, ids, mask)
         batch.separate = not _is_joinable(batch.cache)
         group.separate = not _is_joinable(group.cache)
         return batch, logits
 
-    @torch.inference_mode()
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
-        """(B, V) the logits after one more token of each row.
+        """(B, V) the logits after one more token of each row; errors as of `extend`."""
+        return self.extend(batch, [[token] for token in tokens_B])
 
-        Raises:
-            RowGroupError: the pass failed; the batch is as it was.
-        """
-        ids = torch.tensor(tokens_B, device=self._device)[:, None]
+    @torch.inference_mode()
+    def extend(self, batch: MixedBatch, tokens_BT: Sequence[Sequence[int]]) -> Tensor:
+        """(B, V) the logits after T more tokens of each row; RowGroupError if it fails, with the batch as it was."""
+        ids = torch.tensor(tokens_BT, device=self._device)
         with _restored_on_failure(batch):
             return self._forward(batch, ids, torch.ones_like(ids))
 
@@ -159,6 +169,12 @@ class MultiGraftModel:
             raise RowGroupError(None) from error
         batch.calls = [call for _, call in self._tap_hooks.calls(calls[0])]
         return output.logits[:, -1]
+
+
+def keeps_columns(batch: MixedBatch) -> bool:
+    """Whether all that a new batch remembers are keys and values of the backbone, with a column for each token."""
+    layers, seen = batch.cache.layers, batch.groups[0].cache.layers
+    return all(type(layer) is GrowingLayer for layer in layers) and len(seen) == len(layers)
 
 
 def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str, float]]:

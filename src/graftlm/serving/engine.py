@@ -1,7 +1,7 @@
 """The engine: one thread that generates for many requests in one batch, which rows join and leave at any token.
 
 Each step drops cancelled and overdue requests, admits waiting requests and reads their prompts, joins their rows to the
-running batches, and generates one token of each row.
+running batches, and generates one token of each row. The rest of a long prompt is read in later steps.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
+from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache
 from graftlm.errors import GraftError
-from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
+from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
 from graftlm.serving.protocol import (
     EngineError,
@@ -38,7 +41,8 @@ from graftlm.serving.tokenization import IncrementalDetokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROMPT_TOKENS = 2048  # maximum prompt tokens of one step, so that running rows do not wait long
+_PROMPT_TOKENS = 1024  # maximum prompt tokens of one step, so that running rows do not wait long
+_PART_TOKENS = 256  # of a long prompt, which is read in parts
 _log = logging.getLogger(__name__)
 
 
@@ -50,10 +54,10 @@ class ScheduledRequest:
     ) -> None:
         self.request, self.graft_set, self.stream, self.index = request, graft_set, stream, index
         self.sampling = RowSampling(request)
-        self.newest = -1
+        self.answer: list[int] = []
+        self.cached_tokens = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._deadline = time.monotonic() + seconds
-        self._count = 0
 
     @property
     def overdue(self) -> Literal["time", "cancelled"] | None:
@@ -70,19 +74,18 @@ class ScheduledRequest:
             self._detokenizer = IncrementalDetokenizer(tokenizer, self.request.prompt, self.request.stop)
         text, stopped = self._detokenizer.add(sampled.token)
         complete = self.sampling.add(sampled.token)
-        self._count += 1
-        self.newest = sampled.token
+        self.answer.append(sampled.token)
         output = TokenOutput(sampled.token, text, sampled.logprob, sampled.top, trace, self.index)
         if stopped:
-            return output, Finish("stop", len(self.request.prompt), self._count, index=self.index)
+            return output, replace(self.finish("stop"), text="")
         if complete:
             return output, self.finish("stop")
-        return output, self.finish("length") if self._count == self.request.max_tokens else None
+        return output, self.finish("length") if len(self.answer) == self.request.max_tokens else None
 
     def finish(self, reason: EngineFinishReason) -> Finish:
         """The end, with the text that was held back."""
         rest = self._detokenizer.rest() if self._detokenizer is not None else ""
-        return Finish(reason, len(self.request.prompt), self._count, rest, self.index)
+        return Finish(reason, len(self.request.prompt), len(self.answer), rest, self.index, self.cached_tokens)
 
 
 class RequestQueue:
@@ -248,6 +251,10 @@ class BatchingEngine(ThreadedEngine):
         super().__init__(*args, **kwargs)
         self._model = MultiGraftModel(self._backbone)
         self._batches: list[MixedBatch] = []
+        self._unread: list[ScheduledRequest] = []  # admitted requests
+        self._begun: MixedBatch | None = None  # one row, whose prompt is read in part
+        self._prefixes = PrefixBlocks(self.limits.prefix_tokens)
+        self._readable_in_parts: set[GraftSet] = set()
         self._thread.start()
 
     def replace(self, name: str, graft: object | None) -> None:
@@ -260,59 +267,122 @@ class BatchingEngine(ThreadedEngine):
 
     def _step(self) -> None:
         if not self._running:
-            self._batches = []  # a step that failed leaves rows
+            self._batches, self._begun, self._unread = [], None, []  # a step that failed leaves rows
         self._drop_waiting()
         self._drop_overdue_rows()
         self._unwire_replaced()
+        self._unread += self._admit(self.limits.batch_size)
         by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
-        for request in self._admit(self.limits.batch_size):
+        for request in self._unread:
             by_graft_set.setdefault(request.graft_set, []).append(request)
         for graft_set, requests in by_graft_set.items():
-            self._prefill(graft_set, requests)
+            self._read_prompts(graft_set, requests)
+        self._read_on()
         for batch in list(self._batches):
             self._decode(batch)
         self._batches = [batch for batch in self._batches if len(batch)]
 
     def _drop_overdue_rows(self) -> None:
         """End cancelled and overdue running requests."""
-        for batch in self._batches:
+        for batch in self._all_batches():
             late = {row: why for row, request in enumerate(batch.tags) if (why := request.overdue)}
             for row, why in late.items():
                 self._finish(batch.tags[row], batch.tags[row].finish(why))
             batch.keep([row for row in range(len(batch)) if row not in late])
+        for request in [request for request in self._unread if request.overdue]:
+            self._unread.remove(request)
+            self._finish(request, request.finish(request.overdue or "cancelled"))
+        self._begun = self._begun or None
+
+    def _all_batches(self) -> list[MixedBatch]:
+        return [*self._batches, *([self._begun] if self._begun else [])]
 
     def _unwire_replaced(self) -> None:
         """Disconnect graft sets that no request can name any longer, once their last row has left."""
         if self._has_replaced:
             self._has_replaced = False
-            busy = {group.owner for batch in self._batches for group in batch.groups}
+            busy = {group.owner for batch in self._all_batches() for group in batch.groups}
             wired = self._model.wired
             known = [graft_set for graft_set in wired if self.holds(graft_set.grafts)]
             self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
             self._has_replaced = len(known) < len(self._model.wired)
+            self._prefixes.keep(known.__contains__)
+            self._readable_in_parts &= {*known}
 
-    def _prefill(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
-        """Read the prompts of some requests, generate their first tokens, and join them to a running batch."""
+    def _read_prompts(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
+        """Read the prompts of admitted requests, in passes of those that can be read together."""
+        while requests:
+            together, pasts, count = requests, [], 0
+            if graft_set in self._readable_in_parts:
+                prompts = [request.request.prompt for request in requests]
+                blocks = [self._prefixes.longest(graft_set, prompt) for prompt in prompts]
+                known = [BLOCK_TOKENS * len(own) for own in blocks]
+                rows, count = next_pass(prompts, known, apart=self._prefixes.limit > 0)
+                if count > _PART_TOKENS and self._begun is not None:
+                    return  # the next long prompt may begin as this one
+                together = [requests[row] for row in rows]
+                if count:
+                    config = self._backbone.model.config
+                    pasts = [as_cache(blocks[row], len(prompts[row]) - count, config) for row in rows if known[row]]
+            requests = [request for request in requests if request not in together]
+            self._unread = [request for request in self._unread if request not in together]
+            self._prefill(graft_set, together, pasts, count)
+
+    def _prefill(self, graft_set: GraftSet, requests: list[ScheduledRequest], pasts: Sequence[Cache], new: int) -> None:
+        """Read prompts behind `pasts`, `new` tokens of each or all; of more than fit in a step the first ones."""
+        prompts = [request.request.prompt[-new:] for request in requests]
+        if new > _PART_TOKENS:
+            prompts = [prompt[:_PART_TOKENS] for prompt in prompts]
         try:
-            batch, logits = self._model.prefill(
-                graft_set, [scheduled.request.prompt for scheduled in requests], requests
-            )
+            batch, logits = self._model.prefill(graft_set, prompts, requests, pasts)
         except (RowGroupError, GraftError) as error:
             if len(requests) == 1:
                 self._finish(requests[0], error)
             else:  # single requests show which of them fails
                 for request in requests:
-                    self._prefill(graft_set, [request])
+                    self._prefill(graft_set, [request], [], 0)
             return
-        self._emit(batch, logits)
+        for request, past in zip(requests, pasts, strict=False):
+            request.cached_tokens = past.get_seq_length()
+        (self._readable_in_parts.add if keeps_columns(batch) else self._readable_in_parts.discard)(graft_set)
+        if new > _PART_TOKENS:
+            self._begun = batch
+        else:
+            self._start(batch, logits)
+
+    def _read_on(self) -> None:
+        """Read the next part of a prompt that is read in part."""
+        if (batch := self._begun) is None:
+            return
+        (request,), start = batch.tags, batch.mask.shape[1]
+        try:
+            logits = self._model.extend(batch, [request.request.prompt[start : start + _PART_TOKENS]])
+        except RowGroupError as error:
+            self._begun = None
+            self._finish(request, error)
+        else:
+            if batch.mask.shape[1] == len(request.request.prompt):
+                self._begun = None
+                self._start(batch, logits)
+
+    def _start(self, batch: MixedBatch, logits_BV: Tensor) -> None:
+        """Generate the first tokens of prompts that were read, and join the rows to a running batch."""
+        self._emit(batch, logits_BV)
         if len(batch) and not any(other.join(batch) for other in self._batches):
             self._batches.append(batch)
+
+    def _keep_prefix(self, batch: MixedBatch, row: int) -> None:
+        """Keep what a row has read and written for prompts that begin with it."""
+        request: ScheduledRequest = batch.tags[row]
+        if request.graft_set in self._readable_in_parts:
+            text = (*request.request.prompt, *request.answer)[: int(batch.mask[row].sum())]
+            self._prefixes.add(request.graft_set, text, batch.cache, row)
 
     def _decode(self, batch: MixedBatch) -> None:
         """Generate one token of each row; a row whose grafts fail leaves, and the pass is repeated without it."""
         while len(batch):
             try:
-                logits = self._model.decode(batch, [request.newest for request in batch.tags])
+                logits = self._model.decode(batch, [request.answer[-1] for request in batch.tags])
             except RowGroupError as error:
                 self._remove_failed(batch, error)
             else:
@@ -342,16 +412,43 @@ class BatchingEngine(ThreadedEngine):
                 problem = request.sampling.problem
                 why = f"The answer left what the request allows ({problem})" if problem else "The answer is no number"
                 self._finish(request, EngineError(f"{why}: ask another model."))
-            elif token.token in self._end_ids:
-                self._finish(request, request.finish("stop"))
+                continue
+            is_first, finish = not request.answer, None
+            if token.token in self._end_ids:
+                finish = request.finish("stop")
             else:
                 output, finish = request.add(token, traces.get(row, {}), self._tokenizer)
                 self._put(request, output)
-                if finish is None:
-                    kept.append(row)
-                else:
-                    self._finish(request, finish)
+            if is_first or finish is not None:
+                self._keep_prefix(batch, row)
+            if finish is None:
+                kept.append(row)
+            else:
+                self._finish(request, finish)
         batch.keep(kept)
+
+
+def next_pass(prompts: Sequence[Sequence[int]], known: Sequence[int], *, apart: bool) -> tuple[list[int], int]:
+    """Which prompts are read next, in one pass, and how many of their last tokens; 0 if all of each.
+
+    Args:
+        prompts: token ids.
+        known: the number of tokens at the start of each prompt that the prefix cache has.
+        apart: prompts with the same first block are not read in one pass, as the second can use what the first leaves.
+
+    Prompts of which something is known share a pass: each row reads as many tokens as the one with the most new ones.
+    """
+    new = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
+    short = [index for index in range(len(prompts)) if new[index] <= _PART_TOKENS]
+    started = [index for index in short if known[index]]
+    if started:
+        most = max(new[index] for index in started)
+        return [index for index in started if len(prompts[index]) > most], most
+    by_block = {
+        tuple(prompts[index][:BLOCK_TOKENS]) if apart and len(prompts[index]) > BLOCK_TOKENS else index: index
+        for index in reversed(short)
+    }
+    return (sorted(by_block.values()), 0) if short else ([0], new[0])
 
 
 def _as_serving_error(error: BaseException) -> ServingError:

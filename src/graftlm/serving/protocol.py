@@ -92,6 +92,7 @@ class EngineLimits(Config):
         context: maximum tokens of a prompt and its continuation; None uses the backbone's context length.
         max_tokens: maximum tokens of a continuation.
         seconds: maximum time of a request, waiting included.
+        prefix_tokens: maximum tokens of texts whose keys and values are kept for prompts that begin alike.
     """
 
     batch_size: int = Field(16, ge=1)
@@ -99,6 +100,7 @@ class EngineLimits(Config):
     context: int | None = Field(None, ge=1)
     max_tokens: int = Field(1024, ge=1)
     seconds: float = Field(300.0, gt=0)
+    prefix_tokens: int = Field(8192, ge=0)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class Finish:
         prompt_tokens, completion_tokens: numbers of tokens.
         text: text that was held back and turned out not to begin a stop string.
         index: number of the continuation in its stream.
+        cached_tokens: prompt tokens that were not read again.
     """
 
     reason: EngineFinishReason
@@ -181,6 +184,7 @@ class Finish:
     completion_tokens: int
     text: str = ""
     index: int = 0
+    cached_tokens: int = 0
 
 
 class RequestStream:
@@ -264,11 +268,7 @@ class Engine(Protocol):
 
 
 def check_model(names: Sequence[str], model: str) -> None:
-    """Check that a model is a known name, or known names joined by +.
-
-    Raises:
-        UnknownModelError: it is not; the message lists the names.
-    """
+    """Check that a model is a known name, or several joined by +. Raises UnknownModelError, which lists the names."""
     if unknown := [part for part in model.split("+") if part not in names]:
         raise UnknownModelError(
             f"There is no model {unknown[0][:100]!r} here: use one of {', '.join(names)}, or grafts joined by +."
@@ -276,11 +276,7 @@ def check_model(names: Sequence[str], model: str) -> None:
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:
-    """Check that a prompt has tokens, and that the model knows them.
-
-    Raises:
-        ServingError: it has none, or an id is not in the vocabulary.
-    """
+    """Check that a prompt has tokens, all of the vocabulary; ServingError otherwise."""
     if not prompt:
         raise ServingError(f"{param} has no tokens: give at least one word to continue.", param)
     if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
@@ -338,11 +334,7 @@ class ModelRegistry:
         return (self.name, *self._grafts)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Register a graft under a name, or remove the name.
-
-        Raises:
-            GraftError: the name is the backbone's or not usable, or the object is not a graft.
-        """
+        """Register a graft under a name, or remove it; GraftError if the name can't be used, or it is no graft."""
         if name == self.name or not name or "+" in name:
             reasons = {self.name: "is the backbone's", "": "is empty"}
             why = reasons.get(name, "holds a +, which joins names")
@@ -366,11 +358,7 @@ class ModelRegistry:
         return all(known.get(name) is graft for name, graft in grafts)
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
-        """The grafts that a request names; empty for the bare backbone.
-
-        Raises:
-            ServingError: the request does not fit the models or the limits.
-        """
+        """A request's grafts, none for the backbone; ServingError if it does not fit the models or the limits."""
         grafts = {} if request.model == self.name else self._mixture(request.model, self._grafts)
         if request.max_tokens < 1:
             raise ServingError(f"max_tokens is {request.max_tokens}, but 1 at least is expected.")

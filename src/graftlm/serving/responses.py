@@ -27,6 +27,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -216,7 +217,11 @@ class ResponseBuilder(ABC):
         ends = [choice.end for choice in self.choices]
         prompt = sum(end.prompt_tokens for end in ends[:: self.parsed.n] if end is not None)
         completion = sum(end.completion_tokens for end in ends if end is not None)
-        return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        cached = sum(end.cached_tokens for end in ends[:: self.parsed.n] if end is not None)
+        usage = CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        if cached:
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
+        return usage
 
     def _event(self, choices: list[BaseModel], usage: CompletionUsage | None = None) -> str:
         """An event; with `include_usage` OpenAI sets usage to null in all but the last."""
