@@ -234,8 +234,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
     They act together, so `GraftedModel(backbone, load_grafts(folder, backbone))` is the model that was measured. The
     others are read from where `graft grow` wrote them: beside the folder's parent, in STAGE/graft.
 
-    Raises:
-        ArtifactError: one of them is not there; and what `load_graft` raises.
+    Raises ArtifactError if one of them is not there; and what `load_graft` raises.
     """
     folder, earlier = Path(folder), {}
     for name in read_manifest(folder).trained_after:
@@ -310,8 +309,7 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
         folder: a local folder; all of its files are uploaded.
         repository: OWNER/NAME; it is made where it does not exist.
 
-    Raises:
-        ArtifactError: the folder holds neither, or the hub refuses.
+    Raises ArtifactError if the folder holds neither, or the hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -348,8 +346,7 @@ def default_card(manifest: Manifest) -> str:
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a graft's folder, or of another file in a folder, by name; they are read one by one.
 
-    Raises:
-        ArtifactError: their file is missing or damaged.
+    Raises ArtifactError if their file is missing or damaged.
     """
     path = fetch_folder(folder, JSON_NAME) / name
     try:

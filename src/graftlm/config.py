@@ -205,8 +205,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
     Nested containers on the path are copied, so that values shared through a YAML alias stay as they were.
 
-    Raises:
-        RecipeError: the override is malformed, or its path does not exist.
+    Raises RecipeError if the override is malformed, or its path does not exist.
     """
     key, equals, text = override.partition("=")
     path = key.strip().split(".")

@@ -86,8 +86,7 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
         settings: plain JSON values that decide the content; paths in them count by content.
         fill: writes the files. After a kill it is called again, with the files that it left.
 
-    Raises:
-        EvaluationError: the folder holds files that this function did not have written.
+    Raises EvaluationError if the folder holds files that this function did not have written.
     """
     marker, key = folder / "filled.json", digest(by_content(settings))
     begun, complete = (json.dumps({"key": key, "complete": value}) for value in (False, True))
@@ -264,8 +263,7 @@ def holds(folder: str | Path, file: str) -> bool:
 def fetch_folder(folder: str | Path, marker: str) -> Path:
     """A local folder as it is; of a repository of the hub with the file `marker` a copy, without pickles and code.
 
-    Raises:
-        ArtifactError: the hub has no such repository or file, or can't be reached.
+    Raises ArtifactError if the hub has no such repository or file, or can't be reached.
     """
     if (repository := hub_name(folder)) is None:
         return Path(folder)
@@ -296,8 +294,7 @@ def hub_problem(error: Exception, file: str = "file") -> str:
 def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
     """`adapter_config.json` of a PEFT adapter whose weights are in safetensors; `what` names it in messages.
 
-    Raises:
-        ArtifactError: a file is missing or broken, or the weights are pickled.
+    Raises ArtifactError if a file is missing or broken, or the weights are pickled.
     """
     path = folder / ADAPTER_CONFIG
     try:

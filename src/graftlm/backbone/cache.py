@@ -49,8 +49,7 @@ def slots(
         backbone_layers: number of layers that the backbone fills; a lazy cache may not have made them yet.
         make: builds one layer.
 
-    Raises:
-        GraftError: the cache moves or rounds its layers, which would not reach those of a graft.
+    Raises GraftError if the cache moves or rounds its layers, which would not reach those of a graft.
     """
     if getattr(cache, "offloading", False) or isinstance(cache, QuantizedCache):
         way = "quantises" if isinstance(cache, QuantizedCache) else "offloads"
@@ -199,8 +198,7 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
         paddings: columns of padding to add on the left of each cache. A negative number removes columns, which must be
             padding in all rows.
 
-    Raises:
-        JoinError: owners, layer types or numbers of columns differ.
+    Raises JoinError if owners, layer types or numbers of columns differ.
     """
     forms = [(vars(cache).get(_SLOTS, {}), len(cache.layers)) for cache in caches]
     if any(form != forms[0] for form in forms):

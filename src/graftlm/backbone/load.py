@@ -84,8 +84,7 @@ class Backbone:
     def bare_model(self) -> PreTrainedModel:
         """The model as it is without grafts, in evaluation mode, also while some are attached; it shares all weights.
 
-        Raises:
-            BackboneError: another library has replaced the forward methods of the model's modules.
+        Raises BackboneError if another library has replaced the forward methods of the model's modules.
         """
         clone = clone_without_hooks(self.model, self.name)
         for attribute in ("generate", "init_continuous_batching"):  # which attached grafts replace
@@ -111,8 +110,7 @@ class Backbone:
     def move(self, device: str | torch.device | None = None) -> None:
         """Move the model to a device, by default to `default_device()`.
 
-        Raises:
-            BackboneError: the device does not exist, or its memory is too small.
+        Raises BackboneError if the device does not exist, or its memory is too small.
         """
         device = device or default_device()
         try:
@@ -136,8 +134,7 @@ def clone_without_hooks(module: _Module, name: str) -> _Module:
 
     Modules that are put around or in place of the original's later, as PEFT does, do not appear in the clone.
 
-    Raises:
-        BackboneError: another library has replaced the forward methods of modules of the model, called `name`.
+    Raises BackboneError if another library has replaced the forward methods of modules of the model, called `name`.
     """
     if "forward" in vars(module) and any(True for _ in module.children()):
         raise BackboneError(

@@ -54,8 +54,7 @@ class RowScopedHooks(TapHooks):
     Two owners may replace at one site, as their rows differ. Before each forward pass, `prepare` is called with each
     owner and the `Call` of its rows.
 
-    Raises:
-        TapError: a tap names a site that the model does not have.
+    Raises TapError if a tap names a site that the model does not have.
     """
 
     _replaces_once = False

@@ -531,8 +531,7 @@ def token_mask_of(mask: Any, call: Call, length: int) -> Tensor | None:
     For a static cache, transformers' `generate` makes a mask of four dimensions, or one for each type of layer. In a
     layer without a window, the last query sees all real tokens so far. BLOOM's has a column for each token to come.
 
-    Raises:
-        TapError: the mask does not tell which tokens are real.
+    Raises TapError if the mask does not tell which tokens are real.
     """
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         if mask is None or call.cache is None or not any(map(is_static_layer, call.cache.layers)):

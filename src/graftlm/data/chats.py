@@ -63,8 +63,7 @@ class RenderedChat:
 def read_chat(value: Any, where: str, tools: Any = None) -> ChatExample:
     """A conversation from a list of messages: `role` and `content`, or ShareGPT's `from` and `value`.
 
-    Raises:
-        DataError: the list has another form, no assistant's turn, or its roles are out of order.
+    Raises DataError if the list has another form, no assistant's turn, or its roles are out of order.
     """
     if isinstance(value, Sequence) and not value:
         raise DataError(f"{where} has no messages: leave the conversation out.")
@@ -138,8 +137,7 @@ def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
 def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
     """Messages in a tokenizer's template, with the header of the answer that follows.
 
-    Raises:
-        DataError: the tokenizer has no template, or the messages don't fit it.
+    Raises DataError if the tokenizer has no template, or the messages don't fit it.
     """
     if not tokenizer.chat_template:
         raise DataError("The tokenizer has no chat template, so there is no conversation: name a chat model.")

@@ -132,8 +132,7 @@ class TaskRows:
 def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
     """The training rows of a task; its labels are those of all rows, before `limit` selects some.
 
-    Raises:
-        DataError: a row is invalid, or there are too few rows or classes.
+    Raises DataError if a row is invalid, or there are too few rows or classes.
     """
     rows = _read(name, config, "train")
     if config.labels:
@@ -218,8 +217,7 @@ def answer_span(value: Any, context: str, column: str, where: str) -> AnswerSpan
 
     The first answer is learned; without a start, its first occurrence in the context counts.
 
-    Raises:
-        DataError: there is no answer, or it does not occur in the context.
+    Raises DataError if there is no answer, or it does not occur in the context.
     """
     starts: list[Any] = []
     if isinstance(value, dict):
@@ -360,8 +358,7 @@ def read_conll(
         header: names of all columns. Without it the first column has the words and the last the tags; in an `.iob2`
             file, as Universal NER has it, the second and the third.
 
-    Raises:
-        DataError: the file can't be read, or a line has no tag, or too few or too many columns.
+    Raises DataError if the file can't be read, or a line has no tag, or too few or too many columns.
     """
     if header:
         check_columns(header, columns, str(path), "task")

@@ -235,8 +235,7 @@ class RowPacker:
     def next_row(self) -> np.ndarray | None:
         """The next row of marked ids (length,); None after the last one.
 
-        Raises:
-            DataError: a repeated source has no text, or a document with a prompt must stay whole and does not fit.
+        Raises DataError if a repeated source has no text, or a document with a prompt must stay whole and does not fit.
         """
         needed = self.length + (self.boundaries == "whole")  # the token after a row shows whether a document ends there
         while len(self.tail) < needed and (group := self._next_group()):
@@ -405,8 +404,7 @@ def pack(
 ) -> TokenBlocks:
     """Tokenise `documents`, which errors call `name`, and pack them into rows of `length` tokens; see `RowPacker`.
 
-    Raises:
-        DataError: the documents have too few tokens for one row, or one must stay whole and does not fit.
+    Raises DataError if the documents have too few tokens for one row, or one must stay whole and does not fit.
     """
     packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
@@ -551,8 +549,7 @@ class Mixture:
         shares: the share of each domain, summing to 1.
         batch_size: rows of one optimiser step, over all processes and micro-batches.
 
-    Raises:
-        DataError: a domain with a share has no data, or the domains' rows differ in form.
+    Raises DataError if a domain with a share has no data, or the domains' rows differ in form.
     """
 
     def __init__(
@@ -642,8 +639,7 @@ def build_mixture(
 
     `own_text` holds the marked ids of the texts that the backbone sampled, which are old as well.
 
-    Raises:
-        DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
+    Raises DataError if a source can't be read, there are no new sources, or no old ones though their share is above 0.
     """
     check_domains(config)
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
@@ -664,8 +660,7 @@ def build_blocks(
 ) -> Blocks:
     """The rows of one domain, of sources and of the backbone's own text: streamed if any source is, else in memory.
 
-    Raises:
-        DataError: a source can't be read, has too little text, or is streamed beside the backbone's own text.
+    Raises DataError if a source can't be read, has too little text, or is streamed beside the backbone's own text.
     """
 
     def documents() -> Iterator[Document]:

@@ -182,8 +182,7 @@ class DataConfig(Config):
 def check_sources(config: DataConfig) -> None:
     """Read the first document of each source, so that a wrong one is an error before anything is computed.
 
-    Raises:
-        DataError: a source can't be read, there are no new sources, or no old ones though their share is above 0.
+    Raises DataError if a source can't be read, there are no new sources, or no old ones though their share is above 0.
     """
     check_domains(config)
     for source in (*config.new, *(config.old if config.replay_fraction else ())):
@@ -210,8 +209,7 @@ def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
 def read_documents(config: SourceConfig) -> Iterator[Document]:
     """The documents of one source, in a fixed order; empty ones are left out.
 
-    Raises:
-        DataError: the source can't be read, or has no text.
+    Raises DataError if the source can't be read, or has no text.
     """
     empty = True
     for document in _limited(_select(_read_source(config), config.documents), config):
@@ -252,8 +250,7 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
 
     A `pattern` such as `*.c` or `letters/*.txt` picks files; by default those with a known suffix are taken.
 
-    Raises:
-        DataError: nothing is at `path`, or the folder holds no such file.
+    Raises DataError if nothing is at `path`, or the folder holds no such file.
     """
     if path.is_file():
         return [path]
@@ -280,8 +277,7 @@ def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     """The documents of one file, by its suffix: one a row of a table, or the whole file as plain text.
 
-    Raises:
-        DataError: the file can't be read, or contradicts its suffix; the message names the line, row or byte.
+    Raises DataError if the file can't be read, or contradicts its suffix; the message names the line, row or byte.
     """
     if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
         yield from (_document(values, config, where) for values, where in read_values(path, config.columns))

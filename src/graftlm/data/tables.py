@@ -51,8 +51,7 @@ def read_values(
         owner: the config that has these keys, for messages.
         header: names of all columns of a CSV or TSV file without a header.
 
-    Raises:
-        DataError: the file can't be read, contradicts its suffix, or lacks a column; the message names the row.
+    Raises DataError if the file can't be read, contradicts its suffix, or lacks a column; the message names the row.
     """
     suffix = file_suffix(path)
     if suffix not in TABLE_SUFFIXES:

@@ -35,8 +35,7 @@ def read_installation(limit: int) -> Texts:
     Args:
         limit: read source files until so many characters of code were found.
 
-    Raises:
-        DataError: the installation has no readable standard library.
+    Raises DataError if the installation has no readable standard library.
     """
     english, code, size = _topics(), list[str](), 0
     for words, program in filter(None, (split_source(path.read_bytes()) for path in source_files())):

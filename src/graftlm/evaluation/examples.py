@@ -155,8 +155,7 @@ def pass_at_1(
         timeout_s: CPU seconds for each program with its tests.
         memory_mb: MiB of address space for each program.
 
-    Raises:
-        EvaluationError: an example has no tests, or this operating system is not supported.
+    Raises EvaluationError if an example has no tests, or this operating system is not supported.
     """
     _check_pairs(answers, examples)
     for number, example in enumerate(examples, start=1):

@@ -30,8 +30,7 @@ class Frontier:
     Args:
         paths: by method, the points of each of its trainings.
 
-    Raises:
-        EvaluationError: the points lack what was learned or lost, or come from different windows.
+    Raises EvaluationError if the points lack what was learned or lost, or come from different windows.
     """
 
     def __init__(self, paths: Mapping[str, Sequence[Points]]) -> None:

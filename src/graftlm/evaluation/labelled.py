@@ -150,8 +150,7 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
     Multi-label: every label with a probability of at least one half. Tagging: a word without a token of its own, or
     beyond the truncation, is outside. Span: the likeliest pair of ends in the context, at most 30 tokens apart.
 
-    Raises:
-        EvaluationError: the output is not finite.
+    Raises EvaluationError if the output is not finite.
     """
     logits = output.float().cpu()
     if not torch.isfinite(logits[: len(encoded)] if spec.of_tokens else logits).all():

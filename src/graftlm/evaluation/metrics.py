@@ -257,8 +257,7 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
     where both have "new", and `forgotten` where both have "old". The differences are paired bootstrap intervals over
     the same windows.
 
-    Raises:
-        EvaluationError: the two were scored on different windows.
+    Raises EvaluationError if the two were scored on different windows.
     """
     metrics: dict[str, Interval] = {}
     for name, scores in method.items():

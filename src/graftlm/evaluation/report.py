@@ -30,8 +30,7 @@ def write_report(results: Results, out: str | Path, *, plots: Mapping[str, Figur
         out: the folder; it is created if necessary.
         plots: further figures by file name without suffix; they replace figures of the same name.
 
-    Raises:
-        EvaluationError: the folder can't be written to.
+    Raises EvaluationError if the folder can't be written to.
     """
     from graftlm.evaluation.plots import save
 

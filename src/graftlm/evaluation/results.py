@@ -158,8 +158,7 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
     The interval is over other seeds, not over other text. Only the means of intervals count. A single value is returned
     as it is.
 
-    Raises:
-        EvaluationError: there are no values.
+    Raises EvaluationError if there are no values.
     """
     if not values:
         raise EvaluationError("There are no values to combine over seeds: run at least one seed.")

@@ -92,8 +92,7 @@ def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: in
         timeout_s: CPU seconds for both together; the wall-clock limit is four times as long.
         memory_mb: MiB of address space for each process.
 
-    Raises:
-        EvaluationError: the operating system is neither Linux nor macOS.
+    Raises EvaluationError if the operating system is neither Linux nor macOS.
     """
     if os.name != "posix":
         raise EvaluationError("Generated code is run on Linux and macOS alone: run this measurement there.")

@@ -86,8 +86,7 @@ class Task:
 def read_task(config: TaskConfig) -> Task:
     """Read the examples of a task.
 
-    Raises:
-        DataError: the file can't be read, lacks a column or a text, or holds no more examples than shots.
+    Raises DataError if the file can't be read, lacks a column or a text, or holds no more examples than shots.
     """
     path = Path(config.path).expanduser()
     if not path.is_file():
@@ -140,8 +139,7 @@ class TaskResult:
     def gain(self, name: str, base: TaskResult) -> dict[str, Interval]:
         """`<name>_<metric>_gain`: the improvement over `base` on the same examples; positive is better.
 
-        Raises:
-            EvaluationError: `base` is of other examples.
+        Raises EvaluationError if `base` is of other examples.
         """
         if self.sums.shape != base.sums.shape or self.metric != base.metric:
             raise EvaluationError(

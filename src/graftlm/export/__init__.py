@@ -62,8 +62,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
     """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers alone.
 
-    Raises:
-        ArtifactError: the model is one of transformers', or the folder holds other files or can't be written.
+    Raises ArtifactError if the model is one of transformers', or the folder holds other files or can't be written.
     """
     with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
         save_unchanged(backbone.model, draft)

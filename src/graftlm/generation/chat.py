@@ -26,8 +26,7 @@ class ChatSession:
     Attributes:
         messages: what was said so far.
 
-    Raises:
-        DataError: the tokenizer has no chat template.
+    Raises DataError if the tokenizer has no chat template.
     """
 
     def __init__(
@@ -46,8 +45,7 @@ class ChatSession:
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
         """The answer to a message; both join the history, unless an error or an interrupt ends the answer.
 
-        Raises:
-            DataError: the conversation exceeds the model's positions.
+        Raises DataError if the conversation exceeds the model's positions.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = generate_text(self._model, self._tokenizer, messages, self._decoding, on_text=on_text).text

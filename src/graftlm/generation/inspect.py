@@ -323,8 +323,7 @@ def evaluate_graft(
 def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, list[Document]]:
     """Documents by name, from `name=path` or a path; a path alone is named by its stem.
 
-    Raises:
-        DataError: a path can't be read, or a name appears twice.
+    Raises DataError if a path can't be read, or a name appears twice.
     """
     from graftlm.data import SourceConfig, build_documents
 

@@ -96,8 +96,7 @@ def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
 def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size: int = 64) -> Results:
     """Measure a graft on labelled rows of its tasks: a file for each, with the columns of the training rows.
 
-    Raises:
-        DataError: the graft has no such task, or a row can't be read.
+    Raises DataError if the graft has no such task, or a row can't be read.
     """
     configs = {name: task_graft.config(name) for name in files}
     rows = {
@@ -133,8 +132,7 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     A line is a text, or a pair of texts separated by a tab. Words to tag are separated by blanks. With `columns`, lines
     are JSON objects.
 
-    Raises:
-        DataError: the source can't be read, or a row lacks a text.
+    Raises DataError if the source can't be read, or a row lacks a text.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):

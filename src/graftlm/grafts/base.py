@@ -209,8 +209,7 @@ class ReadsPeft(ABC):
     def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
         """A recipe's `graft` section with the adapter of a folder; no backbone is loaded.
 
-        Raises:
-            ArtifactError: the graft can't take the adapter; the message says what to do instead.
+        Raises ArtifactError if the graft can't take the adapter; the message says what to do instead.
         """
 
 

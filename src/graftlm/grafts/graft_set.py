@@ -75,8 +75,7 @@ class MultiGraftModel:
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
         """Connect the taps of these graft sets, and of no others.
 
-        Raises:
-            GraftError: the grafts of a set conflict, or a graft acts on all rows of a batch.
+        Raises GraftError if the grafts of a set conflict, or a graft acts on all rows of a batch.
         """
         if set(graft_sets) == set(self.wired):
             return
@@ -118,8 +117,7 @@ class MultiGraftModel:
             tags: the caller's object for each row.
             pasts: for each row a cache with the tokens before the prompt; the prompts then have one length.
 
-        Raises:
-            RowGroupError: the pass failed.
+        Raises RowGroupError if the pass failed.
         """
         if graft_set not in self.wired:
             self.wire([*self.wired, graft_set])

@@ -57,8 +57,7 @@ class GraftedModel(PreTrainedModel):
         old_objective: the loss of rows of the old domain: `replay` predicts their tokens as in other rows; `distil` is
             the divergence KL(bare backbone || model) at each of their tokens, which costs a pass of the backbone.
 
-    Raises:
-        TapConflictError: two grafts replace the same activation, or the backbone carries grafts already.
+    Raises TapConflictError if two grafts replace the same activation, or the backbone carries grafts already.
     """
 
     loss_type = "ForCausalLM"  # tells trainers that the loss shifts the labels
@@ -259,8 +258,7 @@ class GraftedModel(PreTrainedModel):
             extras: other inputs of grafts, by name: `task` (B,) where the graft has several tasks.
             kwargs: passed to the model, such as `token_type_ids`.
 
-        Raises:
-            GraftError: the number of grafts with heads is not one.
+        Raises GraftError if the number of grafts with heads is not one.
         """
         heads = self._graft_with_heads()
         call, hidden = self._last_hidden(extras, input_ids=input_ids, attention_mask=attention_mask, **kwargs)

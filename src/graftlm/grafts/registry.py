@@ -32,8 +32,7 @@ def register_graft(kind: str, graft: str | type[Graft]) -> None:
         kind: the name in recipes; `Config.kind` of the class has it as its one value.
         graft: the class, or `"module:Class"`, which is imported when it is first needed.
 
-    Raises:
-        GraftError: another class has the kind, or `graft` is no class of a graft with a config of this kind.
+    Raises GraftError if another class has the kind, or `graft` is no class of a graft with a config of this kind.
     """
     if kind in REGISTRY and _path(REGISTRY[kind]) != _path(graft):
         raise GraftError(f"The kind {kind!r} belongs to {_path(REGISTRY[kind])}: register your graft by another name.")

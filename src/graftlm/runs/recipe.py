@@ -181,8 +181,7 @@ def compare_recipe(
         frontier: train each method at several rates, measure each at several strengths, and give what it forgets at
             equal learning.
 
-    Raises:
-        RecipeError: the recipe is one of a language model or of tasks.
+    Raises RecipeError if the recipe is one of a language model or of tasks.
     """
     if isinstance(recipe, LanguageModelRecipe):
         raise RecipeError("The recipe trains one language model, and there is nothing to compare: run graft train.")

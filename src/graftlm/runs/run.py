@@ -324,8 +324,7 @@ def _measurement_file(run: Run, out: Path) -> Path:
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of an output folder in the main process: two processes would replace each other's files.
 
-    Raises:
-        RecipeError: another process holds it, or the folder can't be written.
+    Raises RecipeError if another process holds it, or the folder can't be written.
     """
     if not PartialState().is_main_process:
         yield

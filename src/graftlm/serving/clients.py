@@ -31,8 +31,7 @@ class EngineClient:
     def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
         """The end of a continuation, with its whole text; call it from a thread without an event loop.
 
-        Raises:
-            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
+        Raises ServingError if the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
         """
         request = GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
         with self._lock:

@@ -70,8 +70,7 @@ class GrammarCompiler:
     def json(self, schema: Mapping[str, Any] | bool, param: str) -> Grammar:
         """JSON that a schema describes, with the spaces that `json.dumps` writes.
 
-        Raises:
-            ServingError: the schema is wrong, or has a keyword that is not supported; so of the other methods.
+        Raises ServingError if the schema is wrong, or has a keyword that is not supported; so of the other methods.
         """
         return self._compile(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS), param)
 

@@ -32,8 +32,7 @@ class Service:
         started: start time in seconds since 1970.
         closing: set once the server accepts nothing new.
 
-    Raises:
-        BackboneError: the backbone has no tokenizer.
+    Raises BackboneError if the backbone has no tokenizer.
     """
 
     def __init__(
@@ -84,8 +83,7 @@ def open_service(
         name: name of the backbone in requests; by default its name on the hub, or its folder's name.
         limits, settings, keys: as of `Service`.
 
-    Raises:
-        GraftError: a part can not be loaded or used.
+    Raises GraftError if a part can not be loaded or used.
     """
     name = checked_name(name or served_name(backbone.name))
     backbone.need_tokenizer()

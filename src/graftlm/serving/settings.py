@@ -90,8 +90,7 @@ def _hash(key: str) -> bytes:
 def read_keys(file: Path | None = None) -> ApiKeys:
     """API keys from a file, else from GRAFTLM_API_KEYS: `NAME:KEY` or `KEY`, separated by lines or commas.
 
-    Raises:
-        GraftError: the file can not be read or has no key, or a key is too short or not unique.
+    Raises GraftError if the file can not be read or has no key, or a key is too short or not unique.
     """
     if file is None:
         return _parse(os.environ.get(KEYS_VARIABLE, ""), KEYS_VARIABLE)

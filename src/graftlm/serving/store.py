@@ -81,8 +81,7 @@ class GraftStore:
     def open(self) -> dict[str, Graft]:
         """Load all grafts for the first time. A broken graft of `folder` becomes a problem.
 
-        Raises:
-            GraftError: a graft that was given by name is not usable.
+        Raises GraftError if a graft that was given by name is not usable.
         """
         for name in self.given:
             if not NAME.fullmatch(name) or name in self.reserved:

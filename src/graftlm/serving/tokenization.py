@@ -66,8 +66,7 @@ class ServingTokenizer:
             messages: as chat templates expect them, with `tool_calls` and the role `tool` where tools were called.
             tools: what the assistant may call.
 
-        Raises:
-            ServingError: the chat template rejects the messages.
+        Raises ServingError if the chat template rejects the messages.
         """
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
         if not self._knows_tools:

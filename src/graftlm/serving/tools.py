@@ -36,8 +36,7 @@ def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, require
         required: the answer is calls alone; else it is text with calls anywhere.
         parallel: several calls are allowed.
 
-    Raises:
-        ServingError: a schema is wrong or not supported.
+    Raises ServingError if a schema is wrong or not supported.
     """
     bodies = []
     for name, parameters in tools.items():

@@ -114,8 +114,7 @@ def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None
 def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
     """Load the newest checkpoint into `state`; gives its step, or None where there is no checkpoint.
 
-    Raises:
-        TrainingError: the checkpoint belongs to a run with other settings.
+    Raises TrainingError if the checkpoint belongs to a run with other settings.
     """
     if state.context.accelerator.is_main_process:
         state.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -135,8 +134,7 @@ def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
 def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
     """Write a checkpoint with the state of all processes and, unless `keep` is None, remove all but the newest `keep`.
 
-    Raises:
-        TrainingError: it can't be written. Older checkpoints are as before.
+    Raises TrainingError if it can't be written. Older checkpoints are as before.
     """
     recurrent = {f"{RECURRENT}{name}": tensor for name, tensor in recurrent_state(state.context.model).items()}
     moments = {
@@ -191,8 +189,7 @@ def stop_before_step(
 
     The step has not updated the weights; `buffers` and the `recurrent` state are as they were before it.
 
-    Raises:
-        TrainingError: always.
+    Raises TrainingError if always.
     """
     set_recurrent_state(state.context.model, recurrent)
     state.optimizer.zero_grad()
@@ -233,8 +230,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class History:
     """`history.jsonl` of a run, cut to its first `steps` steps. Lines are written at once; `sync` flushes them to disk.
 
-    Raises:
-        TrainingError: the disk is full or can't be written.
+    Raises TrainingError if the disk is full or can't be written.
     """
 
     def __init__(self, path: Path, steps: int) -> None:

@@ -122,8 +122,7 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
     Args:
         values: `model_type` and any keys of its config. Vocabulary and special tokens come from the tokenizer.
 
-    Raises:
-        RecipeError: there is no such architecture for language models, or a key or value does not fit it.
+    Raises RecipeError if there is no such architecture for language models, or a key or value does not fit it.
     """
     config = _config(values, tokenizer)
     torch.manual_seed(seed)
@@ -191,8 +190,7 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
 def check_stream(model: Any, config: TrainingConfig) -> None:
     """Check that a model can continue its rows from step to step.
 
-    Raises:
-        RecipeError: its state grows with the text, or the run uses gradient checkpointing.
+    Raises RecipeError if its state grows with the text, or the run uses gradient checkpointing.
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(

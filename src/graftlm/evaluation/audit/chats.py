@@ -80,8 +80,7 @@ def answer_questions(
 
     The tokenizer is the base's, for both models; what `tuned_tokenizer` holds as special breaks the template as well.
 
-    Raises:
-        DataError: a question and its answer exceed the model's positions.
+    Raises DataError if a question and its answer exceed the model's positions.
     """
     longest = max((len(question.ids) for question in questions), default=0)
     if (limit := max_sequence_length(model)) < longest + max_new_tokens:

@@ -109,8 +109,7 @@ class Audit:
     def write(self, folder: str | Path) -> Path:
         """Write `results.json`, `report.md` and the page; returns the path of the page.
 
-        Raises:
-            EvaluationError: the folder can't be written to.
+        Raises EvaluationError if the folder can't be written to.
         """
         write_report(self.results, folder)
         page = render_page(self.results, self.passages, self.conversations, self.notes)
@@ -151,8 +150,7 @@ def audit(
         texts: further texts by name: a path, or documents (strings).
         settings: keys of `AuditConfig`, such as `tokens=2000` or `budget={"own_kl": 0.05}`.
 
-    Raises:
-        GraftError: a model can't be loaded, a setting does not fit, or there is nothing to compare.
+    Raises GraftError if a model can't be loaded, a setting does not fit, or there is nothing to compare.
     """
     config = AuditConfig.parse(settings, where="audit")
     documents = {name: _documents(name, text) for name, text in (texts or {}).items()}

@@ -131,8 +131,7 @@ class CharacterAlignment:
     Args:
         prompt_only: the augmenting model reads only the prompt.
 
-    Raises:
-        GraftError: a tokenizer gives no character offsets.
+    Raises GraftError if a tokenizer gives no character offsets.
     """
 
     def __init__(

@@ -103,8 +103,7 @@ class AugmentingModel:
     def read(self, call: Call) -> AugmentingStates:
         """Run the model on the new tokens of a pass of the anchor.
 
-        Raises:
-            GraftError: the pass has no token ids, or its cache was filled without this graft.
+        Raises GraftError if the pass has no token ids, or its cache was filled without this graft.
         """
         if call.input_ids is None:
             raise GraftError(

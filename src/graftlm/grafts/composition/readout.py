@@ -86,8 +86,7 @@ def _fit(logits: Tensor, vocabulary: int) -> Tensor:
 def output_width(name: str, backbone: Backbone) -> int:
     """The width of the last hidden states that a model's output layer reads, from a pass over one token.
 
-    Raises:
-        GraftError: the model is not causal, or its logits are not that layer's outputs of the last hidden states.
+    Raises GraftError if the model is not causal, or its logits are not that layer's outputs of the last hidden states.
     """
     model, head = backbone.model, backbone.model.get_output_embeddings()
     if head is None or not backbone.sites.family.causal:

@@ -130,8 +130,7 @@ class WindowedMemory(Graft):
 
     Its config is a copy with the layers and the reach that result.
 
-    Raises:
-        GraftError: the backbone has other positions or windows of its own, or sizes do not fit.
+    Raises GraftError if the backbone has other positions or windows of its own, or sizes do not fit.
     """
 
     Config: ClassVar[type[GraftConfig]] = MemoryConfig

@@ -194,8 +194,7 @@ class SilentPass:
         backbone: never changed; parameters and buffers are shared, also after `to`.
         layers: n, at least 1. After the last layer, the backbone's final norm is applied.
 
-    Raises:
-        GraftError: another library has replaced the forward methods of the backbone's modules.
+    Raises GraftError if another library has replaced the forward methods of the backbone's modules.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
@@ -218,8 +217,7 @@ class SilentPass:
             positions_BT: positions; None to count from the end of the cache.
             cache: of these layers; it grows by this pass.
 
-        Raises:
-            GraftError: the backbone's weights are sharded over processes.
+        Raises GraftError if the backbone's weights are sharded over processes.
         """
         if isinstance(next(self._layers.parameters()), DTensor):
             raise GraftError(

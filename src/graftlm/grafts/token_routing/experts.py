@@ -303,8 +303,7 @@ def _pair_factors(
 
     Without a backbone, all other tensors are taken for its own.
 
-    Raises:
-        ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
+    Raises ArtifactError if a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
     parameters = dict(backbone.model.named_parameters(remove_duplicate=False)) if backbone else {}
     modules = _base_modules(backbone.model) if backbone else {}

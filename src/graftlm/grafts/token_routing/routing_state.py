@@ -99,8 +99,7 @@ def cache_owner(graft: object) -> str:
 def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCacheLayer | None:
     """The routing layer of the pass's cache, appended on the first pass; None without a cache.
 
-    Raises:
-        GraftError: the cache was filled without this graft.
+    Raises GraftError if the cache was filled without this graft.
     """
     if call.cache is None:
         return None
@@ -220,8 +219,7 @@ class Recompute:
     def __call__(self, call: Call, spans: RouteSpans, weights_BTE: Tensor, state: RoutingState | None) -> Tensor:
         """(B, 1, E + 1) the newest weights, after older tokens were computed again with their own weights.
 
-        Raises:
-            GraftError: the cache is static, so that it can't take new keys and values.
+        Raises GraftError if the cache is static, so that it can't take new keys and values.
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(

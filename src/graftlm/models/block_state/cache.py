@@ -57,8 +57,7 @@ class LayerCache(RecurrentCacheLayer):
 def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
     """The first `count` layers of a cache, with `detach` set; those of an empty cache are replaced by our own.
 
-    Raises:
-        GraftError: the cache belongs to another model.
+    Raises GraftError if the cache belongs to another model.
     """
     layers = [layer for layer in cache.layers[:count] if isinstance(layer, LayerCache)]
     if len(layers) < count:

@@ -51,8 +51,7 @@ class BlockStateConfig(PreTrainedConfig):
         relative_distance: distance from which all tokens share the last bucket.
         bidirectional: whether tokens attend to later ones, for classifiers.
 
-    Raises:
-        RecipeError: a value is out of range or conflicts with another.
+    Raises RecipeError if a value is out of range or conflicts with another.
     """
 
     model_type = "block-state"

@@ -128,8 +128,7 @@ class WindowGrid:
 def check_not_packed(position_ids: Tensor | None, mask: Tensor | None) -> None:
     """Check that no row holds several documents.
 
-    Raises:
-        GraftError: `position_ids` (B, T) restart between two tokens that `mask` (B, T or past + T) does not hide.
+    Raises GraftError if `position_ids` (B, T) restart between two tokens that `mask` (B, T or past + T) does not hide.
     """
     if position_ids is None or position_ids.shape[-1] < 2:
         return

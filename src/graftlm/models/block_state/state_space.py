@@ -112,8 +112,7 @@ class UnstructuredKernel(nn.Module):
     def kernel(self, length: int) -> Tensor:
         """K, (C M, E, length), of about unit energy over the length of training.
 
-        Raises:
-            GraftError: `length` is above the limit.
+        Raises GraftError if `length` is above the limit.
         """
         if length > self.limit:
             raise GraftError(

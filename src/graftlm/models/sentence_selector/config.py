@@ -36,8 +36,7 @@ class SentenceSelectorConfig(PreTrainedConfig):
         beam_size: beams of the pointer's search.
         extract_size: mean number of sentences of an extract in training.
 
-    Raises:
-        RecipeError: a value is invalid.
+    Raises RecipeError if a value is invalid.
     """
 
     model_type = "sentence-selector"

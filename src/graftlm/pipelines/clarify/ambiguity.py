@@ -173,8 +173,7 @@ def detect(
         context: surrounding sentences; their pronouns and cue words may resolve an ambiguity.
         parser: from `load_parser`; None uses words and their neighbours alone.
 
-    Raises:
-        DataError: a kind is unknown.
+    Raises DataError if a kind is unknown.
     """
     for kind in kinds:
         if kind not in KINDS:

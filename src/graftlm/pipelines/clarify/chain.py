@@ -127,8 +127,7 @@ class Chain:
         Args:
             keep: a file to save the conversation to after every turn.
 
-        Raises:
-            EndpointError: the translator's server fails; earlier turns are kept.
+        Raises EndpointError if the translator's server fails; earlier turns are kept.
         """
         while conversation.step != "done" and not (conversation.step == "answer" and self._user is None):
             conversation = self.advance(conversation)

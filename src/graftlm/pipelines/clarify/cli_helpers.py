@@ -93,8 +93,7 @@ def choose_user(
     Args:
         ask: shows a text to a person and returns what the person types; None if nobody is there.
 
-    Raises:
-        RecipeError: both answers and a context are given.
+    Raises RecipeError if both answers and a context are given.
     """
     if answers and context is not None:
         raise RecipeError("Both --answer and --context were given: either you answer, or a model does that knows it.")

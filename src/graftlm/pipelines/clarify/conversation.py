@@ -355,8 +355,7 @@ def _check_language(text: str, source: str) -> None:
     A text is rejected if most of its letters are not Latin, or if another language has at least two more of its small
     words.
 
-    Raises:
-        DataError: the text is in another language.
+    Raises DataError if the text is in another language.
     """
     languages = read_yaml(LANGUAGES)
     if source not in languages:

@@ -38,8 +38,7 @@ def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
         prior_K: probability of each answer; sums to 1.
         given_KY: probability of each output under each answer; rows sum to 1.
 
-    Raises:
-        EvaluationError: the arguments are no probabilities.
+    Raises EvaluationError if the arguments are no probabilities.
     """
     return max(0.0, float(np.dot(prior_K, gains_by_answer(prior_K, given_KY))))
 
@@ -47,8 +46,7 @@ def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
 def gains_by_answer(prior_K: Numbers, given_KY: Matrix) -> list[float]:
     """KL(p(u | x, a_k) || p(u | x)) of each answer in bits; 0 for an answer with probability 0.
 
-    Raises:
-        EvaluationError: the arguments are no probabilities.
+    Raises EvaluationError if the arguments are no probabilities.
     """
     prior, given = np.asarray(prior_K, dtype=np.float64), np.asarray(given_KY, dtype=np.float64)
     if prior.ndim != 1 or given.ndim != 2 or len(prior) != len(given) or len(prior) == 0:

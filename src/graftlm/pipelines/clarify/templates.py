@@ -113,8 +113,7 @@ class Template(Config):
     def target(self, code: str | None) -> str:
         """The code of the output language. None selects the template's only language.
 
-        Raises:
-            RecipeError: the template lacks the language, or has several and `code` is None.
+        Raises RecipeError if the template lacks the language, or has several and `code` is None.
         """
         if code is None and len(self.languages) == 1:
             return next(iter(self.languages))

@@ -43,8 +43,7 @@ def import_extra(module: str, purpose: str) -> Any:
 def detect_language(texts: Iterable[str], name: str = "The text") -> str:
     """Return the language code to split sentences by. The script decides; Latin script counts as English.
 
-    Raises:
-        DataError: the script has no punctuation that ends sentences.
+    Raises DataError if the script has no punctuation that ends sentences.
     """
     sample = itertools.islice(itertools.chain.from_iterable(texts), _SCRIPT_SAMPLE)
     scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in sample if letter.isalpha())

@@ -202,8 +202,7 @@ def _html_role(tag: str, attributes: Mapping[str, str | None]) -> ElementRole:
 def jats_blocks(text: str, name: str = "The text") -> Iterator[TextBlock]:
     """Yield headings, paragraphs, tables and captions of an article in JATS XML; the abstract has a heading of its own.
 
-    Raises:
-        DataError: the text is no XML, or XML of another kind.
+    Raises DataError if the text is no XML, or XML of another kind.
     """
     source = text.encode()
     starts = (np.frombuffer(source, dtype=np.uint8) & 0xC0) != 0x80
