@@ -275,9 +275,7 @@ def backbone_of(
         dtype: `auto` keeps the checkpoint's.
         trust_remote_code: run model code that comes with the checkpoint.
 
-    Raises:
-        ArtifactError: the folder is not a graft.
-        BackboneError: the backbone can't be loaded.
+    Raises ArtifactError if the folder is not a graft, and BackboneError if the backbone can't be loaded.
     """
     record = None if is_model(folder) else read_manifest(folder).backbone
     remembered, kind = (record.name, record.kind) if record else (str(folder), "causal-lm")

@@ -291,12 +291,12 @@ CASES = {
         "The request: temperature: the value should be a finite number, but found nan.",
     ),
     "another path": Case(
-        "/v1/embeddings",
+        "/v1/moderations",
         {},
         404,
         "unknown_url",
         None,
-        "Nothing answers at /v1/embeddings: see /openapi.json for what there is.",
+        "Nothing answers at /v1/moderations: see /openapi.json for what there is.",
     ),
     "another method": Case(
         "/v1/models", {}, 405, "method_not_allowed", None, "/v1/models does not answer POST: use GET."

@@ -113,9 +113,8 @@ def _read_message(message: Any, where: str) -> Message:
 def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
     """A conversation in a tokenizer's template.
 
-    Raises:
-        DataError: the tokenizer has no template, the template can't be filled, or it renders a conversation's beginning
-            in another way than the conversation.
+    Raises DataError if the tokenizer has no template, the template can't be filled, or it renders a conversation's
+    beginning in another way than the conversation.
     """
     if not tokenizer.chat_template:
         raise DataError(f"{chat.where} is a conversation, but the tokenizer has no chat template: name a chat model.")
@@ -179,9 +178,8 @@ def _no_prefix(chat: ChatExample, number: int) -> DataError:
 def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ids (n,) of a conversation, which of them are predicted, and the character (n,) at which each ends.
 
-    Raises:
-        DataError: the tokenizer is slow, the conversation can't be rendered, no token is predicted, or the template's
-            own `{% generation %}` blocks mark other text.
+    Raises DataError if the tokenizer is slow, the conversation can't be rendered, no token is predicted, or the
+    template's own `{% generation %}` blocks mark other text.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise DataError("Conversations need a fast tokenizer, which knows where tokens are: put tokenizer.json there.")

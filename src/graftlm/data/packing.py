@@ -342,9 +342,8 @@ class StreamingBlocks:
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """The next `count` rows as marked ids, shape (count, length).
 
-        Raises:
-            DataError: row `first` is not the next one, the source has no text, or a document with a prompt must stay
-                whole and does not fit into a row.
+        Raises DataError if row `first` is not the next one, the source has no text, or a document with a prompt must
+        stay whole and does not fit into a row.
         """
         if first != self._drawn:
             raise DataError(

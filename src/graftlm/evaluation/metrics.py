@@ -412,8 +412,7 @@ def decode_speed(
     Each prompt is cut to its first `prompt_tokens` tokens; the time of its prefill counts. An end-of-text token does
     not end the decoding, so every prompt yields `new_tokens` tokens.
 
-    Raises:
-        DataError: no prompt has text.
+    Raises DataError if no prompt has text.
     """
     device = device_of(model)
     encoded = [tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens] for text in prompts]

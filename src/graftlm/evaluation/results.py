@@ -134,9 +134,7 @@ class Results(Config):
     def read(cls, path: str | Path) -> Self:
         """Read a `results.json`, or the one in a folder.
 
-        Raises:
-            EvaluationError: the file can't be read, or is not JSON.
-            RecipeError: the JSON has another form.
+        Raises EvaluationError if the file can't be read, or is not JSON, and RecipeError if the JSON has another form.
         """
         path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         try:

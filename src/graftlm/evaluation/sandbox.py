@@ -109,8 +109,7 @@ def run_tests(program: str, tests: str, *, timeout_s: float = 5.0, memory_mb: in
 def protections() -> Protections:
     """The protections of this machine, probed once by a program that tries to break them.
 
-    Raises:
-        EvaluationError: no program runs in the sandbox on this machine.
+    Raises EvaluationError if no program runs in the sandbox on this machine.
     """
     result = run_tests(_source("probe"), "import json\nprint(json.dumps(protections))", timeout_s=20)
     if not result.passed:

@@ -119,6 +119,24 @@ class MultiGraftModel:
 
         Raises RowGroupError if the pass failed.
         """
+        batch, inputs = self._new_batch(graft_set, prompts, tags, pasts)
+        logits = self._forward(batch, *inputs).logits[:, -1]
+        batch.separate = not _is_joinable(batch.cache)
+        batch.groups[0].separate = not _is_joinable(batch.groups[0].cache)
+        return batch, logits
+
+    @torch.inference_mode()
+    def embed(self, graft_set: GraftSet, texts: Sequence[Sequence[int]]) -> Tensor:
+        """(B, D) the mean of the last hidden states of each text's tokens. Raises RowGroupError if the pass failed."""
+        batch, inputs = self._new_batch(graft_set, texts, [None] * len(texts), ())
+        h_BTD = self._forward(batch, *inputs, output_hidden_states=True).hidden_states[-1].float()
+        mask_BT1 = inputs[1][..., None]
+        return (h_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
+
+    def _new_batch(
+        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache]
+    ) -> tuple[MixedBatch, tuple[Tensor, Tensor]]:
+        """A batch of one group behind `pasts`, and ids and mask (B, T) of the prompts."""
         if graft_set not in self.wired:
             self.wire([*self.wired, graft_set])
         width, device = max(len(prompt) for prompt in prompts), self._device
@@ -130,11 +148,7 @@ class MultiGraftModel:
         empty = use_growing_layers(DynamicCache(config=self._model.config))
         shared = join(pasts, paddings) if pasts else empty
         group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
-        batch = MixedBatch(shared, known, [group], list(tags))
-        logits = self._forward(batch, ids, mask)
-        batch.separate = not _is_joinable(batch.cache)
-        group.separate = not _is_joinable(group.cache)
-        return batch, logits
+        return MixedBatch(shared, known, [group], list(tags)), (ids, mask)
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
         """(B, V) the logits after one more token of each row; errors as of `extend`."""
@@ -145,16 +159,16 @@ class MultiGraftModel:
         """(B, V) the logits after T more tokens of each row; RowGroupError if it fails, with the batch as it was."""
         ids = torch.tensor(tokens_BT, device=self._device)
         with _restored_on_failure(batch):
-            return self._forward(batch, ids, torch.ones_like(ids))
+            return self._forward(batch, ids, torch.ones_like(ids)).logits[:, -1]
 
-    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> Any:
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, Any] = {**options}
         if not bool(batch.mask.all()):
             positions = self._sites.positions(batch.mask)
             new_positions = None if positions is None else positions[:, -ids_BT.shape[1] :]
-            inputs = {"attention_mask": batch.mask, "position_ids": new_positions}
+            inputs |= {"attention_mask": batch.mask, "position_ids": new_positions}
         scopes = tuple(group.row_scope() for group in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:
@@ -166,7 +180,7 @@ class MultiGraftModel:
         except Exception as error:
             raise RowGroupError(None) from error
         batch.calls = [call for _, call in self._tap_hooks.calls(calls[0])]
-        return output.logits[:, -1]
+        return output
 
 
 def keeps_columns(batch: MixedBatch) -> bool:

@@ -66,9 +66,7 @@ def kinds() -> list[str]:
 def graft_class(kind: str) -> type[Graft]:
     """The class of a kind, imported now.
 
-    Raises:
-        RecipeError: there is no such kind.
-        GraftError: the registered name is not that of a graft's class.
+    Raises RecipeError if there is no such kind, and GraftError if the registered name is not that of a graft's class.
     """
     graft = REGISTRY.get(kind) or next((p.value for p in entry_points(group=_GROUP, name=kind)), None)
     if graft is None:

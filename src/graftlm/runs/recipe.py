@@ -118,8 +118,7 @@ class Recipe(Config):
     def frontier_runs(self) -> dict[str, list[GraftRun]]:
         """The runs of a comparison at every rate and strength, by method; the first has the method's own rate.
 
-        Raises:
-            RecipeError: what is learned and lost would not be measured.
+        Raises RecipeError if what is learned and lost would not be measured.
         """
         if not {OLD_SET, NEW_SET} <= self.data.test.keys():
             raise RecipeError(

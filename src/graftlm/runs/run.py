@@ -237,9 +237,8 @@ def execute(
         title: shows one progress bar over all runs with this title. None shows the progress of each training.
         progress: False shows no progress.
 
-    Raises:
-        RecipeError: two different runs have one id or folder, a dependency is missing, or another process is at work
-            in `out`.
+    Raises RecipeError if two different runs have one id or folder, a dependency is missing, or another process is at
+    work in `out`.
     """
     out = Path(out)
     by_id = _unique([each for run in runs for each in (*run.needs(), run)])

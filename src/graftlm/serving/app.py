@@ -19,24 +19,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from graftlm.errors import GraftError
-from graftlm.serving import extensions
+from graftlm.serving import extensions, requests, responses
 from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
-from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
-from graftlm.serving.requests import ChatRequest, CompletionRequest, ParsedRequest, parse_chat, parse_completion
-from graftlm.serving.responses import (
-    Chat,
-    ChatBuilder,
-    ClientDisconnectedError,
-    CompletionBuilder,
-    EventStream,
-    Health,
-    ModelCard,
-    ModelList,
-    ResponseBuilder,
-    TextCompletion,
-    run_until_disconnect,
-)
+from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model, check_prompt
 from graftlm.serving.service import Service
 from graftlm.version import __version__
 
@@ -85,7 +71,7 @@ def create_app(service: Service) -> FastAPI:
     _add_page(app)
     for kind in (GraftError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
+    app.add_exception_handler(responses.ClientDisconnectedError, _on_disconnect)
     app.add_middleware(Guard, settings=service.settings, keys=service.keys, closing=service.closing)
     if service.settings.origins:
         app.add_middleware(
@@ -124,23 +110,28 @@ def _openai_router(service: Service) -> APIRouter:
     post = functools.partial(router.post, response_model_exclude_unset=True, responses=_STREAM)
 
     @get("/models", summary="All names that `model` may have")
-    async def models() -> ModelList:
-        return ModelList(object="list", data=[_card(service, name) for name in service.engine.names])
+    async def models() -> responses.ModelList:
+        return responses.ModelList(object="list", data=[_card(service, name) for name in service.engine.names])
 
     @get("/models/{model:path}", summary="One of them, or a mixture")
-    async def model(model: str) -> ModelCard:
+    async def model(model: str) -> responses.ModelCard:
         check_model(service.engine.names, model)
         return _card(service, model)
 
-    @post("/completions", response_model=TextCompletion, summary="Continue a text")
-    async def completions(body: CompletionRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(parse_completion, service, body, user_of(request))
-        return await _respond(service, request, CompletionBuilder(parsed, service.tokenizer, service.fingerprint))
+    @post("/completions", response_model=responses.TextCompletion, summary="Continue a text")
+    async def completions(body: requests.CompletionRequest, request: Request) -> Any:
+        parsed = await asyncio.to_thread(requests.parse_completion, service, body, user_of(request))
+        return await _respond(service, request, responses.CompletionBuilder, parsed)
 
-    @post("/chat/completions", response_model=Chat, summary="Continue a conversation")
-    async def chat(body: ChatRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(parse_chat, service, body, user_of(request))
-        return await _respond(service, request, ChatBuilder(parsed, service.tokenizer, service.fingerprint))
+    @post("/chat/completions", response_model=responses.Chat, summary="Continue a conversation")
+    async def chat(body: requests.ChatRequest, request: Request) -> Any:
+        parsed = await asyncio.to_thread(requests.parse_chat, service, body, user_of(request))
+        return await _respond(service, request, responses.ChatBuilder, parsed)
+
+    @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
+    async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
+        parsed = await asyncio.to_thread(requests.parse_embedding, service, body, user_of(request))
+        return await _respond(service, request, responses.EmbeddingBuilder, parsed)
 
     return router
 
@@ -148,17 +139,27 @@ def _openai_router(service: Service) -> APIRouter:
 def _add_operations(app: FastAPI, service: Service) -> None:
     """The routes for operators."""
 
-    @app.get("/health", responses={503: {"model": Health}}, summary="Ready for requests?")
-    async def health(response: Response) -> Health:
+    @app.get("/health", responses={503: {"model": responses.Health}}, summary="Ready for requests?")
+    async def health(response: Response) -> responses.Health:
         stats, closing = service.engine.stats(), service.closing.is_set()
         response.status_code = 503 if closing else 200
-        return Health(
+        return responses.Health(
             status="closing" if closing else "ready",
             running=stats.running,
             waiting=stats.waiting,
             models=len(service.engine.names),
             broken=sorted(service.store.problems()),
         )
+
+    @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
+    async def tokens(body: requests.TokenizeRequest) -> responses.Tokens:
+        ids = await asyncio.to_thread(requests.tokenize, service, body)
+        return responses.Tokens(count=len(ids), max_model_len=service.context, tokens=ids)
+
+    @app.post("/detokenize", responses=_ERRORS, summary="The text of tokens, as of vLLM")
+    async def text(body: requests.DetokenizeRequest) -> dict[str, str]:
+        check_prompt(body.tokens or [0], service.tokenizer.vocabulary, "tokens")
+        return {"prompt": str(service.tokenizer.tokenizer.decode(body.tokens))}
 
     @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:
@@ -173,10 +174,10 @@ def _add_page(app: FastAPI) -> None:
         app.add_route(path, page, methods=["GET"], include_in_schema=False)  # type: ignore[arg-type]  # an ASGI app
 
 
-def _card(service: Service, name: str) -> ModelCard:
+def _card(service: Service, name: str) -> responses.ModelCard:
     entry = service.store.entries().get(name)
     kind = entry.manifest.kind if entry else "backbone" if name == service.name else "mixture"
-    return ModelCard(
+    return responses.ModelCard(
         id=name,
         object="model",
         created=entry.changed if entry else service.started,
@@ -185,20 +186,22 @@ def _card(service: Service, name: str) -> ModelCard:
     )
 
 
-async def _respond(service: Service, request: Request, builder: ResponseBuilder) -> BaseModel | Response:
+async def _respond(
+    service: Service, request: Request, kind: type[responses.ResponseBuilder], parsed: requests.ParsedRequest
+) -> BaseModel | Response:
     """Generate a whole response or a stream; generation ends when the client disconnects."""
-    stream = service.engine.submit(builder.parsed.requests)
-    outputs = _measured(service, builder.parsed, stream)
-    if builder.parsed.stream:
-        return EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel)
+    stream, builder = service.engine.submit(parsed.requests), kind(parsed, service.tokenizer, service.fingerprint)
+    outputs = _measured(service, parsed, stream)
+    if parsed.stream:
+        return responses.EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel)
     try:
-        return await run_until_disconnect(request, builder.complete(outputs))
+        return await responses.run_until_disconnect(request, builder.complete(outputs))
     finally:
         stream.cancel()
 
 
 async def _measured(
-    service: Service, parsed: ParsedRequest, stream: RequestStream
+    service: Service, parsed: requests.ParsedRequest, stream: RequestStream
 ) -> AsyncGenerator[TokenOutput | Finish, None]:
     """The outputs of a stream; its tokens and its time to the first token enter the metrics."""
     metrics, submitted, waiting = service.metrics, time.perf_counter(), True

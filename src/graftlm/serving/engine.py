@@ -276,7 +276,8 @@ class BatchingEngine(ThreadedEngine):
         for request in self._unread:
             by_graft_set.setdefault(request.graft_set, []).append(request)
         for graft_set, requests in by_graft_set.items():
-            self._read_prompts(graft_set, requests)
+            self._embed(graft_set, [request for request in requests if request.request.embed])
+            self._read_prompts(graft_set, [request for request in requests if not request.request.embed])
         self._read_on()
         for batch in list(self._batches):
             self._decode(batch)
@@ -302,12 +303,24 @@ class BatchingEngine(ThreadedEngine):
         if self._has_replaced:
             self._has_replaced = False
             busy = {group.owner for batch in self._all_batches() for group in batch.groups}
+            busy |= {request.graft_set for request in self._unread}
             wired = self._model.wired
             known = [graft_set for graft_set in wired if self.holds(graft_set.grafts)]
             self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
             self._has_replaced = len(known) < len(self._model.wired)
             self._prefixes.keep(known.__contains__)
             self._readable_in_parts &= {*known}
+
+    def _embed(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
+        """Answer requests for embeddings."""
+        self._unread = [request for request in self._unread if request not in requests]
+        for request in requests:
+            try:
+                (vector,) = self._model.embed(graft_set, [request.request.prompt]).tolist()
+            except (RowGroupError, GraftError) as error:
+                self._finish(request, error)
+            else:
+                self._finish(request, replace(request.finish("stop"), embedding=tuple(vector)))
 
     def _read_prompts(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
         """Read the prompts of admitted requests, in passes of those that can be read together."""

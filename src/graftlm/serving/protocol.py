@@ -123,6 +123,7 @@ class GenerationRequest:
         stop: the continuation ends before the first of these strings.
         logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.
         trace: True reports what the grafts did at each token.
+        embed: True asks for the mean of the last hidden states of the prompt, and for no new token.
         user: name of the API key or address of the client; waiting requests are admitted from users in turn.
     """
 
@@ -142,6 +143,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     trace: bool = False
+    embed: bool = False
     user: str = ""
 
 
@@ -177,6 +179,7 @@ class Finish:
         text: text that was held back and turned out not to begin a stop string.
         index: number of the continuation in its stream.
         cached_tokens: prompt tokens that were not read again.
+        embedding: the mean of the last hidden states, if it was requested.
     """
 
     reason: EngineFinishReason
@@ -185,6 +188,7 @@ class Finish:
     text: str = ""
     index: int = 0
     cached_tokens: int = 0
+    embedding: tuple[float, ...] = ()
 
 
 class RequestStream:
@@ -301,9 +305,7 @@ class ModelRegistry:
         name: name of the backbone in requests; by default its own name.
         limits: of the engine.
 
-    Raises:
-        BackboneError: the backbone is not a causal language model.
-        GraftError: a name is not usable.
+    Raises BackboneError if the backbone is not a causal language model, and GraftError if a name is not usable.
     """
 
     shares_batches = False  # True accepts only grafts that can act on some rows of a batch
@@ -360,7 +362,7 @@ class ModelRegistry:
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         """A request's grafts, none for the backbone; ServingError if it does not fit the models or the limits."""
         grafts = {} if request.model == self.name else self._mixture(request.model, self._grafts)
-        if request.max_tokens < 1:
+        if request.max_tokens < (not request.embed):
             raise ServingError(f"max_tokens is {request.max_tokens}, but 1 at least is expected.")
         check_prompt(request.prompt, self._vocabulary)
         if request.max_tokens > self.limits.max_tokens:

@@ -325,6 +325,16 @@ class NamedTool(StrictBody):
     function: NamedFunction
 
 
+class EmbeddingRequest(StrictBody):
+    """The body of /v1/embeddings."""
+
+    model: str = Field(min_length=1)
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: OnlyNull = None
+    user: Ignored = None
+
+
 class ChatRequest(ApiRequest):
     """The body of /v1/chat/completions: a conversation that the assistant continues."""
 
@@ -355,6 +365,28 @@ class ChatRequest(ApiRequest):
     store: OnlyFalse = None
 
 
+class TokenizeRequest(StrictBody):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either prompt or messages is expected")
+        return self
+
+
+class DetokenizeRequest(StrictBody):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """An HTTP request in the engine's terms.
@@ -367,6 +399,7 @@ class ParsedRequest:
         stream: whether the response is streamed.
         include_usage: whether a stream ends with the numbers of tokens.
         tools: names of the tools that the answer may call.
+        base64: whether embeddings are written in base64.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -377,6 +410,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     tools: tuple[str, ...] = ()
+    base64: bool = False
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
@@ -389,6 +423,22 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
     stop, max_tokens = tuple(body.stop or ()), body.max_tokens or _COMPLETION_TOKENS
     options: dict[str, Any] = {"grammar": _structured(service, body), "user": user, "stop": stop}
     return _parse(service, body, prompts, logprobs=body.logprobs, max_tokens=max_tokens, **options)
+
+
+def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/embeddings; a body that does not fit the model is a `ServingError`."""
+    check_model(service.engine.names, body.model)
+    texts = [service.tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in body.input]
+    requests = tuple(GenerationRequest(text, body.model, 0, embed=True, user=user) for text in texts)
+    base64 = body.encoding_format == "base64"
+    return ParsedRequest(requests, body.model, 1, False, False, False, include_usage=False, base64=base64)
+
+
+def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+    """The token ids of the body of /tokenize."""
+    if body.messages is not None:
+        return [*service.tokenizer.encode_chat([message.for_template() for message in body.messages])]
+    return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]
 
 
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import codecs
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from openai.types import Completion, CompletionChoice, CompletionUsage, Model
+from openai.types import Completion, CompletionChoice, CompletionUsage, CreateEmbeddingResponse, Embedding, Model
 from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -28,6 +30,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
+from openai.types.create_embedding_response import Usage
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -106,6 +109,26 @@ class Health(BaseModel):
     waiting: int
     models: int
     broken: list[str]
+
+
+class TextEmbedding(Embedding):
+    """The embedding of one text: numbers, or float32 values in base64."""
+
+    embedding: list[float] | str  # OpenAI's type has no base64
+
+
+class Embeddings(CreateEmbeddingResponse):
+    """The response of /v1/embeddings."""
+
+    data: list[TextEmbedding]
+
+
+class Tokens(BaseModel):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
 
 
 class ChoiceState:
@@ -276,6 +299,23 @@ class CompletionBuilder(ResponseBuilder):
             ],
             text_offset=[offset(bytes_of(token)) for token, _ in pairs],
         )
+
+
+class EmbeddingBuilder(ResponseBuilder):
+    """The response of /v1/embeddings."""
+
+    prefix = "embd"
+
+    def response(self, choices: list[TextEmbedding], usage: CompletionUsage, **head: Any) -> Embeddings:
+        total = Usage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens)
+        return Embeddings(data=choices, model=self.parsed.model, object="list", usage=total)
+
+    def choice(self, part: ChoicePart) -> TextEmbedding:
+        end = self.choices[part.index].end
+        assert end is not None
+        data = base64.b64encode(array("f", end.embedding)).decode()
+        values = data if self.parsed.base64 else list(end.embedding)
+        return TextEmbedding(embedding=values, index=part.index, object="embedding")
 
 
 class ChatBuilder(ResponseBuilder):

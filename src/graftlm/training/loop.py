@@ -79,9 +79,8 @@ def train(
         identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
         resume: continue from the newest complete checkpoint in `out`. False removes the checkpoints and starts over.
 
-    Raises:
-        TrainingError: the loss or a gradient is not finite (the weights before that step are saved), the checkpoint
-            belongs to another run, or the disk is full.
+    Raises TrainingError if the loss or a gradient is not finite (the weights before that step are saved), the
+    checkpoint belongs to another run, or the disk is full.
     """
     out = Path(out)
     if config.gradient_checkpointing:

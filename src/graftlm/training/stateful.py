@@ -45,9 +45,7 @@ class StatefulBatches(Mixture):
         blocks: rows of the text in order, documents joined.
         batch_size: number of streams.
 
-    Raises:
-        DataError: there are fewer rows than streams.
-        RecipeError: there are several processes.
+    Raises DataError if there are fewer rows than streams, and RecipeError if there are several processes.
     """
 
     def __init__(self, blocks: TokenBlocks, batch_size: int) -> None:

@@ -65,9 +65,7 @@ def compare_windows(
         tuned: likewise, of the same tokenizer; tokens may have been added to it.
         on_batch: called with the number of scored tokens after each batch.
 
-    Raises:
-        DataError: there is nothing to score.
-        EvaluationError: a model predicts NaN or infinity.
+    Raises DataError if there is nothing to score, and EvaluationError if a model predicts NaN or infinity.
     """
     windows = list(windows)
     if not windows:

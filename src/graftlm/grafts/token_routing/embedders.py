@@ -238,9 +238,7 @@ class SilentPass:
 class SentenceEmbedder:
     """A sentence-transformers model, which reads the whole text so far at each update.
 
-    Raises:
-        MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the model can't be loaded.
+    Raises MissingExtraError if sentence-transformers is not installed, and BackboneError if the model can't be loaded.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:

@@ -92,9 +92,7 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, An
     A row is invalid if it is cut off, has an error, or is older than its document's last change. Others stay there.
     All rows of a file have the same `options`, the JSON of the run's options.
 
-    Raises:
-        DataError: the file holds something else.
-        RecipeError: the rows of the file have other options.
+    Raises DataError if the file holds something else, and RecipeError if the rows of the file have other options.
     """
     by_name = {str(path): path for path in paths}
     done = _keep_valid_rows(out, options, by_name) if out.is_file() else set()
