@@ -2,8 +2,8 @@
 
     python benchmarks/serving.py --out DIR [--quick]
 
-A random Llama streams its answers to clients in another process of this machine. The compared turns run one after
-another in rounds of alternating order, so that other load of the machine affects both sides of a ratio. A row's `ratio`
+SmolLM2-135M-Instruct streams its answers to clients in another process of this machine. The compared turns run in
+rounds of alternating order, so that other load of the machine affects both sides of a ratio. A row's `ratio`
 is the median over rounds; its interval has the smallest and the largest value.
 """
 
@@ -30,28 +30,35 @@ import httpx
 import torch
 from serial_engine import SerialEngine
 from serving_clients import Load
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from turns import AT_LEAST, command, interval, made_aim
+from turns import AT_LEAST, AT_MOST, command, interval, made_aim
 
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import Backbone, left_padded, load_backbone
 from graftlm.evaluation import Results, Row
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.protocol import Engine, EngineLimits
 from graftlm.serving.server import GraftServer
 from graftlm.serving.service import Service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
+from graftlm.testing.tiny import tiny_model, tiny_tokenizer
 
 NAME, SEED = "bench-serving", 0
-ROWS = {  # row id -> label, aim
+ROWS: dict[str, tuple[str, tuple[str, float] | None]] = {  # row id -> label, aim
     "clients_1": ("1 client, over one request at a time", None),
     "clients_4": ("4 clients, over one request at a time", None),
-    "clients_16": ("16 clients, over one request at a time", 3.0),
+    "clients_16": ("16 clients, over one request at a time", (AT_LEAST, 3.0)),
     "clients_64": ("64 clients, over one request at a time", None),
-    "mixed_grafts_4": ("4 grafts in one batch, over one graft for all", 0.8),
+    "mixed_grafts_4": ("4 grafts in one batch, over one graft for all", (AT_LEAST, 0.85)),
+    "transformers_static_8": ("transformers' batch of 8; ratio: ours with 8 clients over it", (AT_LEAST, 1.0)),
+    "transformers_static_16": ("transformers' batch of 16; ratio: ours with 16 clients over it", (AT_LEAST, 1.0)),
     "transformers_serve_16": ("transformers serve with 16 clients; ratio: ours over it", None),
+    "prefix_1000": (
+        "Time to the first token of a prompt whose 1,000 tokens are known, over unknown",
+        (AT_MOST, 0.15),
+    ),
+    "json": ("8 clients' answers held to JSON, over free ones", (AT_LEAST, 0.9)),
 }
 SERIAL, ONE_GRAFT, THEIRS = "one_at_a_time_16", "one_graft_16", "transformers_serve_16"
 GRAFTS = tuple("abcd")
@@ -63,70 +70,38 @@ class Size:
     """The sizes of a measurement.
 
     Attributes:
-        model: values of the backbone's config.
-        words: size of the vocabulary.
+        model: of SmolLM2-135M-Instruct's package in bfloat16, or a family of `graftlm.testing` with random weights.
         prompt: shortest and longest prompt, in tokens.
         new: new tokens of each answer.
+        prefix: tokens that two prompts have in common.
         requests: requests of each client, by the number of clients.
         rounds: number of rounds.
     """
 
-    model: dict[str, int]
-    words: int
+    model: str
     prompt: tuple[int, int]
     new: int
+    prefix: int
     requests: dict[int, int]
     rounds: int
 
 
-FULL = Size(
-    {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
-    words=32_000,
-    prompt=(8, 64),
-    new=32,
-    requests={1: 3, 4: 2, 16: 2, 64: 1},
-    rounds=3,
-)
-QUICK = Size(
-    {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    words=100,
-    prompt=(2, 6),
-    new=3,
-    requests={1: 1, 4: 1, 16: 1, 64: 1},
-    rounds=1,
-)
+FULL = Size("smollm2-135m-instruct", (8, 64), 32, 1000, {1: 3, 4: 2, 8: 2, 16: 2, 64: 1}, rounds=3)
+QUICK = Size("llama", (2, 6), 3, 140, {1: 1, 4: 1, 8: 1, 16: 1, 64: 1}, rounds=1)
 
 
 def save_backbone(size: Size, folder: Path) -> None:
-    """Save a random Llama and a tokenizer of made-up words, both without an end-of-text token."""
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        **size.model,
-        vocab_size=size.words,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    first = "w0"
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(size.words)}, unk_token=first))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=first, pad_token=first, model_max_length=2048)
-    fast.save_pretrained(folder)
+    """Save the backbone without an end-of-text token, so that all answers have the same length."""
+    if size.model == FULL.model:
+        backbone = load_backbone(size.model, dtype="bfloat16")
+        model, tokenizer = backbone.model, backbone.need_tokenizer()
+    else:
+        model, tokenizer = tiny_model(size.model, max_position_embeddings=2048), tiny_tokenizer()
+    model.config.eos_token_id = tokenizer.eos_token = None
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def make_grafts(backbone: Backbone) -> dict[str, Graft]:
@@ -142,21 +117,30 @@ def make_grafts(backbone: Backbone) -> dict[str, Graft]:
 
 
 def load_of(size: Size, url: str, clients: int, names: tuple[str, ...]) -> Load:
-    """The requests of so many clients."""
+    """The requests of so many clients: random tokens, which no two prompts share."""
     chance = random.Random(SEED + clients)
-    count = clients * size.requests[clients]
-    lengths = [chance.randint(*size.prompt) for _ in range(count)]
-    prompts = [" ".join(f"w{chance.randrange(1, size.words)}" for _ in range(length)) for length in lengths]
+    lengths = [chance.randint(*size.prompt) for _ in range(clients * size.requests[clients])]
+    prompts: list[Any] = [random_ids(chance, length) for length in lengths]
     return {"url": url, "models": list(names), "prompts": prompts, "clients": clients, "max_tokens": size.new}
 
 
-def run_load(load: Load) -> dict[str, float]:
-    """Run the clients: tokens_per_s, and the seconds to the first text, ttft_p50 and ttft_p99."""
+def random_ids(chance: random.Random, count: int) -> list[int]:
+    """Ids of tokens that every model has and that are not special."""
+    return [chance.randrange(100, 300) for _ in range(count)]
+
+
+def timed(load: Load) -> list[list[float]]:
+    """The times of all requests' start, first text and end."""
     clients = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
     done = subprocess.run(clients, input=json.dumps(load), capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    times: list[list[float]] = json.loads(done.stdout)
+    return sorted(json.loads(done.stdout))
+
+
+def run_load(load: Load) -> dict[str, float]:
+    """Run the clients: tokens_per_s, and the seconds to the first text, ttft_p50 and ttft_p99."""
+    times = timed(load)
     waits = sorted(first - sent for sent, first, _ in times)
     seconds = max(over for *_, over in times) - min(sent for sent, *_ in times)
     return {
@@ -172,6 +156,8 @@ def served(backbone: Backbone, make: Callable[[], Engine]) -> Iterator[str]:
     engine = make()
     settings = ServerSettings(port=0, grace=0.0)
     service = Service(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
+    # The model has no end token, without which no grammar can be compiled; the measured ones do not reach their end.
+    service.grammars = GrammarCompiler(service.tokenizer.tokenizer, service.tokenizer.vocabulary, [0])
     ready: queue.Queue[str] = queue.Queue()
     server = GraftServer(service, ready.put)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -191,7 +177,7 @@ def transformers_server(folder: Path, name: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = str(Path(sys.executable).with_name("transformers"))
-    options = ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--device", "cpu", "--dtype", "auto", "--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with (folder / "transformers-serve.log").open("w") as log:
         server = subprocess.Popen([program, "serve", name, *options], stdout=log, stderr=log, env=environment)
@@ -222,6 +208,7 @@ def measure(size: Size, folder: Path) -> Measured:
     """The measurements of each turn, one for each round."""
     save_backbone(size, folder)
     backbone = load_backbone(str(folder))
+    model: Any = backbone.model
     grafts, limits = make_grafts(backbone), EngineLimits(queue=64)
 
     def batching() -> Engine:
@@ -232,18 +219,53 @@ def measure(size: Size, folder: Path) -> Measured:
 
     def ours(clients: int, engine: Callable[[], Engine], names: tuple[str, ...] = ("backbone",)) -> dict[str, float]:
         with served(backbone, engine) as url:
-            run_load(load_of(size, url, 1, names) | {"prompts": ["w1 w2"] * len(names)})  # type: ignore[arg-type]  # warm
+            run_load(load_of(size, url, 1, names) | {"prompts": [[150, 151]] * len(names)})  # type: ignore[arg-type]  # warm
             return run_load(load_of(size, url, clients, names))
+
+    def static(rows: int) -> dict[str, float]:
+        prompts: Any = load_of(size, "", rows, ())["prompts"]
+        start = time.perf_counter()
+        for first in range(0, len(prompts), rows):
+            inputs = left_padded(prompts[first : first + rows], 0, "cpu")
+            model.generate(**inputs, max_new_tokens=size.new, do_sample=False)
+        return {"tokens_per_s": len(prompts) * size.new / (time.perf_counter() - start)}
+
+    def prefix() -> dict[str, float]:
+        chance = random.Random(SEED)
+        common = random_ids(chance, size.prefix)
+        prompts: Any = [[*common, *random_ids(chance, 20)] for _ in range(2)]
+        with served(backbone, batching) as url:
+            load: Load = {"url": url, "models": ["backbone"], "prompts": prompts, "clients": 1, "max_tokens": 1}
+            timed(load | {"prompts": [[150, 151]]})  # type: ignore[arg-type]  # warm
+            first, second = (first - sent for sent, first, _ in timed(load))
+        return {"first_s": first, "second_s": second}
+
+    def constrained() -> dict[str, float]:
+        numbers = {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "minItems": 99}
+        with served(backbone, batching) as url:
+            load = load_of(size, url, 8, ("backbone",))
+            run_load(load | {"prompts": [[150, 151]], "extra": {"structured_outputs": {"json": numbers}}})  # type: ignore[arg-type]
+            return run_load(load | {"extra": {"structured_outputs": {"json": numbers}}})  # type: ignore[arg-type]
 
     turns: dict[str, Callable[[], dict[str, float]]] = {
         SERIAL: lambda: ours(16, serial),
-        **{f"clients_{n}": lambda n=n: ours(n, batching) for n in (1, 4, 16, 64)},
+        **{f"clients_{n}": lambda n=n: ours(n, batching) for n in (1, 4, 8, 16, 64)},
         ONE_GRAFT: lambda: ours(16, batching, GRAFTS[:1]),
         "mixed_grafts_4": lambda: ours(16, batching, GRAFTS),
+        **{f"transformers_static_{n}": lambda n=n: static(n) for n in (8, 16)},
+        "prefix_1000": prefix,
+        "json": constrained,
     }
+
+    def theirs(url: str, clients: int) -> dict[str, float]:
+        load = load_of(size, url, clients, (str(folder),))
+        tokenizer: Any = backbone.need_tokenizer()
+        texts = [tokenizer.decode(ids) for ids in load["prompts"]]  # it takes no ids
+        return run_load(load | {"prompts": texts})  # type: ignore[arg-type]
+
     with transformers_server(folder, str(folder)) as url:
-        turns[THEIRS] = lambda: run_load(load_of(size, url, 16, (str(folder),)))
-        run_load(load_of(size, url, 1, (str(folder),)))
+        turns[THEIRS] = lambda: theirs(url, 16)
+        theirs(url, 1)  # warm
         return _rounds(turns, size.rounds)
 
 
@@ -267,11 +289,11 @@ def benchmark(quick: bool) -> Results:
         measured = measure(size, Path(folder))
     rows = [_row(name, measured) for name in ROWS]
     aims = [
-        made_aim(label, "ratio", (AT_LEAST, aim), None if quick else _middle(row))
+        made_aim(label, "ratio", aim, None if quick else _middle(row))
         for row, (label, aim) in zip(rows, ROWS.values(), strict=True)
         if aim is not None
     ]
-    others: dict[str, Any] = {name: measured[name] for name in (SERIAL, ONE_GRAFT)}
+    others: dict[str, Any] = {name: measured[name] for name in (SERIAL, ONE_GRAFT, "clients_8")}
     sizes = vars(size) | {"prompt": list(size.prompt), "requests": {str(n): m for n, m in size.requests.items()}}
     details = {"size": sizes, "beside": others}
     details |= {"threads": torch.get_num_threads(), "batch_size": EngineLimits().batch_size}
@@ -280,12 +302,14 @@ def benchmark(quick: bool) -> Results:
 
 def _row(name: str, measured: Measured) -> Row:
     own = measured[name]
-    pairs = {"mixed_grafts_4": (name, ONE_GRAFT), THEIRS: ("clients_16", THEIRS)}
+    pairs = {"mixed_grafts_4": (name, ONE_GRAFT), THEIRS: ("clients_16", THEIRS), "json": (name, "clients_8")}
+    pairs |= {f"transformers_static_{n}": (f"clients_{n}", name) for n in (8, 16)}
     over, under = pairs.get(name, (name, SERIAL))
-    ratios = [
-        upper["tokens_per_s"] / lower["tokens_per_s"]
-        for upper, lower in zip(measured[over], measured[under], strict=True)
-    ]
+    if name == "prefix_1000":
+        ratios = [turn["second_s"] / turn["first_s"] for turn in own]
+    else:
+        both = zip(measured[over], measured[under], strict=True)
+        ratios = [upper["tokens_per_s"] / lower["tokens_per_s"] for upper, lower in both]
     metrics: dict[str, Any] = {metric: interval([turn[metric] for turn in own]) for metric in own[0]}
     return Row(id=name, label=ROWS[name][0], metrics={"ratio": interval(ratios)} | metrics)
 
@@ -299,6 +323,6 @@ if __name__ == "__main__":
         NAME,
         (__doc__ or "").splitlines()[0],
         lambda quick, device, clock: benchmark(quick),
-        {name: aim for name, (_, aim) in ROWS.items()},
+        {name: aim and aim[1] for name, (_, aim) in ROWS.items()},
         options=(),
     )

@@ -10,19 +10,20 @@ import asyncio
 import json
 import sys
 import time
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import httpx
 
 
 class Load(TypedDict):
-    """The requests: the prompts in order, to the models in turn, from so many clients."""
+    """The requests: the prompts in order, to the models in turn, from so many clients; `extra` are further keys."""
 
     url: str
     models: list[str]
-    prompts: list[str]
+    prompts: list[str] | list[list[int]]
     clients: int
     max_tokens: int
+    extra: NotRequired[dict[str, Any]]
 
 
 async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> list[float]:
@@ -33,6 +34,7 @@ async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> l
         "max_tokens": load["max_tokens"],
         "temperature": 0,
         "stream": True,
+        **load.get("extra", {}),
     }
     sent, first = time.monotonic(), 0.0
     async with client.stream("POST", f"{load['url']}/v1/completions", json=body) as response:

@@ -39,7 +39,18 @@ ROWS = {
     "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
     "conditional_tasks": ["train_step", "selection", "serve_20_tasks"],
     "summarize": ["selector", "embedding_ranking", "sent_clf", "sent_ptr", "sent_modern", "oracle_labels"],
-    "serving": ["clients_1", "clients_4", "clients_16", "clients_64", "mixed_grafts_4", "transformers_serve_16"],
+    "serving": [
+        "clients_1",
+        "clients_4",
+        "clients_16",
+        "clients_64",
+        "mixed_grafts_4",
+        "transformers_static_8",
+        "transformers_static_16",
+        "transformers_serve_16",
+        "prefix_1000",
+        "json",
+    ],
 }
 AIMS = {
     "neutral_residues": ["ratio"] * 3,
@@ -49,7 +60,7 @@ AIMS = {
     "block_state": [*["ratio"] * 3, "value", "value"],
     "conditional_tasks": ["ratio"] * 2,
     "summarize": ["ratio"],
-    "serving": ["ratio"] * 2,
+    "serving": ["ratio"] * 6,
 }
 
 
