@@ -48,7 +48,8 @@ async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> l
                 raise RuntimeError(str(chunk["error"]))
             if not first and chunk["choices"] and chunk["choices"][0]["text"]:
                 first = time.monotonic()
-    return [sent, first, time.monotonic()]
+    end = time.monotonic()
+    return [sent, first or end, end]
 
 
 async def run(load: Load) -> list[list[float]]:

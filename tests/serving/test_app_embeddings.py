@@ -93,20 +93,45 @@ def test_langchain_s_client_embeds(address: str) -> None:
     assert len(vectors[0]) == 48
 
 
-def test_tokens_of_texts_and_chats_and_back(address: str) -> None:
-    def post(path: str, **body: Any) -> Any:
-        return httpx.post(f"{address}/{path}", json=body).json()
+def test_tokens_of_texts_and_chats(address: str) -> None:
+    def post(**body: Any) -> Any:
+        return httpx.post(f"{address}/tokenize", json=body).json()
 
-    tokens = post("tokenize", prompt="the fox é")
+    tokens, tokenizer = post(prompt="the fox é"), tiny_tokenizer()
     assert tokens == {"count": len(tokens["tokens"]), "max_model_len": 128, "tokens": tokens["tokens"]}
-    assert post("detokenize", tokens=tokens["tokens"])["prompt"].endswith("the fox é")
-    chat = post("tokenize", messages=[{"role": "user", "content": "the fox"}])
-    assert "User: the fox" in post("detokenize", tokens=chat["tokens"])["prompt"]
-    assert "either prompt or messages" in post("tokenize", model="tiny")["error"]["message"]
-    assert "token id 5000" in post("detokenize", tokens=[5000])["error"]["message"]
+    assert str(tokenizer.decode(tokens["tokens"])).endswith("the fox é")
+    chat = post(messages=[{"role": "user", "content": "the fox"}])
+    assert "User: the fox" in str(tokenizer.decode(chat["tokens"]))
+    assert "either prompt or messages" in post(model="tiny")["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["tokenize", "detokenize", "v1/embeddings"])
+@pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", "v1/responses"])
 def test_keys_are_asked_for(path: str) -> None:
     with running(web_service(ScriptedEngine(), keys=ApiKeys([("ann", "k" * 40)]))) as address:
         assert httpx.post(f"{address}/{path}", json={}).status_code == 401
+
+
+def test_responses_are_those_of_chats(client: openai.OpenAI) -> None:
+    talk: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "the fox"}]},
+        {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "a dog"}]},
+        {"role": "user", "content": "and"},
+    ]
+    texts = [("system", "Be brief."), ("user", "the fox"), ("assistant", "a dog"), ("user", "and")]
+    said: Any = [{"role": role, "content": text} for role, text in texts]
+    options: Any = {"model": "danish", "temperature": 0}
+    answer = client.responses.create(input=talk, instructions="Be brief.", max_output_tokens=8, **options)
+    chat = client.chat.completions.create(messages=said, max_tokens=8, **options)
+    assert answer.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 8)
+    assert (answer.status, answer.incomplete_details and answer.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert client.responses.create(model="tiny", input="the fox", max_output_tokens=2).object == "response"
+    with pytest.raises(openai.BadRequestError, match="stream: this server does not implement it"):
+        client.responses.create(model="tiny", input="a", stream=True)
+    with pytest.raises(openai.NotFoundError, match="There is no model 'dansk' here"):
+        client.responses.create(model="dansk", input="a")

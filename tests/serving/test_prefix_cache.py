@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -49,7 +49,7 @@ def assert_same(with_cache: Sequence[Completion], without: Sequence[Completion])
         assert [output.token for output in one.outputs] == [output.token for output in other.outputs]
         assert one.text == other.text
         for output, like in zip(one.outputs, other.outputs, strict=True):
-            assert [p for _, p in output.top] == pytest.approx([p for _, p in like.top], abs=1e-6)
+            assert [p for _, p in output.top] == pytest.approx([p for _, p in like.top], abs=1e-5)  # logits are float32
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +68,14 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
 @given(st.lists(st.lists(REQUESTS, min_size=1, max_size=6), min_size=1, max_size=3), st.sampled_from([64, 256, 8192]))
 def test_answers_are_those_without_a_cache(rounds: list[list[GenerationRequest]], tokens: int) -> None:
     served = grafts("llama")
     found, engine = answers(served, rounds, tokens)
     expected, _ = answers(served, rounds, 0)
     assert_same(found, expected)
-    assert engine._prefixes.tokens <= tokens
+    assert len(engine._prefixes) * BLOCK_TOKENS <= tokens
 
 
 @pytest.mark.parametrize("example", [example for example in examples() if not example.exception("llama")], ids=str)
@@ -109,9 +109,9 @@ def test_a_beginning_is_read_once_by_requests_that_come_together() -> None:
 def test_an_answer_is_known_to_the_next_turn() -> None:
     first, engine = answers({}, [[request(100, new=60)]], 8192)
     answer = [output.token for output in first[0].outputs]
-    assert engine._prefixes.tokens == (100 + len(answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert len(engine._prefixes) * BLOCK_TOKENS == (100 + len(answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     blocks = engine._prefixes.longest(next(iter(engine._readable_in_parts)), [*TEXT[:100], *answer, 7])
-    assert len(blocks) * BLOCK_TOKENS == engine._prefixes.tokens
+    assert len(blocks) * BLOCK_TOKENS == len(engine._prefixes) * BLOCK_TOKENS
 
 
 def test_a_replaced_graft_leaves_nothing() -> None:
@@ -119,13 +119,13 @@ def test_a_replaced_graft_leaves_nothing() -> None:
     served = {"g": first}
     engine = BatchingEngine(backbone("llama"), served, "llama", EngineLimits(prefix_tokens=8192))
     complete(engine, [request(150, model="g")])
-    assert engine._prefixes.tokens == 128
+    assert len(engine._prefixes) * BLOCK_TOKENS == 128
     engine.replace("g", second)
     (again,) = complete(engine, [request(150, model="g")])
     assert again.finish.cached_tokens == 0
     engine.replace("g", None)
     complete(engine, [request(10)])
-    assert engine._prefixes.tokens == 0
+    assert len(engine._prefixes) * BLOCK_TOKENS == 0
     assert engine.close(10)
 
 

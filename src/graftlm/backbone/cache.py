@@ -277,10 +277,8 @@ class PrefixBlocks:
         self.limit = tokens // BLOCK_TOKENS
         self._blocks: OrderedDict[tuple[Hashable, tuple[int, ...]], Block] = OrderedDict()
 
-    @property
-    def tokens(self) -> int:
-        """The tokens that are kept."""
-        return len(self._blocks) * BLOCK_TOKENS
+    def __len__(self) -> int:
+        return len(self._blocks)
 
     def longest(self, owner: Hashable, prompt: Sequence[int]) -> list[Block]:
         """The known blocks at the start of a prompt, but of its last token, which is always read."""

@@ -111,11 +111,7 @@ class MultiGraftModel:
     ) -> tuple[MixedBatch, Tensor]:
         """Read prompts; returns a new batch of one group, and (B, V) the logits of each row's next token.
 
-        Args:
-            graft_set: acts on all rows.
-            prompts: token ids of each row.
-            tags: the caller's object for each row.
-            pasts: for each row a cache with the tokens before the prompt; the prompts then have one length.
+        `pasts` are for each row a cache with the tokens before the prompt; the prompts then have one length.
 
         Raises RowGroupError if the pass failed.
         """

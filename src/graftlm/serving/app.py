@@ -22,7 +22,7 @@ from graftlm.errors import GraftError
 from graftlm.serving import extensions, requests, responses
 from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
-from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model, check_prompt
+from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
 from graftlm.serving.service import Service
 from graftlm.version import __version__
 
@@ -128,6 +128,11 @@ def _openai_router(service: Service) -> APIRouter:
         parsed = await asyncio.to_thread(requests.parse_chat, service, body, user_of(request))
         return await _respond(service, request, responses.ChatBuilder, parsed)
 
+    @post("/responses", response_model=responses.OpenAIResponse, summary="Answer a text, or continue a conversation")
+    async def response(body: requests.ResponsesRequest, request: Request) -> Any:
+        parsed = await asyncio.to_thread(requests.parse_responses, service, body, user_of(request))
+        return await _respond(service, request, responses.ResponsesBuilder, parsed)
+
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
         parsed = await asyncio.to_thread(requests.parse_embedding, service, body, user_of(request))
@@ -155,11 +160,6 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def tokens(body: requests.TokenizeRequest) -> responses.Tokens:
         ids = await asyncio.to_thread(requests.tokenize, service, body)
         return responses.Tokens(count=len(ids), max_model_len=service.context, tokens=ids)
-
-    @app.post("/detokenize", responses=_ERRORS, summary="The text of tokens, as of vLLM")
-    async def text(body: requests.DetokenizeRequest) -> dict[str, str]:
-        check_prompt(body.tokens or [0], service.tokenizer.vocabulary, "tokens")
-        return {"prompt": str(service.tokenizer.tokenizer.decode(body.tokens))}
 
     @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:

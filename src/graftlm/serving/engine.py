@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROMPT_TOKENS = 1024  # maximum prompt tokens of one step, so that running rows do not wait long
+_GATHERING_SECONDS = 0.005  # from one request to the next of those that begin together
 _PART_TOKENS = 256  # of a long prompt, which is read in parts
 _log = logging.getLogger(__name__)
 
@@ -197,6 +198,10 @@ class ThreadedEngine(ModelRegistry):
         """Wait for requests; False once the engine is to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._running or self._closing)
+            waiting = 0
+            while not self._running and waiting < len(self._queue) < self.limits.batch_size and not self._closing:
+                waiting = len(self._queue)  # requests that come together begin together
+                self._changed.wait(_GATHERING_SECONDS)
             return not self._stopping and bool(self._queue or self._running)
 
     def _wake_readers(self) -> None:
@@ -444,12 +449,8 @@ class BatchingEngine(ThreadedEngine):
 def next_pass(prompts: Sequence[Sequence[int]], known: Sequence[int], *, apart: bool) -> tuple[list[int], int]:
     """Which prompts are read next, in one pass, and how many of their last tokens; 0 if all of each.
 
-    Args:
-        prompts: token ids.
-        known: the number of tokens at the start of each prompt that the prefix cache has.
-        apart: prompts with the same first block are not read in one pass, as the second can use what the first leaves.
-
-    Prompts of which something is known share a pass: each row reads as many tokens as the one with the most new ones.
+    Prompts with `known` first tokens share a pass: each row reads as many tokens as the one with the most new ones.
+    With `apart`, prompts with the same first block do not, as the second can use what the first leaves.
     """
     new = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
     short = [index for index in range(len(prompts)) if new[index] <= _PART_TOKENS]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
@@ -85,13 +85,11 @@ class ClarifyBody(Config):
     rules: bool = False
     max_tokens: int = Field(256, ge=1)
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> ClarifyBody:
+    def _problems(self) -> Iterator[str]:
         if (self.start is None) == (self.conversation is None):
-            raise ValueError("either start or conversation is expected, and not both")
+            yield "either start or conversation is expected, and not both"
         if self.answer is not None and self.conversation is None:
-            raise ValueError("an answer belongs to a conversation: send it, as the last turn gave it")
-        return self
+            yield "an answer belongs to a conversation: send it, as the last turn gave it"
 
 
 class SummarizeBody(Config):

@@ -21,11 +21,15 @@ JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_
 """The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
 
 
-class Matcher:
-    """The state of one answer in its grammar."""
+class Grammar:
+    """A compiled grammar, and the state of one answer in it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+
+    def matcher(self) -> Grammar:
+        """A copy for another answer."""
+        return Grammar(self._matcher.deep_copy())
 
     @property
     def problem(self) -> str:
@@ -40,17 +44,6 @@ class Matcher:
         """Go on by a token; whether nothing can follow it."""
         self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self.problem
-
-
-class Grammar:
-    """A compiled grammar, for any number of answers."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def matcher(self) -> Matcher:
-        """The state at the start of an answer."""
-        return Matcher(self._matcher.deep_copy())
 
 
 class GrammarCompiler:

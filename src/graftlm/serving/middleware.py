@@ -20,7 +20,7 @@ from graftlm.serving.errors import error_response, internal_error
 from graftlm.serving.protocol import Engine, QueueFullError, ServingError, ShuttingDownError
 from graftlm.serving.settings import ApiKeys, ServerSettings
 
-_PROTECTED = ("/v1/", "/metrics/", "/tokenize/", "/detokenize/")
+_PROTECTED = ("/v1/", "/metrics/", "/tokenize/")
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

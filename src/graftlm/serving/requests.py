@@ -7,9 +7,9 @@ implement accept only the value that changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -150,11 +150,9 @@ class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is expected where type is 'json_schema', and nowhere else")
-        return self
+            yield "json_schema is expected where type is 'json_schema', and nowhere else"
 
 
 class StructuredOutputs(StrictBody):
@@ -165,11 +163,9 @@ class StructuredOutputs(StrictBody):
     choice: list[NonEmpty] | None = Field(None, min_length=1, max_length=1000, description="One of these texts.")
     grammar: str | None = Field(None, min_length=1, max_length=100_000, description="Lark, with a rule `start`.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if len(self.model_fields_set) != 1 or None in (getattr(self, name) for name in self.model_fields_set):
-            raise ValueError("one of json, regex, choice and grammar is expected")
-        return self
+            yield "one of json, regex, choice and grammar is expected"
 
 
 class ApiRequest(StrictBody):
@@ -208,16 +204,17 @@ class CompletionRequest(ApiRequest):
 
 
 class TextPart(StrictBody):
-    """A part of a message."""
+    """A part of a message; the other names are those of /v1/responses."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: OnlyEmptyList = None
 
     @model_validator(mode="before")
     @classmethod
     def _check(cls, values: Any) -> Any:
         kind = values.get("type") if isinstance(values, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise UnsupportedValueError(
                 f"this server reads text alone, and a part of the type {kind[:50]!r} was found: leave it out"
             )
@@ -273,13 +270,11 @@ class ChatMessage(StrictBody):
     function_call: OnlyNull = None
     refusal: OnlyNull = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is expected")
+            yield "content is expected"
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are expected in messages of the assistant alone")
-        return self
+            yield "tool_calls are expected in messages of the assistant alone"
 
     @property
     def text(self) -> str:
@@ -312,17 +307,11 @@ class Tool(StrictBody):
     function: ToolFunction
 
 
-class NamedFunction(StrictBody):
-    """A function by its name."""
-
-    name: NonEmpty
-
-
 class NamedTool(StrictBody):
     """The tool that must be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Annotated[dict[Literal["name"], NonEmpty], Field(min_length=1)]
 
 
 class EmbeddingRequest(StrictBody):
@@ -373,18 +362,35 @@ class TokenizeRequest(StrictBody):
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = True
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either prompt or messages is expected")
-        return self
+            yield "either prompt or messages is expected"
 
 
-class DetokenizeRequest(StrictBody):
-    """The body of /detokenize."""
+class InputMessage(ChatMessage):
+    """A message of /v1/responses, or an earlier answer."""
 
-    model: str | None = None
-    tokens: TokenIds
+    type: Literal["message"] = "message"
+    id: Ignored = None
+    status: Ignored = None
+
+
+class ResponsesRequest(StrictBody):
+    """The body of /v1/responses in its plain form: text in, text out."""
+
+    model: str = Field(min_length=1)
+    input: NonEmpty | Annotated[list[InputMessage], NotEmpty]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    stream: OnlyFalse = None
+    tools: OnlyEmptyList = None
+    previous_response_id: OnlyNull = None
+    text: Annotated[Any, NeutralValue({"format": {"type": "text"}})] = None
+    metadata: Ignored = None
+    store: Ignored = None
+    user: Ignored = None
 
 
 @dataclass(frozen=True)
@@ -466,6 +472,15 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     )
 
 
+def parse_responses(service: Service, body: ResponsesRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/responses to that of a chat."""
+    first: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    rest: Any = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    options = body.model_dump(include={"model", "temperature", "top_p"})
+    chat = ChatRequest(messages=[*first, *rest], max_tokens=body.max_output_tokens, **options)
+    return parse_chat(service, chat, user)
+
+
 def _callable_tools(body: ChatRequest) -> dict[str, Any]:
     """The schema of the arguments of each tool that the answer may call, by name."""
     tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
@@ -475,9 +490,10 @@ def _callable_tools(body: ChatRequest) -> dict[str, Any]:
     if choice == "none":
         return {}
     if isinstance(choice, NamedTool):
-        if choice.function.name not in tools:
-            raise ServingError(f"tool_choice names {choice.function.name!r}, which is none of tools.", "tool_choice")
-        return {choice.function.name: tools[choice.function.name]}
+        name = choice.function["name"]
+        if name not in tools:
+            raise ServingError(f"tool_choice names {name!r}, which is none of tools.", "tool_choice")
+        return {name: tools[name]}
     if choice == "required" and not tools:
         raise ServingError("tool_choice is 'required', and tools has none: give one.", "tool_choice")
     return tools
@@ -517,9 +533,8 @@ def _check(service: Service, body: ApiRequest, prompts: int) -> None:
             "n",
         )
     if body.stream_options is not None and not body.stream:
-        raise ServingError(
-            "stream_options is set without stream: set stream to true, or leave it out.", "stream_options"
-        )
+        problem = "stream_options is set without stream: set stream to true, or leave it out."
+        raise ServingError(problem, "stream_options")
 
 
 def _parse(

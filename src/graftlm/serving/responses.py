@@ -31,6 +31,8 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 from openai.types.create_embedding_response import Usage
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -316,6 +318,29 @@ class EmbeddingBuilder(ResponseBuilder):
         data = base64.b64encode(array("f", end.embedding)).decode()
         values = data if self.parsed.base64 else list(end.embedding)
         return TextEmbedding(embedding=values, index=part.index, object="embedding")
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """The response of /v1/responses."""
+
+    prefix = "resp"
+
+    def response(self, choices: list[ResponseOutputMessage], usage: CompletionUsage, **head: Any) -> OpenAIResponse:
+        (message,), known = choices, usage.prompt_tokens_details
+        read = {"cached_tokens": (known and known.cached_tokens) or 0, "cache_write_tokens": 0}
+        details = {"input_tokens_details": read, "output_tokens_details": {"reasoning_tokens": 0}}
+        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+        values = {"usage": counts | details | {"total_tokens": usage.total_tokens}, "output": [message]}
+        values |= {"id": head["id"], "created_at": head["created"], "model": head["model"], "status": message.status}
+        values |= {"object": "response", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        if message.status == "incomplete":
+            values["incomplete_details"] = {"reason": "max_output_tokens"}
+        return OpenAIResponse.model_validate(values)
+
+    def choice(self, part: ChoicePart) -> ResponseOutputMessage:
+        content: Any = [{"type": "output_text", "text": part.text, "annotations": []}]
+        values: Any = {"status": "completed" if part.finish_reason == "stop" else "incomplete", "type": "message"}
+        return ResponseOutputMessage(id=f"msg_{uuid.uuid4().hex}", role="assistant", content=content, **values)
 
 
 class ChatBuilder(ResponseBuilder):
