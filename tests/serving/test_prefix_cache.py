@@ -163,6 +163,7 @@ def test_rows_of_a_pass() -> None:
     assert rows([66, 140], [64, 128]) == ([0, 1], 12)
     assert rows([100, 170], [64, 128]) == ([0, 1], 42)
     assert rows([150, 40], [0, 0]) == ([1], 0)
+    assert rows([1, 48, 40, 24, 16], [0] * 5) == ([1, 2, 3, 4], 0), "padding of 64 tokens, and 111 with the first"
     assert rows([150], [0]) == ([0], 150)
 
 

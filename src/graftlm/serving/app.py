@@ -157,9 +157,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         )
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
-    async def tokens(body: requests.TokenizeRequest) -> responses.Tokens:
+    async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
         ids = await asyncio.to_thread(requests.tokenize, service, body)
-        return responses.Tokens(count=len(ids), max_model_len=service.context, tokens=ids)
+        return {"count": len(ids), "max_model_len": service.context, "tokens": ids}
 
     @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:

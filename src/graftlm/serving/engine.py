@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROMPT_TOKENS = 1024  # maximum prompt tokens of one step, so that running rows do not wait long
+_PASS_TOKENS = 64  # of padding, which cost about as much as another pass on a CPU
 _GATHERING_SECONDS = 0.005  # from one request to the next of those that begin together
 _PART_TOKENS = 256  # of a long prompt, which is read in parts
 _log = logging.getLogger(__name__)
@@ -450,7 +451,8 @@ def next_pass(prompts: Sequence[Sequence[int]], known: Sequence[int], *, apart: 
     """Which prompts are read next, in one pass, and how many of their last tokens; 0 if all of each.
 
     Prompts with `known` first tokens share a pass: each row reads as many tokens as the one with the most new ones.
-    With `apart`, prompts with the same first block do not, as the second can use what the first leaves.
+    With `apart`, prompts with the same first block do not, as the second can use what the first leaves. Prompts of
+    which nothing is known share one where their padding is cheaper than another pass.
     """
     new = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
     short = [index for index in range(len(prompts)) if new[index] <= _PART_TOKENS]
@@ -458,11 +460,14 @@ def next_pass(prompts: Sequence[Sequence[int]], known: Sequence[int], *, apart: 
     if started:
         most = max(new[index] for index in started)
         return [index for index in started if len(prompts[index]) > most], most
-    by_block = {
-        tuple(prompts[index][:BLOCK_TOKENS]) if apart and len(prompts[index]) > BLOCK_TOKENS else index: index
-        for index in reversed(short)
-    }
-    return (sorted(by_block.values()), 0) if short else ([0], new[0])
+    together, blocks, padding = [], set(), 0
+    for index in sorted(short, key=lambda index: -new[index]):
+        block = tuple(prompts[index][:BLOCK_TOKENS]) if apart and new[index] > BLOCK_TOKENS else index
+        padding += new[together[0]] - new[index] if together else 0
+        if block not in blocks and padding <= _PASS_TOKENS:
+            blocks.add(block)
+            together.append(index)
+    return (sorted(together), 0) if short else ([0], new[0])
 
 
 def _as_serving_error(error: BaseException) -> ServingError:

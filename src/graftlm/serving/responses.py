@@ -125,14 +125,6 @@ class Embeddings(CreateEmbeddingResponse):
     data: list[TextEmbedding]
 
 
-class Tokens(BaseModel):
-    """The response of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
 class ChoiceState:
     """The text, tokens and end of one continuation so far. A token appears together with its text."""
 
