@@ -107,9 +107,8 @@ def save_graft(
         training: a summary of the run, plain JSON.
         card: the model card (Markdown); a short one is made when it is empty.
 
-    Raises:
-        ArtifactError: the disk is full, the folder holds something else, or a tensor is not finite.
-        WrongBackboneError: the graft was built for another backbone.
+    Raises ArtifactError if the disk is full, the folder holds something else, or a tensor is not finite, and
+    WrongBackboneError if the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
     folder = Path(folder)
@@ -188,10 +187,8 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         backbone: the one that it was trained on.
         changes: of the graft's config, as `KEY=VALUE`, such as where another model that it reads lies now.
 
-    Raises:
-        WrongBackboneError: it was trained on another backbone, or beside other models.
-        ArtifactError: the folder is damaged or foreign.
-        RecipeError: a change does not fit.
+    Raises WrongBackboneError if it was trained on another backbone, or beside other models, and ArtifactError if the
+    folder is damaged or foreign, and RecipeError if a change does not fit.
     """
     manifest = read_manifest(folder)
     if difference := manifest.backbone.matches(need_backbone(backbone)):

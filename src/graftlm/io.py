@@ -179,9 +179,8 @@ def find_model(name: str) -> ModelFiles:
         name: a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf of the hub), a name of `PACKAGED_MODELS`
             (the package's file where it is installed, else the hub's model), or a name on the hub.
 
-    Raises:
-        BackboneError: the name is a local path, and no model can be loaded from it.
-        MissingExtraError: it is a GGUF file, and the package that reads them is not installed.
+    Raises BackboneError if the name is a local path, and no model can be loaded from it, and MissingExtraError if it is
+    a GGUF file, and the package that reads them is not installed.
     """
     path = packaged_model(name) or Path(name).expanduser()
     if path.suffix.lower() == ".gguf":

@@ -27,6 +27,9 @@ class Case(NamedTuple):
     sentence: str
 
 
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
 def completions(code: str | None, param: str | None, sentence: str, status: int = 400, **changes: Any) -> Case:
     return Case("/v1/completions", completion(**changes), status, code, param, sentence)
 
@@ -207,7 +210,7 @@ CASES = {
         None,
         "tools",
         'tools can\'t be followed (Unimplemented keys: ["uniqueItems"]): change it.',
-        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array", "uniqueItems": True}}}],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": UNIQUE}}],
     ),
     "JSON by a schema that is not there": chats(
         None,

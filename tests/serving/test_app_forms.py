@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +32,7 @@ CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/Name"}}, "req
 }
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": CITY}}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
+JSON_TYPE = {"Content-Type": "application/json"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -82,6 +86,15 @@ def test_other_forms(client: openai.OpenAI) -> None:
 
 def test_rows_of_a_batch_have_their_own_forms(client: openai.OpenAI) -> None:
     """Several choices of one request, beside free text."""
+    forms: list[Any] = [{"regex": "[a-e]{9,}"}, {"choice": ["yes", "no"]}, {"json": CITY}, None]
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [{"structured_outputs": form} if form else {} for form in forms]
+        create = functools.partial(client.completions.create, model="tiny", prompt="a", max_tokens=40, seed=5)
+        mixed = list(pool.map(lambda body: create(extra_body=body).choices[0].text, bodies))
+        alone = [create(extra_body=body).choices[0].text for body in bodies]
+    assert mixed == alone
+    assert re.fullmatch("[a-e]{9,}", mixed[0])
+    assert mixed[1] in ("yes", "no")
     answer = client.chat.completions.create(
         model="tiny", messages=USER, n=4, response_format={"type": "json_object"}, max_tokens=30, seed=5
     )
@@ -278,3 +291,62 @@ def test_the_grammar_of_calls(required: bool, parallel: bool) -> None:
     assert not follows(f"Hello {wrong}")
     assert follows(f"{CALL}\n{CALL}") == parallel
     assert follows("Hello <there>") == follows(f"Hello {CALL}") == (not required)
+
+
+def refused(address: str, path: str, **body: Any) -> str:
+    """The sentence of a request that gets a 400."""
+    answer = httpx.post(f"{address}/{path}", content=json.dumps({"model": "tiny"} | body), headers=JSON_TYPE)
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_what_breaks_a_grammar_is_the_client_s_mistake(address: str) -> None:
+    def tools(parameters: Any) -> Any:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters, "description": "d"}}]
+
+    assert "The parameters of the tool f are no object" in refused(
+        address, "v1/chat/completions", messages=USER, tools=tools({"type": "integer"})
+    )
+    lenient = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "any", "schema": lenient}}
+    assert "x-guidance" in refused(address, "v1/chat/completions", messages=USER, response_format=form)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("v1/completions", {"prompt": "a", "structured_outputs": {"json": {"const": "\ud800"}}}),
+        ("v1/responses", {"input": "a", "instructions": "\ud800"}),
+        ("tokenize", {"prompt": "\ud800"}),
+    ],
+)
+def test_half_a_character_is_refused_everywhere(address: str, path: str, body: dict[str, Any]) -> None:
+    assert "half of a surrogate pair" in refused(address, path, **body)
+
+
+def test_a_call_may_hold_its_own_end_and_one_without_an_end_is_dropped() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "a}</tool_call>"}}\n</tool_call>'
+    for size in (1, 7, len(call)):
+        reader = CallReader(["weather"])
+        parts = [reader.add(call[start : start + size]) for start in range(0, len(call), size)]
+        (found,) = [one for _, calls in parts for one in calls]
+        assert json.loads(found.arguments) == {"city": "a}</tool_call>"}
+        assert "".join(text for text, _ in parts) + reader.rest() == ""
+    reader = CallReader(["weather"])
+    assert reader.add(f"Let me see. {call[:40]}") == ("Let me see.", [])
+    assert reader.rest().strip() == ""
+
+
+def test_openai_s_defaults_of_responses(client: openai.OpenAI) -> None:
+    defaults: Any = {"tool_choice": "auto", "truncation": "disabled", "background": False, "include": []}
+    defaults |= {"parallel_tool_calls": True, "service_tier": "auto", "prompt_cache_key": "k"}
+    assert client.responses.create(model="tiny", input="a", max_output_tokens=2, **defaults).usage is not None
+
+
+def test_more_texts_than_the_queue_takes_are_embedded(client: openai.OpenAI, address: str) -> None:
+    answer = client.embeddings.create(model="tiny", input=[[5, 6 + n % 90] for n in range(100)])
+    assert [item.index for item in answer.data] == list(range(100))
+    assert answer.data[0].embedding == pytest.approx(answer.data[90].embedding, abs=1e-5)
+    assert answer.usage.prompt_tokens == 200
+    assert httpx.post(f"{address}/tokenize", json={"model": "dansk", "prompt": "a"}).status_code == 404

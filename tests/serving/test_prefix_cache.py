@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_a_replaced_graft_leaves_nothing() -> None:
     complete(engine, [request(10)])
     assert len(engine._prefixes) * BLOCK_TOKENS == 0
     assert engine.close(10)
+    fresh, _ = answers({"g": second}, [[request(150, model="g")]], 0)
+    assert_same([again], fresh)
 
 
 def filled(length: int) -> DynamicCache:
@@ -178,3 +181,12 @@ def test_openai_s_client_is_told_what_was_cached() -> None:
     assert usages[1] is not None
     assert usages[1].prompt_tokens_details is not None
     assert usages[1].prompt_tokens_details.cached_tokens == 2 * BLOCK_TOKENS
+
+
+def test_a_long_text_is_looked_up_in_one_walk() -> None:
+    text = prompt(64) * 2000
+    prefixes = PrefixBlocks(len(text))
+    prefixes.add("o", text[:6400], filled(6400), 0)
+    start = time.perf_counter()
+    assert len(prefixes.longest("o", text)) == 100
+    assert time.perf_counter() - start < 1, "128,000 tokens: the walk ends at the first unknown block"

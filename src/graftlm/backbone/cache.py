@@ -8,9 +8,9 @@ Caches of several batches can be joined into one.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -267,34 +267,34 @@ class PrefixBlocks:
     """Keys and values of texts that were read, for later prompts that begin alike. Not thread-safe.
 
     A text is cut into blocks of 64 tokens. A block is known by its grafts and by all tokens up to its end, compared by
-    value. The blocks that were used last are kept.
-
-    Args:
-        tokens: the most tokens that are kept, in whole blocks; fewer than 64 keep nothing.
+    value. The blocks that were used last are kept, of `tokens` tokens at most.
     """
 
     def __init__(self, tokens: int) -> None:
         self.limit = tokens // BLOCK_TOKENS
-        self._blocks: OrderedDict[tuple[Hashable, tuple[int, ...]], Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[Hashable, int, tuple[int, ...]], tuple[int, Block]] = OrderedDict()
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def longest(self, owner: Hashable, prompt: Sequence[int]) -> list[Block]:
         """The known blocks at the start of a prompt, but of its last token, which is always read."""
-        keys = list(takewhile(self._blocks.__contains__, self._keys(owner, prompt[:-1])))
+        keys = [key for key in self._walk(owner, prompt[:-1]) if key in self._blocks]
         self._touch(keys)
-        return [self._blocks[key] for key in keys]
+        return [self._blocks[key][1] for key in keys]
 
     def add(self, owner: Hashable, text: Sequence[int], cache: Cache, row: int) -> None:
         """Keep the blocks of a row of a cache, whose last columns are those of `text`."""
-        keys, start = self._keys(owner, text), cache.get_seq_length() - len(text)
+        keys, first = [], cache.get_seq_length() - len(text)
         layers: list[Any] = [*cache.layers]
-        for number, key in enumerate(keys):
+        for key in self._walk(owner, text):
             if key not in self._blocks:
-                first = start + number * BLOCK_TOKENS
                 columns = (slice(row, row + 1), slice(None), slice(first, first + BLOCK_TOKENS))
-                self._blocks[key] = [(layer.keys[columns].clone(), layer.values[columns].clone()) for layer in layers]
+                block = [(layer.keys[columns].clone(), layer.values[columns].clone()) for layer in layers]
+                self._blocks[key] = (next(self._numbers), block)
+            keys.append(key)
+            first += BLOCK_TOKENS
         self._touch(keys)
         while len(self._blocks) > self.limit:
             self._blocks.popitem(last=False)
@@ -303,11 +303,16 @@ class PrefixBlocks:
         """Forget the blocks of owners for which the condition is false."""
         self._blocks = OrderedDict((key, block) for key, block in self._blocks.items() if condition(key[0]))
 
-    def _keys(self, owner: Hashable, text: Sequence[int]) -> list[tuple[Hashable, tuple[int, ...]]]:
-        count = min(len(text) // BLOCK_TOKENS, self.limit)
-        return [(owner, tuple(text[: number * BLOCK_TOKENS])) for number in range(1, count + 1)]
+    def _walk(self, owner: Hashable, text: Sequence[int]) -> Iterator[tuple[Hashable, int, tuple[int, ...]]]:
+        """The keys of a text's blocks: owner, number of the block before, and tokens; up to the first unknown block."""
+        before = 0
+        for start in range(0, min(len(text) // BLOCK_TOKENS, self.limit) * BLOCK_TOKENS, BLOCK_TOKENS):
+            yield (key := (owner, before, tuple(text[start : start + BLOCK_TOKENS])))
+            if key not in self._blocks:
+                return
+            before = self._blocks[key][0]
 
-    def _touch(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
+    def _touch(self, keys: Sequence[tuple[Hashable, int, tuple[int, ...]]]) -> None:
         """Make blocks the newest, earlier ones of a text newer than later ones, which are of no use without them."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)

@@ -63,9 +63,8 @@ class Backbone:
 
         The model's class decides on `kind` where it is None.
 
-        Raises:
-            BackboneError: `model` is not a transformers model.
-            UnknownFamilyError: its architecture has an unknown structure.
+        Raises BackboneError if `model` is not a transformers model, and UnknownFamilyError if its architecture has an
+        unknown structure.
         """
         live = _unwrap(model).eval()
         if kind is None and live.base_model is live:

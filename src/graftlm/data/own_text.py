@@ -79,10 +79,8 @@ def sample_own_text(
         key: what the file belongs to; a file with another key is written anew.
         model: what samples in the backbone's place, such as a `GraftedModel` on it; None is the bare backbone.
 
-    Raises:
-        BackboneError: the backbone has no tokenizer.
-        DataError: the backbone is an encoder, has no chat template for the conversations that are asked for, or ends
-            its texts at once.
+    Raises BackboneError if the backbone has no tokenizer, and DataError if the backbone is an encoder, has no chat
+    template for the conversations that are asked for, or ends its texts at once.
     """
     sampler = _Sampler(backbone, config, config.length or length, model)
     try:

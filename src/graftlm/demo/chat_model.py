@@ -56,9 +56,8 @@ def run_chat_demo(
 ) -> Results:
     """Run the demo in a folder; what an earlier run left there is used again.
 
-    Raises:
-        BackboneError: the model is neither installed (the extra smollm2) nor on a hub that can be reached.
-        DataError: the installation of PyTorch has no headers.
+    Raises BackboneError if the model is neither installed (the extra smollm2) nor on a hub that can be reached, and
+    DataError if the installation of PyTorch has no headers.
     """
     out, size = Path(out), QUICK if quick else ChatDemoSize()
     make_texts(out / "corpus", log)

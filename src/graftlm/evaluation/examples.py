@@ -53,9 +53,8 @@ def generate_answers(
         stop: strings that end an answer.
         batch_size: prompts per batch; it affects speed and memory only.
 
-    Raises:
-        DataError: a prompt has no tokens.
-        EvaluationError: a prompt and its new tokens exceed the model's positions, or a stop string is empty.
+    Raises DataError if a prompt has no tokens, and EvaluationError if a prompt and its new tokens exceed the model's
+    positions, or a stop string is empty.
     """
     if "" in stop:
         raise EvaluationError("A stop string is empty, and would end every answer before it begins: leave it out.")
@@ -89,9 +88,8 @@ def score_answers(
 
     The end-of-text token is not scored, as in `score`. Without a prompt and a BOS, neither is the first token.
 
-    Raises:
-        DataError: an answer has no token to score.
-        EvaluationError: an example exceeds the model's positions, or the model predicts NaN or infinity.
+    Raises DataError if an answer has no token to score, and EvaluationError if an example exceeds the model's
+    positions, or the model predicts NaN or infinity.
     """
     documents = [Document(example.answer, prompt=example.prompt) for example in examples]
     windows = list(cut_windows(tokenizer, documents, sys.maxsize))

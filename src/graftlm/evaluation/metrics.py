@@ -295,9 +295,8 @@ def score(
         limit_tokens: stop after this many scored tokens.
         reference: a model of the same tokenizer, called like `model`, from which the divergence is measured.
 
-    Raises:
-        EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
-        DataError: there is nothing to score.
+    Raises EvaluationError if the model predicts NaN or infinity, or `length` does not fit the model, and DataError if
+    there is nothing to score.
     """
     if length < 3:
         raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")

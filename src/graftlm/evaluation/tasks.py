@@ -175,9 +175,8 @@ def measure_task(
         model: a `GraftedModel` or any transformers model.
         precision: precision of log-perplexity, see `score`; answers are generated in the model's own dtype.
 
-    Raises:
-        DataError: an example has no token.
-        EvaluationError: an example exceeds the model's positions, or the tests of pass@1 accept or reject everything.
+    Raises DataError if an example has no token, and EvaluationError if an example exceeds the model's positions, or the
+    tests of pass@1 accept or reject everything.
     """
     config = task.config
     if config.metric == "log-perplexity":

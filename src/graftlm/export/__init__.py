@@ -28,10 +28,9 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         backbone: the backbone that it was trained on, which stays as it is.
         folder: a new or empty folder.
 
-    Raises:
-        ArtifactError: a plain model can't express the graft, the backbone is quantised or has an adapter of its own, or
-            the folder holds other files or can't be written.
-        WrongBackboneError: the graft was built for another backbone.
+    Raises ArtifactError if a plain model can't express the graft, the backbone is quantised or has an adapter of its
+    own, or the folder holds other files or can't be written, and WrongBackboneError if the graft was built for another
+    backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
     if not isinstance(graft, Exportable | ExportsAdapter):

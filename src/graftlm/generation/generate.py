@@ -104,9 +104,8 @@ def load_model(
         bare: leave the graft off.
         device: torch device; None takes the fastest available.
 
-    Raises:
-        ArtifactError: the folder is no graft and no model, or the graft belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
+    Raises ArtifactError if the folder is no graft and no model, or the graft belongs to another backbone, and
+    BackboneError if the backbone can't be loaded.
     """
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     tokenizer = loaded.need_tokenizer()
@@ -137,9 +136,8 @@ def generate_text(
         trace: return the graft's trace of each token, such as the chosen expert or the share of open gates.
         cache: a transformers cache that holds the first tokens of the prompt already; new tokens are added to it.
 
-    Raises:
-        DataError: the prompt has no tokens, exceeds the model's positions, or does not fit the chat template.
-        GraftError: the model has no traceable graft, or decodes with beams.
+    Raises DataError if the prompt has no tokens, exceeds the model's positions, or does not fit the chat template, and
+    GraftError if the model has no traceable graft, or decodes with beams.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:

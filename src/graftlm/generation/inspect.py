@@ -111,9 +111,8 @@ class AdapterInspection(Config):
 def inspect_adapter(folder: str | Path) -> AdapterInspection:
     """Describe a PEFT adapter, in a folder or on the hub, and what takes it; no backbone is loaded.
 
-    Raises:
-        ArtifactError: the folder is no PEFT adapter, its config is damaged, or its weights are pickled.
-        RecipeError: rank or alpha is no number.
+    Raises ArtifactError if the folder is no PEFT adapter, its config is damaged, or its weights are pickled, and
+    RecipeError if rank or alpha is no number.
     """
     local = fetch_folder(folder, ADAPTER_CONFIG)
     values = read_adapter_config(local)
@@ -165,9 +164,8 @@ def inspect_graft(
         texts: documents by name; the method's per-layer quantities are measured on the start of each.
         length: tokens per row of these texts.
 
-    Raises:
-        ArtifactError: the folder is not a complete graft, or belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
+    Raises ArtifactError if the folder is not a complete graft, or belongs to another backbone, and BackboneError if the
+    backbone can't be loaded.
     """
     manifest = read_manifest(folder)
     inspection = _inspect_files(Path(folder), manifest)
@@ -338,9 +336,8 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
 
     `settings` are keys for all of these tasks, such as `metric`; None keeps a key's default.
 
-    Raises:
-        DataError: a name appears twice, or examples or their metric are missing.
-        RecipeError: a setting does not fit.
+    Raises DataError if a name appears twice, or examples or their metric are missing, and RecipeError if a setting does
+    not fit.
     """
     from graftlm.evaluation import TaskConfig
 

@@ -69,9 +69,8 @@ def load_task_graft(
 ) -> TaskGraft:
     """Load a graft with heads, its backbone, and the configs of its tasks.
 
-    Raises:
-        ArtifactError: the folder is not a complete graft, or the graft has no heads.
-        BackboneError: the backbone can't be loaded.
+    Raises ArtifactError if the folder is not a complete graft, or the graft has no heads, and BackboneError if the
+    backbone can't be loaded.
     """
     manifest = read_manifest(folder)
     if not manifest.graft_config().needs_tasks:

@@ -205,9 +205,8 @@ def grow_recipe(
 ) -> Results:
     """Train the recipe's stages one after the other, and report the model after each; grafts are in `out/STAGE/graft`.
 
-    Raises:
-        RecipeError: the recipe has no stages.
-        ForgettingBudgetError: a stage forgot more than the recipe allows. Grafts and report are written all the same.
+    Raises RecipeError if the recipe has no stages, and ForgettingBudgetError if a stage forgot more than the recipe
+    allows. Grafts and report are written all the same.
     """
     if not isinstance(recipe, GrowthRecipe):
         raise RecipeError("The recipe has no stages, which graft grow trains in order: name some, or run graft train.")

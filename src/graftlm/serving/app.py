@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import mimetypes
 import time
@@ -136,7 +137,12 @@ def _openai_router(service: Service) -> APIRouter:
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
         parsed = await asyncio.to_thread(requests.parse_embedding, service, body, user_of(request))
-        return await _respond(service, request, responses.EmbeddingBuilder, parsed)
+        whole: Any = None
+        for first in range(0, len(parsed.requests), size := service.limits.batch_size):  # more would fill the queue
+            part = dataclasses.replace(parsed, requests=parsed.requests[first : first + size])
+            answer: Any = await _respond(service, request, responses.EmbeddingBuilder, part)
+            whole = answer if whole is None else whole.joined(answer)
+        return whole
 
     return router
 

@@ -428,9 +428,11 @@ class BatchingEngine(ThreadedEngine):
         kept = []
         for row, (request, token) in enumerate(zip(scheduled, sampled, strict=True)):
             if token is None:
-                problem = request.sampling.problem
-                why = f"The answer left what the request allows ({problem})" if problem else "The answer is no number"
-                self._finish(request, EngineError(f"{why}: ask another model."))
+                error: ServingError = EngineError("The answer is no number: ask another model.")
+                if problem := request.sampling.problem:
+                    why = problem.splitlines()[0][:200]
+                    error = ServingError(f"The answer can't follow its grammar ({why}): simplify it.")
+                self._finish(request, error)
                 continue
             is_first, finish = not request.answer, None
             if token.token in self._end_ids:

@@ -47,13 +47,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. All methods are thread-safe.
-
-    Args:
-        tokenizer: of the model.
-        vocabulary: number of the model's tokens.
-        end_ids: tokens that end an answer.
-    """
+    """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, sorted(end_ids)
@@ -65,7 +59,10 @@ class GrammarCompiler:
 
         Raises ServingError if the schema is wrong, or has a keyword that is not supported; so of the other methods.
         """
-        return self._compile(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS), param)
+        text = json.dumps(schema)
+        if '"x-guidance"' in text:
+            raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
+        return self._compile(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS), param)
 
     def regex(self, pattern: str, param: str) -> Grammar:
         """Text that a regular expression of Rust's syntax matches as a whole."""

@@ -122,6 +122,20 @@ class StrictBody(Config):
     model_config = ConfigDict(strict=True)
 
 
+class RequestBody(StrictBody):
+    """A body as a whole, in which all text is Unicode."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_unicode(cls, values: Any, handler: Any) -> Any:
+        body = handler(values)
+        try:
+            json.dumps(values, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair stands alone, and Unicode text is expected") from None
+        return body
+
+
 class StreamOptions(StrictBody):
     """Options of a streamed response."""
 
@@ -168,7 +182,7 @@ class StructuredOutputs(StrictBody):
             yield "one of json, regex, choice and grammar is expected"
 
 
-class ApiRequest(StrictBody):
+class ApiRequest(RequestBody):
     """The keys that completions and chats have in common."""
 
     model: str = Field(min_length=1, max_length=512, description="The backbone, a graft, or grafts joined by +.")
@@ -314,7 +328,7 @@ class NamedTool(StrictBody):
     function: Annotated[dict[Literal["name"], NonEmpty], Field(min_length=1)]
 
 
-class EmbeddingRequest(StrictBody):
+class EmbeddingRequest(RequestBody):
     """The body of /v1/embeddings."""
 
     model: str = Field(min_length=1)
@@ -354,7 +368,7 @@ class ChatRequest(ApiRequest):
     store: OnlyFalse = None
 
 
-class TokenizeRequest(StrictBody):
+class TokenizeRequest(RequestBody):
     """The body of /tokenize: a text, or the messages of a chat."""
 
     model: str | None = None
@@ -375,7 +389,7 @@ class InputMessage(ChatMessage):
     status: Ignored = None
 
 
-class ResponsesRequest(StrictBody):
+class ResponsesRequest(RequestBody):
     """The body of /v1/responses in its plain form: text in, text out."""
 
     model: str = Field(min_length=1)
@@ -386,7 +400,14 @@ class ResponsesRequest(StrictBody):
     top_p: float | None = Field(1.0, ge=0, le=1)
     stream: OnlyFalse = None
     tools: OnlyEmptyList = None
+    include: OnlyEmptyList = None
+    tool_choice: OnlyNoFunction = None
+    background: OnlyFalse = None
+    truncation: Annotated[Any, NeutralValue("disabled")] = None
     previous_response_id: OnlyNull = None
+    parallel_tool_calls: Ignored = None
+    prompt_cache_key: Ignored = None
+    service_tier: Ignored = None
     text: Annotated[Any, NeutralValue({"format": {"type": "text"}})] = None
     metadata: Ignored = None
     store: Ignored = None
@@ -442,6 +463,7 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
 
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """The token ids of the body of /tokenize."""
+    check_model(service.engine.names, body.model or service.name)
     if body.messages is not None:
         return [*service.tokenizer.encode_chat([message.for_template() for message in body.messages])]
     return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]

@@ -124,6 +124,13 @@ class Embeddings(CreateEmbeddingResponse):
 
     data: list[TextEmbedding]
 
+    def joined(self, other: Embeddings) -> Embeddings:
+        """This response with the texts of another behind its own."""
+        moved = [item.model_copy(update={"index": item.index + len(self.data)}) for item in other.data]
+        count = self.usage.prompt_tokens + other.usage.prompt_tokens
+        usage = Usage(prompt_tokens=count, total_tokens=count)
+        return self.model_copy(update={"data": [*self.data, *moved], "usage": usage})
+
 
 class ChoiceState:
     """The text, tokens and end of one continuation so far. A token appears together with its text."""

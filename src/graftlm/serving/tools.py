@@ -7,15 +7,14 @@ form gets the tools; other models get them in a system message. A grammar holds 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graftlm.serving.grammars import JSON_OPTIONS, Grammar, GrammarCompiler, quoted
+from graftlm.serving.protocol import ServingError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{OPEN}\s*(\{{.*?\}})\s*{CLOSE}", re.DOTALL)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -30,18 +29,17 @@ class ToolCall(NamedTuple):
 def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, required: bool, parallel: bool) -> Grammar:
     """The grammar of an answer with calls.
 
-    Args:
-        compiler: of the model.
-        tools: the JSON schema of the arguments of each tool that may be called, by name; None for no arguments.
-        required: the answer is calls alone; else it is text with calls anywhere.
-        parallel: several calls are allowed.
-
-    Raises ServingError if a schema is wrong or not supported.
+    `tools` has the JSON schema of each tool's arguments by name, None for no arguments. With `required` the answer is
+    calls alone, else text with calls anywhere; with `parallel` there may be several. Raises ServingError if a schema is
+    wrong or not supported.
     """
     bodies = []
     for name, parameters in tools.items():
-        schema = (_NO_ARGUMENTS if parameters is None else parameters) | {"x-guidance": JSON_OPTIONS}
-        compiler.json(schema, "tools")  # alone, so that the sentence is about the schema
+        arguments = _NO_ARGUMENTS if parameters is None else {"type": "object"} | parameters
+        if arguments["type"] != "object":
+            raise ServingError(f"The parameters of the tool {name} are no object: set their type to object.", "tools")
+        compiler.json(arguments, "tools")  # alone, so that the sentence is about the schema
+        schema = arguments | {"x-guidance": JSON_OPTIONS}
         head = f'\n{{"name": {json.dumps(name)}, "arguments": '
         bodies.append(f"{quoted(head)} %json {json.dumps(schema)} {quoted('}' + chr(10) + CLOSE)}")
     rules = [f"body: {' | '.join(f'body_{n}' for n in range(len(bodies)))}"]
@@ -88,11 +86,7 @@ def _instructions(tools: Sequence[dict[str, Any]]) -> str:
 
 
 class CallReader:
-    """Splits an answer into text and calls, piece by piece; what may begin a call is held back.
-
-    Args:
-        names: the tools; JSON that names none of them is text.
-    """
+    """Splits an answer into text and calls of the tools `names`, piece by piece; what may begin a call is held back."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._held, self._after_call = names, "", False
@@ -102,14 +96,13 @@ class CallReader:
         """The text that is no call, and the calls that are complete."""
         self._held += text
         shown, calls = "", list[ToolCall]()
-        while match := _CALL.search(self._held):
-            before, self._held = self._held[: match.start()], self._held[match.end() :]
-            call = self._call(match[1])
-            shown += self._trimmed(before.rstrip() if call else before + match[0])
+        while (start := self._held.find(OPEN)) >= 0 and (parsed := self._parse(start + len(OPEN))) is not None:
+            call, end = parsed
+            before, self._held = self._held[:start] if call else self._held[:end], self._held[end:]
+            shown += self._trimmed(before.rstrip() if call else before)
             self._after_call = call is not None
             calls += [call] if call else []
         self.calls += len(calls)
-        start = self._held.find(OPEN)
         if start < 0:
             start = len(self._held) - max((n for n in range(len(OPEN)) if self._held.endswith(OPEN[:n])), default=0)
         start = len(self._held[:start].rstrip())  # spaces before a call are not text
@@ -117,8 +110,8 @@ class CallReader:
         return shown + self._trimmed(final), calls
 
     def rest(self) -> str:
-        """The text that was held back; call it at the end."""
-        text, self._held = self._held, ""
+        """The text that was held back, without a call that has no end; call it at the end."""
+        text, self._held = self._held.partition(OPEN)[0], ""
         return "" if self._after_call and not text.strip() else text
 
     def _trimmed(self, text: str) -> str:
@@ -127,11 +120,18 @@ class CallReader:
         self._after_call = self._after_call and not text
         return text
 
-    def _call(self, text: str) -> ToolCall | None:
+    def _parse(self, start: int) -> tuple[ToolCall | None, int] | None:
+        """The call behind an opening, and its end; None for the call if it is text, None at all if more may follow."""
+        body = self._held[start:].lstrip()
         try:
-            value = json.loads(text)
-        except ValueError:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except json.JSONDecodeError as error:
+            unfinished = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
+            return None if unfinished else (None, start)
+        closing = body[end:].lstrip()
+        if CLOSE.startswith(closing) and closing != CLOSE:
             return None
-        if not isinstance(value, dict) or value.get("name") not in self._names:
-            return None
-        return ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(value.get("arguments", {})))
+        if not closing.startswith(CLOSE) or not isinstance(value, dict) or value.get("name") not in self._names:
+            return None, start
+        call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(value.get("arguments", {})))
+        return call, len(self._held) - len(closing) + len(CLOSE)

@@ -141,10 +141,8 @@ def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -
 def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[DistributedContext]:
     """Move `model` to its device, and wrap it for several processes; at the end every process has all of it again.
 
-    Raises:
-        TrainingError: the processes can't share a batch, or Accelerate is already set up in another way.
-        TrainingError: Accelerate does not know the tracker.
-        MissingExtraError: the tracker's package is absent.
+    Raises TrainingError if the processes can't share a batch, or Accelerate is already set up in another way, and
+    TrainingError if Accelerate does not know the tracker, and MissingExtraError if the tracker's package is absent.
     """
     check_tracker(config.tracker)
     was_training = model.training

@@ -82,10 +82,8 @@ def load_pair(
         backbone: where the model below a graft or an adapter is; by default where it was when that was written.
         dtype: precision of models that are loaded; `auto` keeps their own.
 
-    Raises:
-        BackboneError: a model can't be loaded, or is no causal language model.
-        ArtifactError: a graft or an adapter can't be loaded, or a folder holds neither.
-        EvaluationError: the quantisation is unknown.
+    Raises BackboneError if a model can't be loaded, or is no causal language model, and ArtifactError if a graft or an
+    adapter can't be loaded, or a folder holds neither, and EvaluationError if the quantisation is unknown.
     """
     options = {"backbone": backbone, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     first = _load(base, None, options)

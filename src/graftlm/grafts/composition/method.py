@@ -36,9 +36,8 @@ class Composition(Graft, ReadsModels):
         backbone: the anchor.
         augmenting: models that are already loaded, by their names in the config; the others are loaded.
 
-    Raises:
-        GraftError: layers, widths or tokenizers do not fit.
-        BackboneError: an augmenting model can't be loaded.
+    Raises GraftError if layers, widths or tokenizers do not fit, and BackboneError if an augmenting model can't be
+    loaded.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig

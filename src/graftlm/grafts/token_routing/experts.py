@@ -130,9 +130,8 @@ class ExpertTarget:
 def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> tuple[dict[str, Factors], str]:
     """An expert's factors by module path, and the SHA-256 of its tensor file; without a backbone, checks alone.
 
-    Raises:
-        ArtifactError: the adapter is damaged, pickled, not plain LoRA, or not the one that the config names.
-        WrongBackboneError: it belongs to another backbone.
+    Raises ArtifactError if the adapter is damaged, pickled, not plain LoRA, or not the one that the config names, and
+    WrongBackboneError if it belongs to another backbone.
     """
     folder = fetch_folder(Path(config.path or "").expanduser(), ADAPTER_CONFIG)
     peft_config = _read_config(name, folder)

@@ -68,10 +68,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         config: the graft keeps a copy with the hashes of the adapters.
         backbone: the backbone that the experts were trained on.
 
-    Raises:
-        ArtifactError: an adapter is damaged, pickled, or not plain LoRA.
-        WrongBackboneError: an adapter belongs to another backbone.
-        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed.
+    Raises ArtifactError if an adapter is damaged, pickled, or not plain LoRA, and WrongBackboneError if an adapter
+    belongs to another backbone, and GraftError if the backbone lacks a target module of a new expert, or the hidden
+    states to embed.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -247,9 +246,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
         """Set every expert's centroids from the embeddings of its examples: the given ones and those of the config.
 
-        Raises:
-            RecipeError: an expert has no examples.
-            GraftError: a centroid has no direction, or the examples do not differ where they are to be whitened.
+        Raises RecipeError if an expert has no examples, and GraftError if a centroid has no direction, or the examples
+        do not differ where they are to be whitened.
         """
         if self._fixed_weights() is not None:
             return

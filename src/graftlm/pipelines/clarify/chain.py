@@ -138,9 +138,8 @@ class Chain:
     def advance(self, conversation: Conversation) -> Conversation:
         """The conversation with its next turn.
 
-        Raises:
-            GraftError: the conversation is done, or waits for an answer from outside.
-            EndpointError: the translator's server fails.
+        Raises GraftError if the conversation is done, or waits for an answer from outside, and EndpointError if the
+        translator's server fails.
         """
         if conversation.step == "propose":
             return conversation.after(self._propose(conversation))

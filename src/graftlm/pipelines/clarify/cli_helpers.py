@@ -32,9 +32,8 @@ def open_model(
     Args:
         connection: `key_variable`, `timeout` and `retries` of `EndpointConfig`.
 
-    Raises:
-        RecipeError: neither or both are given, or the server's model is not named.
-        GraftError: the model can't be loaded.
+    Raises RecipeError if neither or both are given, or the server's model is not named, and GraftError if the model
+    can't be loaded.
     """
     if (endpoint is None) == (backbone is None):
         given = "Neither" if endpoint is None else "Both"
@@ -60,9 +59,8 @@ def open_conversation(
 ) -> Conversation:
     """The conversation in the file `path`, or a new one if there is no such file.
 
-    Raises:
-        DataError: there is neither a text nor a conversation, or they differ, or it is finished and there are answers.
-        RecipeError: the template or the language is unknown.
+    Raises DataError if there is neither a text nor a conversation, or they differ, or it is finished and there are
+    answers, and RecipeError if the template or the language is unknown.
     """
     if path is None or not path.exists():
         if text is None:

@@ -187,9 +187,8 @@ class Conversation(Config):
             target: code of the output language; optional if the template has one language.
             any_language: skip the check that the text is in the template's source language.
 
-        Raises:
-            DataError: the text is empty, or clearly in another language than the template's source language.
-            RecipeError: the template does not exist, or does not write the language.
+        Raises DataError if the text is empty, or clearly in another language than the template's source language, and
+        RecipeError if the template does not exist, or does not write the language.
         """
         task = load_template(template)
         if not text.strip():
@@ -294,9 +293,8 @@ class Conversation(Config):
     def load(cls, path: str | Path) -> Self:
         """Read a saved conversation.
 
-        Raises:
-            DataError: the file is missing, invalid, or of another format version.
-            RecipeError: its template is missing, or was changed since the conversation began.
+        Raises DataError if the file is missing, invalid, or of another format version, and RecipeError if its template
+        is missing, or was changed since the conversation began.
         """
         values = _read_json(Path(path))
         if values.get("format") != FORMAT:

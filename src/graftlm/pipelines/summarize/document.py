@@ -199,9 +199,8 @@ def build_document(
 ) -> SourceDocument:
     """Split blocks into sections and sentences; their spans refer to `pages`. `language` is that of `read_document`.
 
-    Raises:
-        DataError: there is no sentence, or the script has no punctuation that ends sentences.
-        RecipeError: sentences can't be split by the language.
+    Raises DataError if there is no sentence, or the script has no punctuation that ends sentences, and RecipeError if
+    sentences can't be split by the language.
     """
     blocks = [block for block in blocks if block.text.strip()]
     language = (

@@ -131,9 +131,8 @@ def _cause(error: Exception) -> str:
 def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:
     """Embed sentences with a frozen sentence-transformers model; returns (N, v) in float32.
 
-    Raises:
-        MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the encoder can't be loaded.
+    Raises MissingExtraError if sentence-transformers is not installed, and BackboneError if the encoder can't be
+    loaded.
     """
     model, texts = _load_encoder(encoder, device), list(sentences)
     embeddings = model.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
@@ -206,9 +205,8 @@ def train_selector(
 
     `log` receives a line with the losses at each evaluation.
 
-    Raises:
-        DataError: no example of `train` or of `validation` has an extract.
-        RecipeError: a value of the model's config is invalid.
+    Raises DataError if no example of `train` or of `validation` has an extract, and RecipeError if a value of the
+    model's config is invalid.
     """
     training = training or SelectorTrainingConfig()
     selector = _new_selector(train, training, device)

