@@ -54,7 +54,7 @@ _PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",
         {"model_type": "qwen3_5_text", "linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_attention_heads": 1}
-        | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_key_value_heads": 1, "head_dim": 64},
+        | {"num_key_value_heads": 1},
     ),
 }
 PEERS = {row: label for row, (label, _) in _PEERS.items()}
@@ -82,6 +82,7 @@ def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
     config = {name: shape[name] for name in names} | {"tie_word_embeddings": True, "pad_token_id": 0}
     config |= _PEERS[row][1]
+    config |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), shape["hidden_size"])
     config["layer_types"] = ["linear_attention"] * config["num_hidden_layers"]
     return config | {"intermediate_size": ffn_width(row, config, parameters)}
 
