@@ -1,7 +1,7 @@
 """Model families: where each architecture keeps its layers, attention, FFN, embedding and head.
 
-A family that `structure.py` can't find has a row here. Paths are relative to `model.base_model`; paths of a layer's
-modules are relative to the layer.
+A family that `structure.py` can't find has a row in `families.yaml`. Paths are relative to `model.base_model`; paths of
+a layer's modules are relative to the layer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from graftlm.config import read_yaml
 from graftlm.errors import TapError, UnknownFamilyError
 
 if TYPE_CHECKING:
@@ -104,62 +106,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-_LLAMA = Family(
-    layers="layers",
-    embedding="embed_tokens",
-    norm="norm",
-    attention=Sublayer("self_attn"),
-    ffn=Sublayer("mlp"),
-    ffn_in=("mlp.gate_proj", "mlp.up_proj"),
-    ffn_out="mlp.down_proj",
-    gated=True,
-    norms=("input_layernorm", "post_attention_layernorm"),
-)
-_GEMMA = replace(
-    _LLAMA,
-    activation="hidden_activation",
-    norms=(*_LLAMA.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
-_BERT = Family(
-    layers="encoder.layer",
-    embedding="embeddings.word_embeddings",
-    norm=None,
-    attention=Sublayer("attention.self", "attention.output.dense"),
-    ffn=Sublayer("intermediate", "output.dense"),
-    ffn_in=("intermediate.dense",),
-    ffn_out="output.dense",
-    gated=False,
-    causal=False,
-    norms=("attention.output.LayerNorm", "output.LayerNorm"),
-)
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "gemma", "qwen2", "qwen3", "olmo", "smollm3", "granite", "seed_oss"), _LLAMA),
-    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
-    "gemma3": replace(
-        _GEMMA,
-        layers="language_model.layers",
-        embedding="language_model.embed_tokens",
-        norm="language_model.norm",
-        text_config="text_config",
-    ),
-    "gemma3n_text": replace(_GEMMA, norms=(*_GEMMA.norms, "post_per_layer_input_norm"), one_stream=False),
-    **dict.fromkeys(("bert", "electra"), _BERT),
-    **dict.fromkeys(("roberta", "xlm-roberta"), replace(_BERT, counts_positions=True)),
-    "deberta-v2": replace(_BERT, reads_positions=("attention.self.query_proj", "attention.self.key_proj")),
-    "lfm2": replace(
-        _LLAMA,
-        norm="embedding_norm",
-        ffn=Sublayer("feed_forward"),
-        ffn_in=("feed_forward.w1", "feed_forward.w3"),
-        ffn_out="feed_forward.w2",
-        activation="silu",
-        norms=("operator_norm", "ffn_norm"),
-        separates_documents=False,
-    ),
-}
-_PROVEN = dict(FAMILIES)  # tests prove these rows; others are checked by a pass without weights
-
-
 def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -> None:
     """Add an architecture to `FAMILIES`; `model_type` is the one in its config.
 
@@ -195,6 +141,12 @@ def _row(family: Family | Mapping[str, Any]) -> Family:
     except TypeError as error:
         fields = ", ".join(field.name for field in dataclasses.fields(Family))
         raise UnknownFamilyError(f"The fields {family} describe no family ({error}): give {fields}.") from None
+
+
+FAMILIES: dict[str, Family] = {
+    model_type: _row(values) for model_type, values in read_yaml(Path(__file__).with_suffix(".yaml")).items()
+}
+_PROVEN = dict(FAMILIES)  # tests prove these rows; others are checked by a pass without weights
 
 
 @dataclass(frozen=True)
