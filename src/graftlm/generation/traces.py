@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Iterator
-from importlib.resources import files
 from itertools import cycle
-from string import Template
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from graftlm.evaluation.plots import PALETTE
 from graftlm.generation.generate import Generation, TracedToken
+from graftlm.io import fill_page
 
 _GREY = "#8A8A8A"  # of the label `none`
 
@@ -46,30 +43,12 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
 def trace_page(generation: Generation) -> str:
     """A self-contained HTML page: tokens in the colour of their largest value, all values on hover."""
     means, colours = _means_and_colours(generation)
-    legend = "".join(
-        f'<li><span class="dot" style="background:{colours[label]}"></span>{html.escape(label)} {share:.0%}</li>'
-        for label, share in means.items()
-    )
-    template = Template(files("graftlm.generation").joinpath("trace.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        prompt=html.escape(generation.prompt),
-        tokens="".join(_spans(generation, colours)),
-        legend=legend,
-        data=json.dumps([token.values for token in generation.trace or []]).replace("<", "\\u003c"),
-        title=html.escape(generation.prompt[:60]),
-    )
-
-
-def _spans(generation: Generation, colours: dict[str, str]) -> Iterator[str]:
-    for token in generation.trace or []:
-        label = _largest(token)
-        values = ", ".join(f"{name} {value:.2f}" for name, value in token.values.items())
-        strength = round(15 + 55 * token.values[label])
-        yield (
-            f'<span class="token" tabindex="0" style="--c:{colours[label]};--s:{strength}%" '
-            f'title="{html.escape(values)}" aria-label="{html.escape(token.text)}: {html.escape(values)}">'
-            f"{html.escape(token.text)}</span>"
-        )
+    tokens = [
+        (token, _largest(token), ", ".join(f"{name} {value:.2f}" for name, value in token.values.items()))
+        for token in generation.trace or []
+    ]
+    values = {"means": means, "colours": colours, "tokens": tokens, "prompt": generation.prompt}
+    return fill_page(Path(__file__).with_name("trace.html"), data=[token.values for token, _, _ in tokens], **values)
 
 
 def _largest(token: TracedToken) -> str:
