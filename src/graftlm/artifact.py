@@ -139,7 +139,7 @@ def save_graft(
             save_file(tensors, draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
             values = manifest.model_dump(mode="json")
             (draft / JSON_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            (draft / CARD_NAME).write_text(card or default_card(manifest), encoding="utf-8")
+            (draft / CARD_NAME).write_text(card or _default_card(manifest), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
@@ -319,23 +319,27 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
     return f"{api.endpoint}/{repository}"
 
 
-def card_header(backbone: str) -> str:
-    """The metadata of a graft's card. The hub refuses a `base_model` that is none of its own."""
+def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
+    """A graft's card: what it is, and how to load it, with `several` beside those that it was trained with."""
     name = hub_name(PACKAGED_MODELS.get(backbone.lower(), ("", backbone))[1])
-    base = f"base_model: {name}\n" if name else ""
-    return f"---\nlibrary_name: graftlm\n{base}---\n\n"
-
-
-def default_card(manifest: Manifest) -> str:
-    """A model card for a graft without a report."""
-    kind = "" if manifest.backbone.kind == "causal-lm" else f", kind={manifest.backbone.kind!r}"
+    base = f"base_model: {name}\n" if name else ""  # the hub refuses one that is none of its own
+    options = "" if kind == "causal-lm" else f", kind={kind!r}"
+    loader = "load_grafts" if several else "load_graft"
+    loaded = f'{loader}("this-folder", backbone)'
+    grafts = loaded if several else f'{{"graft": {loaded}}}'
     return (
-        f"{card_header(manifest.backbone.name)}# A graft for {manifest.backbone.name}\n\n"
-        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
-        f"were never changed.\n\n```python\nfrom graftlm import GraftedModel, load_backbone, load_graft\n\n"
-        f"backbone = load_backbone({manifest.backbone.name!r}{kind})\n"
-        'model = GraftedModel(backbone, {"graft": load_graft("this-folder", backbone)})\n```\n'
+        f"---\nlibrary_name: graftlm\n{base}---\n\n# {title} for {backbone}\n\n{text}\n\n"
+        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
+        f"backbone = load_backbone({backbone!r}{options})\nmodel = GraftedModel(backbone, {grafts})\n```\n"
     )
+
+
+def _default_card(manifest: Manifest) -> str:
+    text = (
+        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
+        "were never changed."
+    )
+    return model_card(manifest.backbone.name, "A graft", text, kind=manifest.backbone.kind)
 
 
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:

@@ -45,6 +45,11 @@ class GraftedOutput(ModelOutput):
     attentions: Any = None
 
 
+def _of_live_model(name: str, *default: Any) -> Any:
+    """An attribute or a method that is the live model's."""
+    return property(lambda self: getattr(self.model, name, *default))
+
+
 class GraftedModel(PreTrainedModel):
     """A backbone with grafts attached; trainers and other tools take it as a transformers model.
 
@@ -61,6 +66,12 @@ class GraftedModel(PreTrainedModel):
     """
 
     loss_type = "ForCausalLM"  # tells trainers that the loss shifts the labels
+    config, device, dtype = (_of_live_model(name) for name in ("config", "device", "dtype"))
+    generation_config: Any = _of_live_model("generation_config", None)
+    get_input_embeddings, get_output_embeddings = map(_of_live_model, ("get_input_embeddings", "get_output_embeddings"))
+    can_generate, prepare_inputs_for_generation = map(_of_live_model, ("can_generate", "prepare_inputs_for_generation"))
+    _get_name = _of_live_model("_get_name")  # by which a trainer with label smoothing shifts the labels
+    _supports_logits_to_keep = _of_live_model("_supports_logits_to_keep")  # what an assistant model is asked
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(
@@ -314,18 +325,6 @@ class GraftedModel(PreTrainedModel):
         """transformers' own `generate`, as `model.generate`; grafts know which tokens are the prompt."""
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mixin's method
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]  # a mixin's method
-
-    def _get_name(self) -> str:
-        return self.model._get_name()  # by which a trainer with label smoothing shifts the labels
-
-    def can_generate(self) -> bool:
-        return self.model.can_generate()
-
-    def _supports_logits_to_keep(self) -> bool:
-        return self.model._supports_logits_to_keep()  # type: ignore[operator]  # what an assistant model is asked
-
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
         """What each graft did at each token of the generation that `cache` belongs to, by the graft's name."""
         return _collect_traces(self._by_name, lambda graft: graft.cache_trace(cache))
@@ -455,30 +454,8 @@ class GraftedModel(PreTrainedModel):
             raise GraftError("A graft acts on the output layer, which this trainer bypasses: use transformers.Trainer.")
         return self.model.base_model
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return self.model.get_output_embeddings()
-
     def tie_weights(self, *_: Any, **__: Any) -> None:
         """Do nothing: the backbone's tied weights stay tied."""
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
-    def generation_config(self) -> Any:
-        return getattr(self.model, "generation_config", None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     def detach(self) -> Backbone:
         """Remove every tap and return the backbone as it was; a second call does nothing."""

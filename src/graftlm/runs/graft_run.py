@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from pydantic import BeforeValidator, Field, SerializeAsAny
 from torch import Tensor
 
-from graftlm.artifact import TENSORS_NAME, card_header, load_graft, save_graft
+from graftlm.artifact import TENSORS_NAME, load_graft, model_card, save_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
@@ -568,19 +568,12 @@ def _is_per_layer(value: Any) -> bool:
 
 def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement, trained_after: Sequence[str]) -> str:
     beside = f" with {', '.join(trained_after)}" if trained_after else ""
-    loader = "load_grafts" if trained_after else "load_graft"
-    loaded = f'{loader}("this-folder", backbone)'
-    grafts = loaded if trained_after else f'{{"graft": {loaded}}}'
     lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
-    return (
-        f"{card_header(backbone.name)}# {config.label} for {backbone.name}\n\n"
+    text = (
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
-        "those that end in bpb in bits per byte.\n\n"
-        f"| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines) + "\n\n"
-        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
-        f"backbone = load_backbone({backbone.name!r})\n"
-        f"model = GraftedModel(backbone, {grafts})\n```\n"
+        f"those that end in bpb in bits per byte.\n\n| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines)
     )
+    return model_card(backbone.name, config.label, text, several=bool(trained_after))
 
 
 def _format(value: Any) -> str:
