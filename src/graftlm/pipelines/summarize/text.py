@@ -7,9 +7,12 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from graftlm.config import read_yaml
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 
 _DISTRIBUTIONS = {"markdown_it": "markdown-it-py", "rouge_score": "rouge-score"}  # where it differs from the module
@@ -38,6 +41,13 @@ def import_extra(module: str, purpose: str) -> Any:
         if error.name != root:
             raise
         raise MissingExtraError(_DISTRIBUTIONS.get(root, root), "summarize", purpose) from None
+
+
+@cache
+def element_roles(markup: str) -> dict[str, Any]:
+    """The role of each element of a markup language of `readers/elements.yaml`."""
+    listed = read_yaml(Path(__file__).with_name("readers") / "elements.yaml")[markup].items()
+    return {name: role for role, names in listed for name in (names.split() if isinstance(names, str) else names)}
 
 
 def detect_language(texts: Iterable[str], name: str = "The text") -> str:

@@ -7,35 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
-from graftlm.pipelines.summarize.text import import_extra
+from graftlm.pipelines.summarize.text import element_roles, import_extra
 
 _HEADING_LEVELS = {
     "part": 1, "chapter": 1, "section": 1, "subsection": 2, "subsubsection": 3, "paragraph": 4, "subparagraph": 5,
-}  # fmt: skip
-_INLINE_MACROS = {
-    "textbf", "textit", "emph", "texttt", "textsf", "textsc", "textrm", "textsl", "textup", "textmd", "underline",
-    "mbox", "text", "href", "enquote", "uline",
-}  # fmt: skip
-_BREAK_MACROS = {
-    "item", "par", "newpage", "clearpage", "maketitle", "tableofcontents", "noindent", "bigskip", "medskip",
-}  # fmt: skip
-_PROSE_ENVIRONMENTS = {
-    "document", "abstract", "itemize", "enumerate", "description", "quote", "quotation", "center", "flushleft",
-    "theorem", "lemma", "proof", "definition", "proposition", "corollary", "remark", "example", "minipage", "samepage",
-    "small",
-}  # fmt: skip
-_KINDS: dict[str, BlockKind] = {
-    **dict.fromkeys(("equation", "align", "gather", "multline", "eqnarray", "displaymath", "math"), "formula"),
-    **dict.fromkeys(("table", "tabular", "tabularx", "longtable"), "table"),
-    **dict.fromkeys(("figure", "wrapfigure"), "caption"),
-    **dict.fromkeys(("verbatim", "lstlisting", "minted", "algorithm", "Verbatim"), "code"),
-    "thebibliography": "reference",
-}
-_SYMBOL_MACROS = {
-    "%", "&", "$", "#", "_", "{", "}", "LaTeX", "TeX", "ldots", "dots", "ss", "ae", "oe", "aa", "o", "l", "AE", "OE",
-    "AA", "O", "L", "i", "j", " ", ",", "textendash", "textemdash", "\\", "copyright",
-    "'", "`", "^", '"', "~", "=", ".",
-    "c", "v", "u", "H", "r", "d", "b", "k", "S", "P", "pounds", "-",
 }  # fmt: skip
 _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 
@@ -108,13 +83,14 @@ class _LatexBlockParser:
             self._add_converted(node)
 
     def _handle_environment(self, node: Any) -> None:
-        if node.environmentname.rstrip("*") in _PROSE_ENVIRONMENTS:
+        kind = element_roles("latex_environments").get(node.environmentname.rstrip("*"))
+        if kind == "prose":
             self._close_block()
             if node.environmentname == "abstract":
                 self._blocks.append(TextBlock((TextSpan("Abstract", node.pos, node.pos),), 1))
             self.walk(node.nodelist)
             self._close_block()
-        elif kind := _KINDS.get(node.environmentname.rstrip("*")):
+        elif kind is not None:
             self._add_kind(node, kind)
 
     def _add_kind(self, node: Any, kind: BlockKind) -> None:
@@ -125,15 +101,16 @@ class _LatexBlockParser:
 
     def _handle_macro(self, node: Any) -> None:
         name = node.macroname.rstrip("*")
+        role = element_roles("latex_macros").get(name)
         if name in _HEADING_LEVELS:
             self._close_block()
             self._walk_printed_argument(node)
             self._close_block(_HEADING_LEVELS[name])
-        elif name in _INLINE_MACROS:
+        elif role == "inline":
             self._walk_printed_argument(node)
-        elif name in _BREAK_MACROS:
+        elif role == "break":
             self._close_block()
-        elif name in _SYMBOL_MACROS:
+        elif role == "symbol":
             self._add_converted(node)
         elif not self._text[node.pos + node.len : node.pos + node.len + 1].isalnum():
             self._strip_trailing_space()

@@ -14,6 +14,7 @@ import numpy as np
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.text import element_roles
 
 ElementRole = BlockKind | Literal["inline", "skipped", ""]  # an element of the role "" ends blocks
 _STRONGEST: tuple[BlockKind | Literal["skipped"], ...] = (
@@ -21,40 +22,6 @@ _STRONGEST: tuple[BlockKind | Literal["skipped"], ...] = (
 )  # fmt: skip
 _MIN_LINK_SHARE = 0.6  # of a block's characters, from which it is navigation
 
-_HTML_ROLES: dict[str, ElementRole] = {
-    **dict.fromkeys(("script", "style", "head", "svg", "form", "button", "select", "textarea", "noscript"), "skipped"),
-    **dict.fromkeys(("template", "iframe"), "skipped"),
-    **dict.fromkeys(("nav", "header", "footer", "aside"), "furniture"),
-    **dict.fromkeys(("table", "td", "th"), "table"),
-    **dict.fromkeys(("pre", "code-block"), "code"),
-    **dict.fromkeys(("figcaption", "caption"), "caption"),
-    "math": "formula",
-    "dt": "field",
-    **dict.fromkeys(
-        (
-            "a", "abbr", "b", "bdi", "bdo", "cite", "code", "data", "del", "dfn", "em", "font", "i", "ins", "kbd",
-            "label", "mark", "q", "s", "samp", "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr",
-            "img",
-        ),
-        "inline",
-    ),
-}  # fmt: skip
-_JATS_ROLES: dict[str, ElementRole] = {
-    **dict.fromkeys(("journal-meta", "trans-abstract", "tex-math", "label", "sub-article", "response"), "skipped"),
-    **dict.fromkeys(("article-meta", "back", "fn", "def-item", "supplementary-material"), "field"),
-    **dict.fromkeys(("table-wrap", "td", "th"), "table"),
-    **dict.fromkeys(("code", "preformat"), "code"),
-    **dict.fromkeys(("disp-formula", "disp-formula-group"), "formula"),
-    **dict.fromkeys(("fig", "fig-group", "caption", "media"), "caption"),
-    **dict.fromkeys(("ref-list", "ref"), "reference"),
-    **dict.fromkeys(
-        (
-            "italic", "bold", "sub", "sup", "sc", "xref", "ext-link", "underline", "monospace", "styled-content",
-            "email", "inline-formula", "named-content", "uri", "roman", "sans-serif", "overline", "strike", "abbrev",
-        ),
-        "inline",
-    ),
-}  # fmt: skip
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _SIBLINGS = ({"p"}, {"li"}, {"dt", "dd"}, {"td", "th"}, {"tr"}, {"option"})  # each closes an open sibling
 _VOID_TAGS = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
@@ -147,7 +114,7 @@ class _HtmlBlockParser(HTMLParser):
             attributes = dict(attrs)
             is_main = tag == "main" or attributes.get("role") == "main"
             self.collector.open(tag, _html_role(tag, attributes), _HEADINGS.get(tag, 0), is_main=is_main)
-        elif _HTML_ROLES.get(tag) != "inline":
+        elif element_roles("html").get(tag) != "inline":
             self.collector.close_block()
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -195,8 +162,8 @@ def _html_role(tag: str, attributes: Mapping[str, str | None]) -> ElementRole:
     marks = f"{attributes.get('class') or ''} {attributes.get('id') or ''}"
     is_named = tag not in ("html", "body", "main", *_HEADINGS) and _FURNITURE.search(marks)
     if attributes.get("role") in _LANDMARKS or is_named:
-        return "skipped" if _HTML_ROLES.get(tag) == "inline" else "furniture"
-    return _HTML_ROLES.get(tag, "")
+        return "skipped" if element_roles("html").get(tag) == "inline" else "furniture"
+    return element_roles("html").get(tag, "")
 
 
 def jats_blocks(text: str, name: str = "The text") -> Iterator[TextBlock]:
@@ -229,7 +196,7 @@ def jats_blocks(text: str, name: str = "The text") -> Iterator[TextBlock]:
         elif tag == "abstract" or (tag == "title" and parents[-1] == "abstract"):
             collector.open(tag, "skipped")
         else:
-            collector.open(tag, _JATS_ROLES.get(tag, ""))
+            collector.open(tag, element_roles("jats").get(tag, ""))
 
     def characters_of(data: str) -> None:
         first = position()
