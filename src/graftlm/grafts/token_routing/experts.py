@@ -23,67 +23,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
+from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
 from graftlm.grafts.token_routing.config import ExpertConfig
 from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, named_model, read_adapter_config
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
-# What a user types instead. FOLDER is the adapter's, and model a fresh backbone in transformers.
-_TRAIN = "train it as plain LoRA"
-_MERGE = (
-    "merge it into a backbone of its own (PeftModel.from_pretrained(model, FOLDER).merge_and_unload()"
-    f".save_pretrained(NEW)), or {_TRAIN}"
+_ADAPTERS: dict[str, Any] = read_yaml(Path(__file__).with_name("adapters.yaml"))
+PLAIN_FIELDS = frozenset(_ADAPTERS["plain_fields"].split())
+_TYPES, _INITS = (
+    {name: remedy for remedy, names in _ADAPTERS[key].items() for name in names.split()} for key in ("types", "inits")
 )
-_CONVERT = "convert it (peft.save_as_lora(NEW, PeftModel.from_pretrained(model, FOLDER), rank=R)), and name NEW as path"
-_SUBTRACT = (
-    "convert it (peft_model.save_pretrained(NEW, path_initial_model_for_weight_conversion=START), where START is the "
-    f"adapter as saved before training), or {_MERGE}"
-)
-# Fields of LoraConfig that leave the update s B A x, and those that are read here. All others must have their defaults.
-_PLAIN = (
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
-    "exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora init_lora_weights layers_to_transform "
-    "layers_pattern rank_pattern alpha_pattern megatron_core loftq_config eva_config corda_config lora_ga_config "
-    "qalora_group_size runtime_config ensure_weight_tying"
-)
-PLAIN_FIELDS = frozenset(_PLAIN.split())
-_VARIANTS = {
-    "use_dora": ("DoRA", _MERGE),
-    "use_qalora": ("QALoRA", _CONVERT),
-    "use_bdlora": ("BD-LoRA", _MERGE),
-    "lora_bias": ("a bias in B", _TRAIN),
-    "bias": ("trained biases", _MERGE),
-    "alora_invocation_tokens": ("activated LoRA", _TRAIN),
-    "arrow_config": ("Arrow", "name the adapters that it routes as experts"),
-    "kasa_config": ("KaSA", _MERGE),
-    "velora_config": ("VeLoRA", _CONVERT),
-    "monteclora_config": ("MonteCLoRA", _CONVERT),
-    "modules_to_save": ("whole modules beside the factors", _MERGE),
-    "trainable_token_indices": ("trained rows of the embedding", _MERGE),
-    "layer_replication": ("replicated layers", _TRAIN),
-    "target_parameters": ("parameters instead of modules", _MERGE),
-    "megatron_config": ("Megatron's layers", _TRAIN),
-}
-# Initialisations by the remedy where they changed the base's weights, and those that did not.
-_BASE_CHANGING_INITS = {
-    "pissa": _SUBTRACT,
-    "olora": _SUBTRACT,
-    "corda": _SUBTRACT,
-    "lora_ga": _SUBTRACT,
-    "loftq": _MERGE,
-}
-_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
-# Other types of PEFT adapters by their remedy; where there is none, as for prompts, a new adapter is trained.
-_CONVERTED = "C3A DELORA FOURIERFT GRALORA LOHA LOKR MISS PSOFT RANDLORA TINYLORA UNILORA VBLORA VERA WAVEFT"
-_MERGED = (
-    "ADALORA ADAMSS BOFT DEFT FROD GLORA HIRA HRA IA3 LN_TUNING OFT OSF PEANUT PVERA ROAD SHIRA SUPERTUNING "
-    "TRAINABLE_TOKENS"
-)
-_TYPES = {
-    **dict.fromkeys(_CONVERTED.split(), _CONVERT),
-    **dict.fromkeys(_MERGED.split(), _MERGE),
-    "XLORA": "name the LoRA adapters that it mixes as experts",
-}
 
 
 @dataclass(frozen=True)
@@ -227,20 +177,20 @@ def write_adapter(factors: Mapping[str, Factors], folder: Path, backbone: Backbo
 def _read_config(name: str, folder: Path) -> LoraConfig:
     values = read_adapter_config(folder, f"expert {name}")
     if (kind := values.get("peft_type")) != "LORA":
-        remedy = _remedy(_TYPES.get(str(kind), _TRAIN), folder)
+        remedy = _remedy(_TYPES.get(str(kind), "train"), folder)
         raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected: {remedy}.")
     default = LoraConfig()
-    for key in (key for key in (*_VARIANTS, *values) if values.get(key) and key not in PLAIN_FIELDS):
+    for key in (key for key in (*_ADAPTERS["variants"], *values) if values.get(key) and key not in PLAIN_FIELDS):
         if key not in LoraConfig.__dataclass_fields__:
-            raise _unmixable(name, folder, f"the unknown setting {key}", f"upgrade peft, or {_TRAIN}")
+            raise _unmixable(name, folder, f"the unknown setting {key}", "train", "upgrade peft, or ")
         if values[key] != getattr(default, key):
-            variant, remedy = _VARIANTS.get(key, ("a setting that GraftLM does not know", _TRAIN))
+            variant, remedy = _ADAPTERS["variants"].get(key, ("a setting that GraftLM does not know", "train"))
             raise _unmixable(name, folder, f"{variant} ({key})", remedy)
     init = values.get("init_lora_weights", True)
-    if str(init).lower() not in _PLAIN_INITS:
-        known_inits = (remedy for start, remedy in _BASE_CHANGING_INITS.items() if str(init).lower().startswith(start))
+    if str(init).lower() not in _ADAPTERS["plain_inits"].split():
+        remedies = (remedy for start, remedy in _INITS.items() if str(init).lower().startswith(start))
         variant = f"an initialisation that may have changed the base's weights (init_lora_weights={init})"
-        raise _unmixable(name, folder, variant, next(known_inits, _TRAIN))
+        raise _unmixable(name, folder, variant, next(remedies, "train"))
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}
     try:
         for key in ("rank_pattern", "alpha_pattern"):
@@ -272,13 +222,13 @@ def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
     return ArtifactError(f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert again with its config.")
 
 
-def _unmixable(name: str, folder: Path, variant: str, remedy: str) -> ArtifactError:
-    remedy = _remedy(remedy, folder)
+def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train", before: str = "") -> ArtifactError:
+    remedy = before + _remedy(remedy, folder)
     return ArtifactError(f"The expert {name} in {folder} has {variant}, which is not a sum of LoRA products: {remedy}.")
 
 
 def _remedy(remedy: str, folder: Path) -> str:
-    return remedy.replace("FOLDER", repr(str(folder)))
+    return _ADAPTERS["remedies"][remedy].replace("FOLDER", repr(str(folder)))
 
 
 def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -310,9 +260,9 @@ def _pair_factors(
     for key, tensor in tensors.items():
         if match := _KEY.fullmatch(key):
             if tensor.dim() != 2:
-                raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}", "train it as plain LoRA")
+                raise _unmixable(name, folder, f"the tensor {key} {tuple(tensor.shape)}")
             if match[1] in modules and bool(match[2]) != isinstance(modules[match[1]], nn.Embedding):
-                raise _unmixable(name, folder, f"the tensor {key}, of another kind of layer", _TRAIN)
+                raise _unmixable(name, folder, f"the tensor {key}, of another kind of layer")
             pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
             continue
         if backbone is None:
@@ -321,8 +271,8 @@ def _pair_factors(
         own = parameters.get(path, parameters.get(path.removesuffix(".weight") + ".base_layer.weight"))
         is_plain = own is not None and own.shape == tensor.shape and type(own.data) is Tensor  # not quantised
         if own is None or not is_plain or not torch.equal(own.cpu(), tensor.to(own.dtype)):
-            remedy = "save it with save_embedding_layers=False if this is a copy of the backbone's, or " + _TRAIN
-            raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", remedy)
+            before = "save it with save_embedding_layers=False if this is a copy of the backbone's, or "
+            raise _unmixable(name, folder, f"weights {path} of its own {tuple(tensor.shape)}", before=before)
     for path, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
             raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
